@@ -1,0 +1,78 @@
+"""A fine-tuning job: its settings and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Everything that shapes the result of a job, resolved: no 'auto' is left. Names are TRL's and PEFT's.
+
+    ``batch_size`` is the number of examples (packed rows with ``packing``) per optimizer step;
+    ``per_device_train_batch_size * gradient_accumulation_steps`` is mapped to it where the job is created.
+    ``max_steps`` -1 means: as many as ``n_epochs`` gives. ``warmup_steps`` 0 leaves ``warmup_ratio`` to decide.
+    ``eval_steps``/``save_steps`` 0: only at the end of each epoch.
+    """
+
+    n_epochs: int = 3
+    batch_size: int = 8
+    learning_rate: float = 2e-4
+    lr_scheduler_type: str = "linear"
+    warmup_ratio: float = 0.0
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    max_steps: int = -1
+    max_length: int = 2048
+    packing: bool = False
+    eval_steps: int = 0
+    save_steps: int = 0
+    seed: int = 42
+    r: int = 16
+    lora_alpha: float = 32.0
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    target_modules: tuple[str, ...] = LINEAR_MODULES
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """What the worker needs to run a job. Paths are absolute and lie in the data folder.
+
+    ``dataset_path`` and ``validation_path`` hold tokenised examples (``text.examples`` describes the format).
+    ``recorded_step``: the last step whose metrics the store already has; later ones are reported again.
+    """
+
+    job_id: str
+    base_model: str
+    folder: str
+    dataset_path: str
+    validation_path: str | None
+    adapter_name: str
+    hyperparameters: Hyperparameters
+    recorded_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step's figures, as in OpenAI's result file. Validation fields only where it ran."""
+
+    step: int
+    epoch: float
+    train_loss: float
+    train_mean_token_accuracy: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    valid_loss: float | None = None
+    valid_mean_token_accuracy: float | None = None
+    full_valid_loss: float | None = None
+    full_valid_mean_token_accuracy: float | None = None

@@ -1,0 +1,113 @@
+"""Snapshot and plan: what a policy sees before an iteration, and what it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cotenant.core.tasklet import TaskletRun
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The online tenant's targets. ``ttft_ms``: arrival to first token; ``tpot_ms``: mean gap after it."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """What an online batch's latency depends on.
+
+    ``context_tokens``: KV entries that the decoding sequences attend to, summed over them.
+    ``prefill_context_tokens``: the same for the prefill chunks. ``num_adapters``: distinct LoRA adapters in the batch.
+    """
+
+    num_decode: int = 0
+    context_tokens: int = 0
+    prefill_tokens: int = 0
+    prefill_context_tokens: int = 0
+    num_adapters: int = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.num_decode == 0 and self.prefill_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A live request as a policy sees it.
+
+    ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent.
+    """
+
+    request_id: str
+    arrival_s: float
+    first_token_s: float | None = None
+    num_generated: int = 0
+    num_prompt_tokens_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A runnable job as a policy sees it: the tasklets up to the end of its current optimizer step, in order."""
+
+    job_id: str
+    upcoming: tuple[TaskletRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a policy may look at. ``batch`` is what the online engine would run next if asked."""
+
+    now_s: float
+    slo: Slo
+    batch: BatchShape
+    requests: tuple[RequestView, ...] = ()
+    job: JobView | None = None
+    can_fuse: bool = False
+
+
+class Mode(StrEnum):
+    """How best-effort work shared the device in one iteration."""
+
+    NONE = "none"
+    FUSED = "fused"
+    TEMPORAL = "temporal"
+    SPATIAL = "spatial"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One iteration's work: the online batch (or not), and ``num_tasklets`` beside it.
+
+    ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
+    ``interruptible``: stop after the tasklet in flight when a request arrives. ``until_step_end`` runs the whole
+    training step, however many tasklets it takes.
+    """
+
+    run_online: bool = True
+    num_tasklets: int = 0
+    num_fused: int = 0
+    interruptible: bool = True
+    until_step_end: bool = False
+    mode: Mode = Mode.NONE
+    predicted_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationRecord:
+    """What one iteration did and how long it took; the predictor learns from it.
+
+    ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
+    ``tasklet_ms``: time of each run of equal tasklets, fused ones included in ``online_ms`` and not repeated here.
+    """
+
+    batch: BatchShape
+    mode: Mode
+    online_ms: float
+    total_ms: float
+    tasklets: tuple[tuple[TaskletRun, float], ...] = ()
+    fused: TaskletRun | None = None
+    predicted_ms: float | None = None

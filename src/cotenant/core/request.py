@@ -1,0 +1,84 @@
+"""A request: one generation, online or offline, and what it asks of the sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended, in the API's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Ranges are checked where the request enters (``api``).
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 means all tokens. ``logprobs`` is the number of alternatives
+    reported beside the sampled token (0: only the sampled one's; None: no logprobs at all), of the
+    distribution before temperature and filters. ``prompt_logprobs`` is the same for the prompt's tokens.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A LoRA adapter by its served name and the folder that holds it in PEFT's format."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s`` is on the wall clock."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    adapter: AdapterRef | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token there, and the most likely alternatives in order."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """What one iteration added to a sequence.
+
+    ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it).
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
