@@ -1,0 +1,157 @@
+"""The whole configuration of a server, as frozen dataclasses checked on construction.
+
+Environment variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Slo
+
+POLICIES = ("multitask", "temporal", "whole-step", "inference-only")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_DATA_DIR = Path("cotenant-data")
+
+
+def _require(condition: bool, flag: str, problem: str) -> None:
+    if not condition:
+        raise InvalidInputError(f"--{flag}: {problem}", param=flag)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows."""
+
+    model: str
+    served_model_names: tuple[str, ...] = ()
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    chat_template: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.load_format in LOAD_FORMATS, "load-format", f"must be one of {', '.join(LOAD_FORMATS)}")
+        _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
+        _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
+        _require(self.max_model_len is None or self.max_model_len >= 16, "max-model-len", "must be at least 16")
+
+    @property
+    def name(self) -> str:
+        """The first name the base model is served under."""
+        return self.served_model_names[0] if self.served_model_names else self.model
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The KV cache. ``num_pages`` None: from ``gpu_memory_utilization`` (CUDA) or ``cpu_cache_bytes`` (CPU)."""
+
+    page_tokens: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.85
+    cpu_cache_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        _require(self.page_tokens in (1, 2, 4, 8, 16, 32, 64, 128), "page-tokens", "must be a power of 2 up to 128")
+        _require(0 < self.gpu_memory_utilization <= 1, "gpu-memory-utilization", "must be in (0, 1]")
+        _require(self.num_pages is None or self.num_pages >= 2, "num-pages", "must be at least 2")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchConfig:
+    """Limits on an online batch and on the queue before it. ``max_queue``: live requests beyond which 503."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_queue: int = 512
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1")
+        _require(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max-num-batched-tokens",
+            "must be at least --max-num-seqs",
+        )
+        _require(self.max_queue >= 1, "max-queue", "must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters. ``modules``: (name, path) pairs served from the start. Up to ``max_loras`` live on the device."""
+
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    modules: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_loras >= 1, "max-loras", "must be at least 1")
+        _require(1 <= self.max_lora_rank <= 512, "max-lora-rank", "must be between 1 and 512")
+
+
+@dataclass(frozen=True, slots=True)
+class CoExecutionConfig:
+    """How the two tenants share the device. A target of None: four times the model's own median, measured at start
+    on the CPU; 500 ms and 40 ms on CUDA.
+
+    ``tasklet_tokens``: training tokens per micro-batch (None: 256 on the CPU, 2,048 on CUDA). ``fuse`` None: on CUDA only.
+    """
+
+    policy: str = "multitask"
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    tasklet_tokens: int | None = None
+    fuse: bool | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
+        _require(self.slo_ttft_ms is None or self.slo_ttft_ms > 0, "slo-ttft-ms", "must be positive")
+        _require(self.slo_tpot_ms is None or self.slo_tpot_ms > 0, "slo-tpot-ms", "must be positive")
+        _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
+
+    def slo(self, default: Slo) -> Slo:
+        return Slo(self.slo_ttft_ms or default.ttft_ms, self.slo_tpot_ms or default.tpot_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """The HTTP side. ``api_key`` empty: no key is asked for."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str = field(default="", repr=False)
+    max_upload_bytes: int = 512 * 1024 * 1024
+    organization: str = "local"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
+        _require(self.max_upload_bytes >= 1024, "max-upload-bytes", "must be at least 1024")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Everything that `cotenant serve` needs; the worker gets the same object as JSON."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    batch: BatchConfig = BatchConfig()
+    lora: LoraConfig = LoraConfig()
+    coexecution: CoExecutionConfig = CoExecutionConfig()
+    api: ApiConfig = ApiConfig()
+    data_dir: str = str(DEFAULT_DATA_DIR)
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _require(self.log_level in LOG_LEVELS, "log-level", f"must be one of {', '.join(LOG_LEVELS)}")
+
+
+def api_key_from_environment() -> str:
+    """``COTENANT_API_KEY``, or an empty string."""
+    return os.environ.get("COTENANT_API_KEY", "")

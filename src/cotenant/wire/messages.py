@@ -1,0 +1,179 @@
+"""Every message that crosses the process boundary. msgspec encodes them as tagged MessagePack arrays.
+
+The API process sends ``ToWorker``; the worker answers with ``FromWorker``. Neither waits for the other: requests are
+matched by id, jobs by job id, and a message about something that is gone is ignored by its receiver.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.core.plan import Slo
+from cotenant.core.request import Request, SequenceOutput
+
+
+class AddRequest(msgspec.Struct, tag="add_request", frozen=True):
+    request: Request
+
+
+class AbortRequests(msgspec.Struct, tag="abort_requests", frozen=True):
+    """The client is gone or has enough: free the sequences at once. No output follows."""
+
+    request_ids: tuple[str, ...]
+
+
+class StartJob(msgspec.Struct, tag="start_job", frozen=True):
+    """Run this job from its newest checkpoint in ``spec.folder``, or from the beginning. One job at a time."""
+
+    spec: JobSpec
+
+
+class PauseJob(msgspec.Struct, tag="pause_job", frozen=True):
+    """Discard the step in flight, write a checkpoint, free the memory. Answered by ``JobPaused``."""
+
+    job_id: str
+
+
+class CancelJob(msgspec.Struct, tag="cancel_job", frozen=True):
+    """Discard the step in flight, write a checkpoint, forget the job. Answered by ``JobCancelled``."""
+
+    job_id: str
+
+
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """Finish the live requests, pause the running job with a checkpoint, answer ``Drained``, and exit."""
+
+
+ToWorker = AddRequest | AbortRequests | StartJob | PauseJob | CancelJob | Drain
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The model is loaded. ``slo`` are the targets in force, ``slo_measured`` tells whether they were measured."""
+
+    max_model_len: int
+    vocab_size: int
+    num_pages: int
+    page_tokens: int
+    device: str
+    dtype: str
+    policy: str
+    slo: Slo
+    slo_measured: bool
+    load_s: float
+
+
+class StartFailed(msgspec.Struct, tag="start_failed", frozen=True):
+    """The worker cannot serve this model; it exits after this message and need not be restarted."""
+
+    message: str
+
+
+class Outputs(msgspec.Struct, tag="outputs", frozen=True):
+    """What one iteration produced, in one message."""
+
+    outputs: tuple[SequenceOutput, ...]
+
+
+class RequestFailed(msgspec.Struct, tag="request_failed", frozen=True):
+    """This request cannot be served (a bad adapter, a prompt that can never fit)."""
+
+    request_id: str
+    message: str
+    code: str | None = None
+
+
+class JobStarted(msgspec.Struct, tag="job_started", frozen=True):
+    """``resumed_step`` 0: from the beginning. ``step_tokens``: training tokens of an average step, for the ETA."""
+
+    job_id: str
+    total_steps: int
+    resumed_step: int
+    step_tokens: float
+
+
+class JobMetrics(msgspec.Struct, tag="job_metrics", frozen=True):
+    """Steps that were taken, oldest first. May repeat steps that were reported before a crash, with equal figures.
+
+    ``trained_tokens``: all tokens trained on so far; ``remaining_s``: an estimate from measured progress.
+    """
+
+    job_id: str
+    steps: tuple[StepMetrics, ...]
+    trained_tokens: int
+    remaining_s: float | None
+
+
+class CheckpointSaved(msgspec.Struct, tag="checkpoint_saved", frozen=True):
+    """A checkpoint that can be served: ``path`` holds the adapter in PEFT's format. May be repeated after a crash."""
+
+    job_id: str
+    step: int
+    path: str
+    metrics: StepMetrics | None
+
+
+class JobPaused(msgspec.Struct, tag="job_paused", frozen=True):
+    job_id: str
+    step: int
+
+
+class JobCancelled(msgspec.Struct, tag="job_cancelled", frozen=True):
+    job_id: str
+    step: int
+
+
+class JobSucceeded(msgspec.Struct, tag="job_succeeded", frozen=True):
+    """The final adapter is on disk at ``path`` and is served under the job's adapter name from now on."""
+
+    job_id: str
+    path: str
+    trained_tokens: int
+    total_steps: int
+
+
+class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):
+    job_id: str
+    code: str
+    message: str
+    step: int
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """Gauges and running totals since the worker started, sent a few times a second."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    num_iterations: int = 0
+    num_tasklets: dict[str, int] = {}
+    num_fused_tasklets: int = 0
+    trained_tokens: int = 0
+    tasklet_busy_s: float = 0.0
+    online_busy_s: float = 0.0
+    mode: str = "none"
+    slack_ms: float | None = None
+    prediction_error_ratio: float | None = None
+    job_id: str | None = None
+
+
+class Drained(msgspec.Struct, tag="drained", frozen=True):
+    """Everything asked for has ended; the worker exits now."""
+
+
+FromWorker = (
+    Ready
+    | StartFailed
+    | Outputs
+    | RequestFailed
+    | JobStarted
+    | JobMetrics
+    | CheckpointSaved
+    | JobPaused
+    | JobCancelled
+    | JobSucceeded
+    | JobFailed
+    | Stats
+    | Drained
+)
