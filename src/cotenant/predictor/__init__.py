@@ -1,0 +1,1 @@
+"""How long the next iteration will take: measured records first, a linear model fitted to them behind (pure)."""

@@ -1,0 +1,135 @@
+"""The latency predictor: LLMStation section 4.2 (records, then a linear model), learned from every iteration run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cotenant.core.plan import BatchShape, IterationRecord
+from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.predictor.linear import OnlineLinearModel
+from cotenant.predictor.records import RecordCache
+
+_ERROR_WEIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class CoRun:
+    """One tasklet beside one decode step: Equation 1's ``l_d0``, ``l_d`` and ``l_p``, in milliseconds."""
+
+    decode_solo_ms: float
+    decode_corun_ms: float
+    tasklet_corun_ms: float
+
+
+def _bucket(tokens: int) -> int:
+    """Token counts that differ by less than an eighth share a record."""
+    if tokens < 16:
+        return tokens
+    shift = tokens.bit_length() - 4
+    return (tokens >> shift) << shift
+
+
+def _batch_key(batch: BatchShape) -> tuple[int, int, int, int]:
+    return (
+        batch.num_decode,
+        _bucket(batch.context_tokens),
+        _bucket(batch.prefill_tokens),
+        _bucket(batch.prefill_context_tokens),
+    )
+
+
+def _batch_features(batch: BatchShape) -> tuple[float, ...]:
+    return (
+        1.0,
+        float(batch.num_decode > 0),
+        float(batch.num_decode),
+        float(batch.context_tokens),
+        float(batch.prefill_tokens),
+        float(batch.prefill_context_tokens),
+    )
+
+
+def _tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
+    return (shape.kind.value, _bucket(shape.num_tokens), _bucket(shape.max_length))
+
+
+class LatencyPredictor:
+    """Predicts online batches and tasklets; ``observe`` feeds it what was measured.
+
+    Returns None where nothing is known yet: a policy then tries one tasklet and learns.
+    """
+
+    def __init__(self, hardware: str, model: str) -> None:
+        self._base_group = (hardware, model)
+        self._records = RecordCache()
+        self._batch_model = OnlineLinearModel((1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0))
+        self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
+        self.error_ratio: float | None = None
+
+    def batch_ms(self, batch: BatchShape) -> float | None:
+        """An online batch alone (``l_d0`` for a decode step)."""
+        if batch.empty:
+            return 0.0
+        record = self._records.find(self._group(batch), ("batch", _batch_key(batch)))
+        if record is not None:
+            return record.cautious_ms
+        return self._batch_model.predict(_batch_features(batch)) if self._batch_model.ready else None
+
+    def tasklet_ms(self, shape: TaskletShape, *, beside: BatchShape | None = None, fused: bool = False) -> float | None:
+        """What one tasklet adds to an iteration: beside a batch if that was measured, else alone."""
+        if beside is not None and not beside.empty:
+            kind = "fused" if fused else "beside"
+            record = self._records.find(self._group(beside), (kind, _batch_key(beside), _tasklet_key(shape)))
+            if record is not None:
+                return record.cautious_ms
+        record = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
+        if record is not None:
+            return record.cautious_ms
+        model = self._tasklet_models.get(shape.kind)
+        if model is None or not model.ready:
+            return None
+        return model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)))
+
+    def corun(self, batch: BatchShape, shape: TaskletShape, *, fused: bool = False) -> CoRun | None:
+        """Equation 1's three latencies for one tasklet beside this batch, or None if one of them is unknown.
+
+        ``l_d`` is the iteration with one tasklet in it. Measured that way, one tasklet is done per ``l_d``, so ``l_p``
+        equals it, whether the device overlaps the two or runs them in turn.
+        """
+        solo = self.batch_ms(batch)
+        added = self.tasklet_ms(shape, beside=batch, fused=fused)
+        if solo is None or added is None:
+            return None
+        return CoRun(solo, solo + added, solo + added)
+
+    def observe(self, record: IterationRecord) -> None:
+        """Learn from one iteration."""
+        if not record.batch.empty and record.fused is None:
+            self._records.add(self._group(record.batch), ("batch", _batch_key(record.batch)), record.online_ms)
+            self._batch_model.update(_batch_features(record.batch), record.online_ms)
+        if record.fused is not None:
+            self._observe_fused(record)
+        for run, elapsed_ms in record.tasklets:
+            self._observe_tasklets(record.batch, run.shape, elapsed_ms / run.count)
+        if record.predicted_ms is not None and record.total_ms > 0:
+            error = abs(record.predicted_ms - record.total_ms) / record.total_ms
+            previous = self.error_ratio if self.error_ratio is not None else error
+            self.error_ratio = previous + _ERROR_WEIGHT * (error - previous)
+
+    def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
+        self._records.add(self._base_group, ("tasklet", _tasklet_key(shape)), each_ms)
+        if not batch.empty:
+            self._records.add(self._group(batch), ("beside", _batch_key(batch), _tasklet_key(shape)), each_ms)
+        model = self._tasklet_models.setdefault(shape.kind, OnlineLinearModel((1.0, 256.0, 256.0 * 256.0)))
+        model.update((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)), each_ms)
+
+    def _observe_fused(self, record: IterationRecord) -> None:
+        solo_ms = self.batch_ms(record.batch)
+        if record.fused is None or solo_ms is None:
+            return
+        added_ms = max(0.0, record.online_ms - solo_ms) / record.fused.count
+        key = ("fused", _batch_key(record.batch), _tasklet_key(record.fused.shape))
+        self._records.add(self._group(record.batch), key, added_ms)
+
+    def _group(self, batch: BatchShape) -> tuple[str, str, int]:
+        return (*self._base_group, batch.num_adapters)

@@ -1,0 +1,66 @@
+"""Measured latencies in a nested cache: LLMStation section 4.2.
+
+The outer key is what the machine runs (hardware, model, adapters), the inner one is the shape of the work. A record
+that exists wins over any model. Old measurements fade, so that a changed machine is noticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+_WEIGHT_OF_NEWEST = 0.1
+_MAX_SHAPES = 4096
+_OUTLIER_RATIO = 8.0
+
+
+@dataclass(slots=True)
+class Record:
+    """A fading mean and mean deviation of one shape's latency, in milliseconds."""
+
+    mean_ms: float
+    deviation_ms: float = 0.0
+    count: int = 1
+
+    def add(self, latency_ms: float) -> None:
+        """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does."""
+        bounded = min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 5 else latency_ms
+        weight = max(_WEIGHT_OF_NEWEST, 1.0 / (self.count + 1))
+        error = bounded - self.mean_ms
+        self.mean_ms += weight * error
+        self.deviation_ms += weight * (abs(error) - self.deviation_ms)
+        self.count += 1
+
+    @property
+    def cautious_ms(self) -> float:
+        """The mean plus one deviation: what a planner that must not be late should count with."""
+        return self.mean_ms + self.deviation_ms
+
+
+class RecordCache:
+    """``group`` is (hardware, model, adapters); ``shape`` any hashable description of the work."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, OrderedDict[Hashable, Record]] = {}
+
+    def find(self, group: Hashable, shape: Hashable, min_count: int = 3) -> Record | None:
+        """The record of this shape if it rests on at least ``min_count`` measurements."""
+        shapes = self._groups.get(group)
+        record = shapes.get(shape) if shapes is not None else None
+        return record if record is not None and record.count >= min_count else None
+
+    def add(self, group: Hashable, shape: Hashable, latency_ms: float) -> None:
+        """Take one measurement in; the shape unused for longest goes when there are too many."""
+        shapes = self._groups.setdefault(group, OrderedDict())
+        record = shapes.get(shape)
+        if record is None:
+            shapes[shape] = Record(latency_ms)
+            if len(shapes) > _MAX_SHAPES:
+                shapes.popitem(last=False)
+        else:
+            record.add(latency_ms)
+            shapes.move_to_end(shape)
+
+    def __len__(self) -> int:
+        return sum(len(shapes) for shapes in self._groups.values())

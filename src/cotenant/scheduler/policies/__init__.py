@@ -1,0 +1,1 @@
+"""One file for each way of sharing the device."""

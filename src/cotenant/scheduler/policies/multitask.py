@@ -1,0 +1,38 @@
+"""Iteration-level multitasking: LLMStation section 4.1, Algorithm 1, with slack counted per request."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import idle_tasklets
+from cotenant.scheduler.planner import plan_tasklets
+from cotenant.scheduler.slack import decode_slack_ms
+
+
+class MultitaskPolicy:
+    """New requests are prefilled first, with training suspended (lines 8–15). A decode step takes along as many
+    tasklets as Equation 1 allows within the slack of the most urgent request: fused while the job is in a forward pass
+    and the device gains from it (lines 16–18), beside it otherwise (lines 19–23). With no request, it is plain
+    training. While a request waits for a place in the batch, nothing delays the batch that it waits for.
+    """
+
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        self._predictor = predictor
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        batch, job = snapshot.batch, snapshot.job
+        if batch.empty:
+            count = idle_tasklets(snapshot) if not snapshot.requests else min(1, idle_tasklets(snapshot))
+            return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+        step_ms = self._predictor.batch_ms(batch)
+        someone_waits = any(request.first_token_s is None for request in snapshot.requests)
+        if job is None or someone_waits or batch.prefill_tokens or step_ms is None:
+            return Plan(run_online=True, predicted_ms=step_ms)
+        slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
+        count, num_fused, added_ms = plan_tasklets(
+            self._predictor, batch, job.upcoming, slack_ms, fuse=snapshot.can_fuse
+        )
+        if count == 0:
+            return Plan(run_online=True, predicted_ms=step_ms)
+        mode = Mode.FUSED if num_fused else Mode.TEMPORAL
+        return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)

@@ -1,0 +1,96 @@
+"""The predictor learns from iterations, and what was measured wins over what was fitted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.records import Record
+
+
+def decode(num: int, context: int, adapters: int = 0) -> BatchShape:
+    return BatchShape(num_decode=num, context_tokens=context, num_adapters=adapters)
+
+
+def true_ms(batch: BatchShape) -> float:
+    return 1.5 + 0.1 * batch.num_decode + 0.0005 * batch.context_tokens
+
+
+def learn(predictor: LatencyPredictor, batch: BatchShape, online_ms: float) -> None:
+    predictor.observe(IterationRecord(batch, Mode.NONE, online_ms, online_ms))
+
+
+def test_nothing_is_known_at_first() -> None:
+    predictor = LatencyPredictor("h", "m")
+    assert predictor.batch_ms(decode(1, 10)) is None
+    assert predictor.tasklet_ms(TaskletShape(TaskletKind.FORWARD, 256)) is None
+    assert predictor.batch_ms(BatchShape()) == 0.0
+
+
+def test_the_linear_model_speaks_for_shapes_that_were_never_run() -> None:
+    rng = random.Random(0)
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(300):
+        num = rng.randint(1, 32)
+        batch = decode(num, num * rng.randint(10, 900))
+        learn(predictor, batch, true_ms(batch) * rng.uniform(0.97, 1.03))
+    for batch in (decode(40, 20_000), decode(3, 2_600), decode(20, 100)):
+        assert predictor.batch_ms(batch) == pytest.approx(true_ms(batch), rel=0.15)
+
+
+def test_a_measured_shape_wins_over_the_model() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for num in range(1, 30):
+        learn(predictor, decode(num, num * 100), true_ms(decode(num, num * 100)))
+    odd = decode(8, 5000)
+    for _ in range(10):
+        learn(predictor, odd, 9.0)  # far from the line
+    assert predictor.batch_ms(odd) == pytest.approx(9.0, rel=0.01)
+
+
+def test_a_batch_with_adapters_has_records_of_its_own() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(10):
+        learn(predictor, decode(4, 400), 2.0)
+        learn(predictor, decode(4, 400, adapters=2), 3.0)
+    assert predictor.batch_ms(decode(4, 400)) == pytest.approx(2.0)
+    assert predictor.batch_ms(decode(4, 400, adapters=2)) == pytest.approx(3.0)
+
+
+def test_a_machine_that_becomes_slower_is_noticed() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(200):
+        learn(predictor, decode(4, 400), 2.0)
+    for _ in range(40):
+        learn(predictor, decode(4, 400), 4.0)
+    assert predictor.batch_ms(decode(4, 400)) >= 3.9
+
+
+def test_one_frozen_second_does_not_become_the_expectation() -> None:
+    record = Record(2.0)
+    for _ in range(50):
+        record.add(2.0)
+    record.add(1000.0)
+    assert record.mean_ms < 4.0
+
+
+def test_fused_tasklets_are_learned_as_what_they_add_to_the_step() -> None:
+    predictor = LatencyPredictor("h", "m")
+    batch, shape = decode(4, 400), TaskletShape(TaskletKind.FORWARD, 256, 64)
+    for _ in range(10):
+        learn(predictor, batch, 2.0)
+    for _ in range(10):
+        predictor.observe(IterationRecord(batch, Mode.FUSED, 5.0, 5.0, fused=TaskletRun(shape, 3)))
+    assert predictor.batch_ms(batch) == pytest.approx(2.0)
+    assert predictor.tasklet_ms(shape, beside=batch, fused=True) == pytest.approx(1.0)
+
+
+def test_the_error_ratio_follows_the_predictions() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(200):
+        predictor.observe(IterationRecord(decode(1, 10), Mode.NONE, 2.0, 2.0, predicted_ms=2.2))
+    assert predictor.error_ratio == pytest.approx(0.1)

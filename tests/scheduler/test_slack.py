@@ -1,0 +1,48 @@
+"""Slack per request."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.core.plan import RequestView, Slo
+from cotenant.scheduler.slack import MAX_GAP_TARGETS, SAFETY, decode_slack_ms
+
+SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
+
+
+def running(first_token_s: float, num_generated: int) -> RequestView:
+    return RequestView("r", first_token_s - 0.01, first_token_s, num_generated)
+
+
+def test_a_request_served_fast_has_time_to_give_and_a_slow_one_has_none() -> None:
+    on_time = decode_slack_ms((running(10.0, 11),), SLO, now_s=10.08, step_ms=1.0)
+    fast = decode_slack_ms((running(10.0, 13),), SLO, now_s=10.08, step_ms=1.0)
+    late = decode_slack_ms((running(10.0, 3),), SLO, now_s=10.08, step_ms=1.0)
+    assert late < 0 < on_time < fast
+
+
+def test_the_most_urgent_request_decides() -> None:
+    views = (running(10.0, 13), running(10.0, 3))
+    assert decode_slack_ms(views, SLO, 10.08, 1.0) == decode_slack_ms(views[1:], SLO, 10.08, 1.0)
+
+
+def test_the_gap_between_two_tokens_is_capped_whatever_was_saved_up() -> None:
+    slack = decode_slack_ms((running(10.0, 1000),), SLO, now_s=10.08, step_ms=1.0)
+    assert slack == MAX_GAP_TARGETS * SLO.tpot_ms - 1.0
+
+
+@given(
+    gaps=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=60),
+    step_ms=st.floats(0.1, 3.0),
+)
+def test_a_request_whose_slack_is_never_overdrawn_meets_its_tpot_target(gaps: list[float], step_ms: float) -> None:
+    """Play decode steps with tasklets that use any share of the slack between them."""
+    now, first, generated = 100.0, 100.0, 1
+    for share in gaps:
+        slack = decode_slack_ms((running(first, generated),), SLO, now, step_ms)
+        now += step_ms / 1e3  # the step; its token leaves now
+        generated += 1
+        tpot_ms = (now - first) / (generated - 1) * 1e3
+        assert tpot_ms <= max(SAFETY * SLO.tpot_ms, step_ms) + 1e-6
+        now += max(0.0, slack) * share / 1e3  # the tasklets
