@@ -1,0 +1,217 @@
+"""Chat templates: messages in, the prompt's text or token ids out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.text.byte_tokenizer import BOS, BYTE_CHAT_TEMPLATE, EOS
+from cotenant.text.folder import read_json, special_tokens
+from cotenant.text.template_environment import create_environment
+from cotenant.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_INLINE_SIGNS = ("{{", "{%", "\n")
+_DEFAULT, _TOOL_USE = "default", "tool_use"
+
+
+class ChatTemplate:
+    """A model's chat template with the texts of its special tokens.
+
+    ``sources`` holds Jinja texts by name: ``default``, and ``tool_use`` where the model has another one for requests
+    with tools. Without any, every use is an InvalidInputError: the model can still complete plain text.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_token_texts: Mapping[str, str], origin: str) -> None:
+        environment = create_environment()
+        self._special_token_texts = dict(special_token_texts)
+        self._knows_developer = any("developer" in source for source in sources.values())
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidInputError(
+                f"The chat template from {origin} is broken in line {error.lineno}: {error.message}",
+                param="chat-template",
+            ) from error
+
+    @property
+    def available(self) -> bool:
+        return bool(self._templates)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model reads it. ``kwargs`` are further variables of the template.
+
+        InvalidInputError if there is no template, or if it refuses these messages.
+        """
+        template = self._choose(tools)
+        variables = {
+            "documents": None,
+            **self._special_token_texts,
+            **kwargs,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        plain = plain_messages(messages, self._knows_developer)
+        try:
+            return template.render(variables, messages=plain)
+        except Exception as error:  # a template is code of somebody else: whatever it raises is about its input
+            for other in _other_forms(plain):
+                try:
+                    return template.render(variables, messages=other)
+                except Exception:
+                    continue
+            reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+            raise InvalidInputError(
+                f"The model's chat template refuses these messages: {reason}", param="messages"
+            ) from error
+
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> list[int]:
+        """``render`` and encode. No start token is added: the template writes its own."""
+        text = self.render(messages, tools, add_generation_prompt, **kwargs)
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _choose(self, tools: Sequence[Mapping[str, Any]] | None) -> jinja2.Template:
+        if not self._templates:
+            raise InvalidInputError(
+                "This model has no chat template, so it takes no messages. Start the server with --chat-template, "
+                "or use /v1/completions",
+                code="chat_template_missing",
+                param="messages",
+            )
+        if tools and _TOOL_USE in self._templates:
+            return self._templates[_TOOL_USE]
+        return self._templates.get(_DEFAULT) or next(iter(self._templates.values()))
+
+
+def load_chat_template(folder: Path | None, override: str | None) -> ChatTemplate:
+    """The chat template of a model folder, the operator's own, or the byte tokenizer's (no folder).
+
+    ``override`` is a path, or the template itself: any text with ``{{``, ``{%`` or a line break in it. Only that very
+    path is read. The folder's is ``chat_template.jinja``, else ``chat_template`` in ``tokenizer_config.json``.
+    """
+    if override is not None:
+        texts = {"bos_token": BOS, "eos_token": EOS} if folder is None else special_tokens(folder)
+        source, origin = _read_override(override)
+        return ChatTemplate({_DEFAULT: source}, texts, origin)
+    if folder is None:
+        return ChatTemplate({_DEFAULT: BYTE_CHAT_TEMPLATE}, {"bos_token": BOS, "eos_token": EOS}, "cotenant")
+    return ChatTemplate(_folder_sources(folder), special_tokens(folder), str(folder))
+
+
+def _read_override(override: str) -> tuple[str, str]:
+    if any(sign in override for sign in _INLINE_SIGNS):
+        return override, "--chat-template"
+    path = Path(override)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"--chat-template: cannot read the file {override!r}, and it is no template either: {error}",
+            param="chat-template",
+        ) from error
+
+
+def _folder_sources(folder: Path) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return {_DEFAULT: path.read_text(encoding="utf-8")}
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"Cannot read {path}: {error}", param="model") from error
+    declared = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(declared, str):
+        return {_DEFAULT: declared}
+    if isinstance(declared, list):
+        return {
+            str(entry["name"]): str(entry["template"])
+            for entry in declared
+            if isinstance(entry, dict) and "name" in entry and "template" in entry
+        }
+    return {}
+
+
+def plain_messages(messages: Sequence[Message], knows_developer: bool = True) -> list[dict[str, Any]]:
+    """The messages as templates expect them: no empty keys, text parts joined by line breaks, the arguments of tool
+    calls as objects, and ``developer``, where the template has never heard of it, called ``system``."""
+    if not messages:
+        raise InvalidInputError("There are no messages", param="messages")
+    return [_plain_message(message, index, knows_developer) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, index: int, knows_developer: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in message.items() if value is not None}
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
+    if plain.get("role") == "developer" and not knows_developer:
+        plain["role"] = "system"
+    if isinstance(plain.get("content"), (list, tuple)):
+        plain["content"] = "\n".join(_part_text(part, index) for part in plain["content"])
+    if isinstance(plain.get("tool_calls"), (list, tuple)):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _part_text(part: Any, index: int) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidInputError(
+        f"messages[{index}].content has a part of type {kind!r}; only parts of type 'text' are supported",
+        param=f"messages[{index}].content",
+    )
+
+
+def _plain_tool_call(call: Any) -> Any:
+    """Clients send arguments as JSON text; templates write objects as JSON themselves."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        try:
+            arguments = json.loads(function["arguments"])
+        except ValueError:
+            arguments = None
+        if isinstance(arguments, dict):
+            function["arguments"] = arguments
+    return {**call, "function": function}
+
+
+def _other_forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Calls of tools as some templates want them: with an empty content, or with none and the arguments as text."""
+    if any("tool_calls" in message for message in messages):
+        yield [{"content": "", **message} for message in messages]
+        yield [{"content": None, **_with_text_arguments(message)} for message in messages]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [_text_tool_call(call) for call in message["tool_calls"]]}
+
+
+def _text_tool_call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, Mapping):
+        return call
+    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}

@@ -1,0 +1,101 @@
+"""Token ids in, text out, as they come."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from cotenant.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_NUM_CONTEXT_TOKENS = 8
+
+
+class IncrementalDetokenizer:
+    """The text of a growing sequence, piece by piece; all pieces together are ``tokenizer.decode`` of all its ids.
+
+    Part of a character is held back until it is complete or ``flush`` says that nothing follows. ``prompt_ids`` (its
+    tail is enough) make the first piece continue the prompt, leading space included; without them the text starts by
+    itself, as an answer in a chat does.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._stream: _Stream
+        if tokenizer.bytes_are_text:
+            self._stream = _ByteStream(tokenizer)
+        else:
+            context = [token_id for token_id in prompt_ids if token_id not in tokenizer.special_token_ids]
+            self._stream = _WindowStream(tokenizer, context[-_NUM_CONTEXT_TOKENS:])
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that these tokens complete, often none."""
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden]
+        return self._stream.add(shown) if shown else ""
+
+    def flush(self) -> str:
+        """What was held back, bad bytes replaced. Nothing may be added afterwards."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def add(self, token_ids: list[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """For tokenizers whose text is their tokens' bytes put together: one UTF-8 decoder, at most 3 bytes held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, token_ids)))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowStream:
+    """For tokenizers where a token's text depends on its place (sentencepiece drops the first space).
+
+    ``_window[:_num_emitted]`` are the tokens of the last piece, already emitted and kept as context, so that no later
+    token is ever first. The rest of the window is not emitted yet. A run of single-byte tokens is decoded as a whole,
+    so it stays until a token of another kind ends it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = context
+        self._num_emitted = len(context)
+        # The text of the context; the next piece is what comes after it.
+        self._emitted_text = self._decode(context)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def add(self, token_ids: list[int]) -> str:
+        # An id without a token ends no run: decode does not see it.
+        self._window.extend(token_id for token_id in token_ids if self._tokenizer.token_bytes(token_id))
+        if not self._window or self._tokenizer.is_partial_byte(self._window[-1]):
+            return ""
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT) or len(text) <= len(self._emitted_text):
+            return ""
+        piece = text[len(self._emitted_text) :]
+        self._window = self._window[self._num_emitted :]
+        self._num_emitted = len(self._window)
+        self._emitted_text = self._decode(self._window)
+        return piece
+
+    def flush(self) -> str:
+        piece = self._decode(self._window)[len(self._emitted_text) :]
+        self._window = []
+        self._num_emitted = 0
+        self._emitted_text = ""
+        return piece

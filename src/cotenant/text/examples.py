@@ -1,0 +1,110 @@
+"""Training examples as token ids with a loss weight each, and the file in which the worker gets them.
+
+The file is safetensors with ``token_ids`` int32 [total], ``weights`` float32 [total] and ``offsets`` int64
+[num_examples + 1]: example i is ``offsets[i]:offsets[i + 1]``. A weight is that of predicting this very token from
+those before it, so an example's first token weighs 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.durable import write_atomically
+from cotenant.text.chat import ChatTemplate
+from cotenant.text.spans import find_assistant_spans
+from cotenant.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedExample:
+    """One conversation, as long as the model sees it."""
+
+    token_ids: npt.NDArray[np.int32]  # [tokens]
+    weights: npt.NDArray[np.float32]  # [tokens]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(np.count_nonzero(self.weights))
+
+
+def encode_example(
+    tokenizer: Tokenizer, template: ChatTemplate, example: Mapping[str, Any], max_length: int | None
+) -> EncodedExample:
+    """Encode one example of OpenAI's chat format; only the assistant's tokens are trained on.
+
+    The whole conversation is rendered and encoded once, so the ids are those of inference; a token is trained on if any
+    of its characters lie in an assistant message (its end of turn included) whose ``weight`` is not 0.
+    InvalidInputError if the example has more than ``max_length`` tokens, or none to train on.
+    """
+    messages: Sequence[Mapping[str, Any]] = example["messages"]
+    text, spans = find_assistant_spans(
+        template, [_without_weight(message) for message in messages], example.get("tools"), tokenizer.eos_texts
+    )
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    if max_length is not None and len(ids) > max_length:
+        raise InvalidInputError(
+            f"it has {len(ids)} tokens, but at most {max_length} are possible here; shorten it or split it"
+        )
+    weights = np.zeros(len(ids), dtype=np.float32)
+    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    for span in spans:
+        message = messages[span.message]
+        weight = 1.0 if message.get("weight") is None else message["weight"]
+        weights[(starts < span.end) & (ends > span.start)] = weight
+        if weight:
+            said = "".join(text[other.start : other.end] for other in spans if other.message == span.message)
+            _check_said(message, span.message + 1, said, tokenizer.eos_texts)
+    weights[:1] = 0.0
+    if not weights.any():
+        raise InvalidInputError("nothing to train on: no token of an assistant message with weight 1 is left in it")
+    return EncodedExample(np.asarray(ids, dtype=np.int32), weights)
+
+
+def _check_said(message: Mapping[str, Any], number: int, said: str, eos_texts: Sequence[str]) -> None:
+    """A template that leaves a message's substance out would teach the model to say nothing."""
+    names = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    if any(name not in said for name in names):
+        raise InvalidInputError(
+            f"the chat template does not write the tool calls of message {number}; weight 0 skips it"
+        )
+    for token in eos_texts:
+        said = said.replace(token, "")
+    if not names and not said.strip():
+        raise InvalidInputError(f"the chat template writes nothing of message {number}; weight 0 skips it")
+
+
+def _without_weight(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != "weight"}
+
+
+def write_examples(path: Path, examples: Sequence[EncodedExample]) -> None:
+    """Write the examples to ``path``, all of them or nothing. OSError if the disk is full."""
+    lengths = [example.num_tokens for example in examples]
+    tensors = {
+        "token_ids": _joined([example.token_ids for example in examples], np.int32),
+        "weights": _joined([example.weights for example in examples], np.float32),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    }
+    # Not save_file: it reports a full disk as an error of its own kind, which is no OSError.
+    content = save(tensors)
+    write_atomically(path, lambda temporary: _write(temporary, content))
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=dtype), *arrays])
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)

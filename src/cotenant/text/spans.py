@@ -1,0 +1,260 @@
+"""Which characters of a rendered conversation the assistant said, for any chat template.
+
+The rule: what the model has to produce itself after a generation prompt, up to and including the end of its turn. That
+is the message's content and tool calls and the end-of-turn tokens; not the header, not the line break that a template
+puts behind the turn.
+
+A template that declares it with ``{% generation %}`` is believed. The templates of Llama 3 and Qwen declare nothing, so
+it is found from outside, by rendering again: the conversation cut before the message must be how the whole begins (then
+the message starts there), and cut behind it likewise. Where a template rewrites history (drops earlier thinking, moves
+the tools to the last question) these are no prefixes; then the message is rendered with a stand-in text in its place,
+within the whole conversation, and what stands before and behind that is the same as before and behind the message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.text.chat import ChatTemplate, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Characters ``start:end`` of the rendered text belong to message number ``message`` (from 0)."""
+
+    message: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What surrounds a stand-in for a message.
+
+    ``before``/``after``: the rest of the whole conversation. ``lead``: what comes between the generation prompt and the
+    stand-in (None if that cannot be told). ``tail``: what follows it when the conversation ends there.
+    """
+
+    before: str
+    after: str
+    lead: str | None
+    tail: str
+
+
+def find_assistant_spans(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    end_tokens: Sequence[str],
+) -> tuple[str, list[Span]]:
+    """The rendered conversation, and the spans of its assistant messages in order.
+
+    ``end_tokens`` are the texts of the tokens that end a turn. A message may have several spans if the template
+    declares several, or none if the template declares others but none of its own. InvalidInputError if a template
+    changes the conversation in a way that hides where a message lies.
+    """
+    return _Finder(template, messages, tools, end_tokens).find()
+
+
+class _Finder:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        end_tokens: Sequence[str],
+    ) -> None:
+        self._template = template
+        self._messages = list(messages)
+        self._tools = tools
+        self._end_tokens = tuple(token for token in end_tokens if token)
+        # A template may write the time; all renders of one conversation get the same.
+        self._strftime = datetime.now().strftime
+        self._stand_in = _unused_word(json.dumps([self._messages, tools], default=str))
+        self._text = self._render(self._messages)
+
+    def _render(self, messages: Sequence[Message], prompt: bool = False, **kwargs: Any) -> str:
+        return self._template.render(messages, self._tools, prompt, strftime_now=self._strftime, **kwargs)
+
+    def _try_render(self, messages: Sequence[Message], prompt: bool = False) -> str | None:
+        """None where the template refuses: a part of a conversation need not be a conversation."""
+        try:
+            return self._render(messages, prompt)
+        except InvalidInputError:
+            return None
+
+    def find(self) -> tuple[str, list[Span]]:
+        assistants = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
+        declared = self._declared()
+        if not declared:
+            return self._text, self._infer_all(assistants)
+        try:
+            inferred = self._infer_all(assistants)
+        except InvalidInputError:
+            if len(declared) != len(assistants):
+                raise
+            return self._text, [Span(index, *span) for index, span in zip(assistants, declared, strict=True)]
+        return self._text, [
+            Span(own.message, start, end)
+            for start, end in declared
+            for own in inferred
+            if start < own.end and own.start < end
+        ]
+
+    def _declared(self) -> list[tuple[int, int]]:
+        """What stands between the template's generation tags, each with the end of turn that follows it."""
+        opening, closing = f"<{self._stand_in}>", f"</{self._stand_in}>"
+        pieces = self._render(self._messages, generation_marks=(opening, closing)).split(opening)
+        text = pieces[0]
+        spans = []
+        for piece in pieces[1:]:
+            inside, closed, outside = piece.partition(closing)
+            if not closed:
+                return []
+            if inside.strip():
+                spans.append((len(text), len(text) + len(inside)))
+            text += inside + outside
+        # A filter around the tags can see the marks; then they say nothing about the real text.
+        return [(start, self._close(start, end)) for start, end in spans] if text == self._text else []
+
+    def _close(self, start: int, end: int) -> int:
+        """``end`` moved back to the end token before it, or forward over those that follow."""
+        trimmed = self._text[start:end].rstrip()
+        if trimmed.endswith(self._end_tokens):
+            return start + len(trimmed)
+        return end + self._end_token_length(self._text[end:])
+
+    def _end_token_length(self, text: str) -> int:
+        """Length of the end tokens that ``text`` begins with."""
+        length = 0
+        while token := next((token for token in self._end_tokens if text.startswith(token, length)), None):
+            length += len(token)
+        return length
+
+    def _infer_all(self, indices: Sequence[int]) -> list[Span]:
+        spans: list[Span] = []
+        for index in indices:
+            start, end = self._start(index), self._end(index)
+            earliest = spans[-1].end if spans else 0
+            if start is None or end is None or not earliest <= start <= end:
+                raise InvalidInputError(
+                    "the chat template rewrites the conversation, so that it cannot be told what of it is message "
+                    f"{index + 1}; mark the assistant's part in the template with {{% generation %}}"
+                )
+            # Some templates end a turn with the mark that opens the next one.
+            spans.append(Span(index, start, end + self._end_token_length(self._text[end:])))
+        return spans
+
+    # -- where a message starts
+
+    def _start(self, index: int) -> int | None:
+        asked = self._try_render(self._messages[:index], prompt=True)
+        if asked is not None and self._text.startswith(asked):
+            return len(asked) + self._header_length(index, asked)
+        for probe in self._probes(index):
+            if self._text.startswith(probe.before):
+                return len(probe.before) - self._spoken_lead_length(index, probe)
+        return None
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        """What ``add_generation_prompt`` adds; empty for templates without a header for the assistant."""
+        first = next((i for i, message in enumerate(self._messages) if i and message.get("role") == "assistant"), None)
+        for question in (self._messages[:first], [*self._messages, {"role": "user", "content": self._stand_in}]):
+            with_prompt, without = self._try_render(question, prompt=True), self._try_render(question)
+            if with_prompt is not None and without is not None and with_prompt.startswith(without):
+                return with_prompt[len(without) :]
+        return ""
+
+    def _header_length(self, index: int, asked: str) -> int:
+        """Length of the header that a template without a generation prompt puts before the message all the same."""
+        header = "" if self._generation_prompt else self._fixed_lead(index)
+        return len(header) if self._text.startswith(header, len(asked)) else 0
+
+    def _spoken_lead_length(self, index: int, probe: _Probe) -> int:
+        """How much of the end of ``probe.before`` the model has to produce: an empty thinking block, say."""
+        if not probe.lead or (not self._generation_prompt and self._fixed_lead(index)):
+            return 0
+        return len(probe.lead) if probe.before.endswith(self._generation_prompt + probe.lead) else 0
+
+    def _fixed_lead(self, index: int) -> str:
+        """What a plain answer has before its first word although nothing asked for it, unless it is only space."""
+        probe = self._probe(index, {"role": "assistant", "content": self._stand_in})
+        return probe.lead if probe is not None and probe.lead is not None and probe.lead.strip() else ""
+
+    # -- where a message ends
+
+    def _end(self, index: int) -> int | None:
+        through = self._try_render(self._messages[: index + 1])
+        is_prefix = through is not None and self._text.startswith(through)
+        if through is not None and is_prefix and through.rstrip().endswith(self._end_tokens):
+            return len(through.rstrip())
+        for probe in self._probes(index):
+            end_of_turn = self._end_of_turn(probe.tail)
+            # A template may end only the last turn; then nothing ends this one.
+            rest = probe.after.removeprefix(end_of_turn)
+            if self._text.endswith(rest):
+                return len(self._text) - len(rest)
+        return len(through.rstrip()) if through is not None and is_prefix else None
+
+    def _end_of_turn(self, tail: str) -> str:
+        """``tail`` up to its first end tokens, or without the space at its end if it has none."""
+        starts = [start for token in self._end_tokens if (start := tail.find(token)) >= 0]
+        if not starts:
+            return tail.rstrip()
+        return tail[: min(starts) + self._end_token_length(tail[min(starts) :])]
+
+    # -- stand-ins
+
+    def _probes(self, index: int) -> list[_Probe]:
+        plain: dict[str, Any] = {"role": "assistant", "content": self._stand_in}
+        candidates = [plain]
+        calls = self._messages[index].get("tool_calls")
+        if calls:
+            candidates.append({"role": "assistant", "tool_calls": [self._stand_in_call(call) for call in calls]})
+        probes = (self._probe(index, candidate) for candidate in candidates)
+        return [probe for probe in probes if probe is not None]
+
+    def _stand_in_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The same call with another name and other arguments; its id stays, a later message may refer to it."""
+        return {**call, "function": {"name": self._stand_in, "arguments": {self._stand_in: self._stand_in}}}
+
+    def _probe(self, index: int, message: dict[str, Any]) -> _Probe | None:
+        word, earlier, later = self._stand_in, self._messages[:index], self._messages[index + 1 :]
+        whole = self._try_render([*earlier, message, *later])
+        cut = self._try_render([*earlier, message]) if later else whole
+        if whole is None or cut is None or word not in whole or word not in cut:
+            return None
+        return _Probe(
+            before=whole[: whole.index(word)],
+            after=whole[whole.rindex(word) + len(word) :],
+            lead=self._lead(earlier, cut),
+            tail=cut[cut.rindex(word) + len(word) :],
+        )
+
+    def _lead(self, earlier: Sequence[Message], cut: str) -> str | None:
+        asked = self._try_render(earlier, prompt=True)
+        if asked is None or not cut.startswith(asked):
+            # The question reads differently once it is answered. What a plain answer shares is not said by the model.
+            plain = self._try_render([*earlier, {"role": "assistant", "content": self._stand_in}])
+            asked = None if plain is None or plain == cut else _common_prefix(plain, cut)
+        return None if asked is None else cut[len(asked) : cut.index(self._stand_in)]
+
+
+def _common_prefix(left: str, right: str) -> str:
+    pairs = zip(left, right, strict=False)
+    return left[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))]
+
+
+def _unused_word(text: str) -> str:
+    """A word of letters and digits that does not occur in ``text``."""
+    number = 0
+    while (word := f"StandIn{number}For") in text:
+        number += 1
+    return word

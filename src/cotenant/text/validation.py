@@ -1,0 +1,183 @@
+"""From an uploaded training file to encoded examples, or to an error that says which line is wrong and how."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.text.chat import ChatTemplate, load_chat_template
+from cotenant.text.example_format import example_problems
+from cotenant.text.examples import EncodedExample, encode_example, write_examples
+from cotenant.text.tokenizer import Tokenizer, load_tokenizer
+
+MAX_PROBLEMS = 5
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MIN_EXAMPLES = 10
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedFile:
+    """What a training file came to. ``max_tokens``: of its longest example."""
+
+    num_examples: int
+    num_tokens: int
+    num_trained_tokens: int
+    max_tokens: int
+
+
+class _LineError(Exception):
+    """One line is wrong. The text stands for itself: it names the line or the example."""
+
+
+def prepare_training_file(
+    source: str | Path,
+    target: str | Path,
+    model_folder: str | Path | None,
+    chat_template: str | None,
+    vocab_size: int,
+    max_length: int | None,
+    min_examples: int = MIN_EXAMPLES,
+    param: str = "training_file",
+) -> PreparedFile:
+    """Validate and encode ``source`` and write the examples to ``target`` (atomically).
+
+    For a process of its own: arguments and result are plain, and InvalidInputError travels whole. OSError where a file
+    cannot be read or written.
+    """
+    folder = None if model_folder is None else Path(model_folder)
+    examples = validate_and_encode(
+        Path(source),
+        load_tokenizer(folder, vocab_size),
+        load_chat_template(folder, chat_template),
+        max_length,
+        min_examples,
+        param,
+    )
+    write_examples(Path(target), examples)
+    lengths = [example.num_tokens for example in examples]
+    num_trained_tokens = sum(example.num_trained_tokens for example in examples)
+    return PreparedFile(len(examples), sum(lengths), num_trained_tokens, max(lengths, default=0))
+
+
+def validate_and_encode(
+    path: Path,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    max_length: int | None,
+    min_examples: int = MIN_EXAMPLES,
+    param: str = "training_file",
+) -> list[EncodedExample]:
+    """The examples of a JSONL file in OpenAI's chat format, encoded.
+
+    Reads line by line. InvalidInputError with code ``invalid_<param>`` lists up to ``MAX_PROBLEMS`` problems, or has
+    code ``invalid_n_examples`` if the file has fewer than ``min_examples``. No example is dropped or cut in silence.
+    """
+    if not template.available:
+        raise InvalidInputError(
+            "This model has no chat template, so chat examples cannot be written as it reads them; start the server "
+            "with --chat-template",
+            code="chat_template_missing",
+            param=param,
+        )
+    examples: list[EncodedExample] = []
+    problems: list[str] = []
+    for number, line in _numbered_lines(path):
+        try:
+            examples.append(_encode_line(number, line, tokenizer, template, max_length))
+        except _LineError as error:
+            problems.extend(error.args)
+            if len(problems) >= MAX_PROBLEMS:
+                break
+    if problems:
+        raise InvalidInputError(_listed(problems), code=f"invalid_{param}", param=param)
+    if len(examples) < min_examples:
+        kind = param.removesuffix("_file").capitalize()
+        raise InvalidInputError(
+            f"{kind} file has {len(examples)} example(s), but must have at least {min_examples} examples",
+            code="invalid_n_examples",
+            param=param,
+        )
+    return examples
+
+
+def _listed(problems: list[str]) -> str:
+    text = "Invalid file format. " + " ".join(f"{problem}." for problem in problems[:MAX_PROBLEMS])
+    return f"{text} There may be more: checking stopped here." if len(problems) >= MAX_PROBLEMS else text
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes | _LineError]]:
+    """Every line that should hold an example, with its number from 1; in place of one that cannot be read, the error.
+
+    Empty lines are skipped at the end and an error elsewhere. A byte order mark is dropped.
+    """
+    empty: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(_bounded_lines(file), start=1):
+            if number == 1 and line is not None:
+                if line.startswith(_UTF16_BOMS):
+                    yield 1, _LineError("The file is not UTF-8 but UTF-16; save it as UTF-8")
+                    return
+                line = line.removeprefix(_BOM)
+            if line is not None and not line.strip():
+                empty = empty or number
+                continue
+            if empty is not None:
+                yield empty, _LineError(f"Line {empty} is empty")
+                empty = None
+            yield number, line if line is not None else _LineError(f"Line {number} has over {MAX_LINE_BYTES} bytes")
+
+
+def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
+    """The lines of a file; None for one that is too long to be held."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES)
+        yield None
+
+
+def _encode_line(
+    number: int, line: bytes | _LineError, tokenizer: Tokenizer, template: ChatTemplate, max_length: int | None
+) -> EncodedExample:
+    if isinstance(line, _LineError):
+        raise line
+    example = _parse(number, line)
+    problems = example_problems(example)
+    if problems:
+        raise _LineError(*(f"Example {number}{problem}" for problem in problems))
+    try:
+        return encode_example(tokenizer, template, example, max_length)
+    except InvalidInputError as error:
+        raise _LineError(f"Example {number}: {error.message}") from error
+
+
+def _parse(number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line.rstrip().decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _LineError(
+            f"Line {number} is not UTF-8: byte 0x{line[error.start]:02X} at position {error.start + 1} of the line"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise _LineError(f"Line {number} is not valid JSON: {error.msg} at character {error.colno}") from error
+    except RecursionError as error:
+        raise _LineError(f"Line {number} is nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits, or NaN
+        raise _LineError(f"Line {number} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        hint = " (one JSON object a line is expected, not one list)" if isinstance(value, list) else ""
+        raise _LineError(f"Line {number} is not a dictionary{hint}")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cotenant.text.detokenizer import IncrementalDetokenizer
+from cotenant.text.tokenizer import Tokenizer, load_tokenizer
+
+KINDS = ["bytes", "byte_level", "sentencepiece", "unigram"]
+RELAXED = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    folder = None if request.param == "bytes" else request.getfixturevalue(request.param)
+    return load_tokenizer(folder, 800)
+
+
+def _stream(detokenizer: IncrementalDetokenizer, ids: list[int], chunk: int = 1) -> list[str]:
+    pieces = [detokenizer.add(ids[start : start + chunk]) for start in range(0, len(ids), chunk)]
+    return [*pieces, detokenizer.flush()]
+
+
+@RELAXED
+@given(ids=st.lists(st.integers(0, 799), max_size=30), skip=st.booleans(), chunk=st.integers(1, 4))
+def test_the_pieces_are_the_whole_for_any_ids(tokenizer: Tokenizer, ids: list[int], skip: bool, chunk: int) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    assert "".join(_stream(detokenizer, ids, chunk)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@RELAXED
+@given(text=st.text(st.one_of(st.sampled_from(" aéあ🙂\n"), st.characters(codec="utf-8")), max_size=20))
+def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text.replace("\ufffd", ""), add_special_tokens=False)
+    assert not any("\ufffd" in piece for piece in _stream(IncrementalDetokenizer(tokenizer), ids))
+
+
+@RELAXED
+@given(
+    prompt=st.lists(st.sampled_from(["river", "the", "Zürich", "🙂", "wide"]), min_size=1, max_size=6),
+    answer=st.lists(st.sampled_from(["boats", "wait", "slow", "Κόσμε"]), min_size=1, max_size=6),
+)
+def test_a_completion_goes_on_where_the_prompt_ended(
+    tokenizer: Tokenizer, prompt: list[str], answer: list[str]
+) -> None:
+    begun, whole = " ".join(prompt), " ".join([*prompt, *answer])
+    prompt_ids, ids = tokenizer.encode(begun), tokenizer.encode(whole)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        return
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids)
+    assert begun + "".join(_stream(detokenizer, ids[len(prompt_ids) :])) == whole
+
+
+def test_text_comes_as_soon_as_it_is_certain(byte_level: Path, sentencepiece: Path) -> None:
+    for folder in (byte_level, sentencepiece):
+        tokenizer = load_tokenizer(folder, 800)
+        ids = tokenizer.encode("The river is wide", add_special_tokens=False)
+        pieces = _stream(IncrementalDetokenizer(tokenizer), ids)
+        assert "".join(pieces) == "The river is wide"
+        assert all(pieces[:-1])
+        assert not pieces[-1]
+
+
+def test_a_skipped_token_does_not_swallow_the_next_space(sentencepiece: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece, 800)
+    river, wind = tokenizer.encode("river", False), tokenizer.encode("wind", False)
+    ids = [*river, tokenizer.eos_token_ids[0], *wind]
+    assert "".join(_stream(IncrementalDetokenizer(tokenizer), ids)) == "river wind"
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(byte_level: Path) -> None:
+    tokenizer = load_tokenizer(byte_level, 800)
+    ids = tokenizer.encode("ok 🧑", add_special_tokens=False)[:-1]
+    pieces = _stream(IncrementalDetokenizer(tokenizer), ids)
+    assert "".join(pieces[:-1]) == "ok "
+    assert pieces[-1] == "\ufffd"
