@@ -1,0 +1,53 @@
+"""What the worker asks of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cotenant.core.tasklet import TaskletShape
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTasklet:
+    """A tasklet whose work has ended on the device, and how long it took there."""
+
+    shape: TaskletShape
+    elapsed_ms: float
+
+
+class Device(Protocol):
+    """Two lanes of work, online and best-effort. On a device that cannot overlap them they are the same lane.
+
+    ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
+    expected to pay.
+    """
+
+    name: str
+    torch_device: torch.device
+    fuses: bool
+
+    def online(self) -> AbstractContextManager[None]:
+        """What is launched inside belongs to the online tenant."""
+
+    def fused(self) -> AbstractContextManager[None]:
+        """What is launched inside belongs to both tenants and is ordered after both lanes' earlier work."""
+
+    def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
+        """Launch one tasklet on the best-effort lane, after waiting until few enough are in flight."""
+
+    def finished_tasklets(self) -> list[FinishedTasklet]:
+        """The tasklets that ended since the last call, in order."""
+
+    def synchronize(self) -> None:
+        """Wait until both lanes are idle."""
+
+    def default_dtype(self) -> torch.dtype:
+        """The dtype for `--dtype auto` when the checkpoint names none that the device is fast at."""
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the memory that tensors live in."""

@@ -1,0 +1,1 @@
+"""The CPU: a laptop, and CI."""

@@ -1,0 +1,54 @@
+"""The CPU as a device: one lane, work ends when its call returns."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cotenant.core.tasklet import TaskletShape
+from cotenant.device.base import FinishedTasklet
+
+
+class CpuDevice:
+    """Leaves one core to the API process and its clients: with all cores taken, tokens wait for the event loop."""
+
+    fuses = False  # one lane anyway: fusing saves little and costs the bits of an undisturbed training run
+
+    def __init__(self) -> None:
+        num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        torch.set_num_threads(num_threads)
+        self.torch_device = torch.device("cpu")
+        self.name = f"cpu {platform.machine()} x{num_threads}"
+        self._finished: list[FinishedTasklet] = []
+
+    @contextmanager
+    def online(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        yield
+
+    def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
+        start = time.perf_counter()
+        shape = launch()
+        self._finished.append(FinishedTasklet(shape, (time.perf_counter() - start) * 1e3))
+
+    def finished_tasklets(self) -> list[FinishedTasklet]:
+        finished, self._finished = self._finished, []
+        return finished
+
+    def synchronize(self) -> None:
+        return
+
+    def default_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def memory_bytes(self) -> tuple[int, int]:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
