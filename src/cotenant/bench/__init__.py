@@ -1,0 +1,1 @@
+"""Load, measurements and reports. Talks HTTP like any client and imports nothing of the server."""

@@ -1,0 +1,311 @@
+"""The main job in about two minutes: requests alone, training alone, both at once, and what the model learned."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import platform
+import shutil
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from cotenant.bench.client import ServerError, all_events, ask, call, metrics, new_client, upload, wait_healthy
+from cotenant.bench.live import Progress, View
+from cotenant.bench.load import ChatLoad, run_load
+from cotenant.bench.report import table_rows, write_html, write_json
+from cotenant.bench.server import running_server
+from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
+
+ASSETS = Path(__file__).parent.parent / "assets" / "demo"
+TARGET_FACTOR = 4.0
+_TRAINED = "cotenant:trained_tokens_total"
+_START_TIMEOUT_S = 120.0
+_FINISHED = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """How long each phase runs and how much traffic there is."""
+
+    output: Path
+    policy: str = "multitask"
+    rate_per_s: float = 3.0
+    max_tokens: int = 48
+    alone_s: float = 20.0
+    training_alone_s: float = 12.0
+    corun_s: float = 60.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What the model is taught: files, settings, and the question that shows it."""
+
+    training: Path
+    validation: Path
+    question: str
+    expected: str
+    hyperparameters: dict[str, Any]
+    min_steps: int
+
+
+def _load_lesson() -> _Lesson:
+    described = json.loads((ASSETS / "questions.json").read_text(encoding="utf-8"))
+    return _Lesson(
+        ASSETS / "train.jsonl",
+        ASSETS / "valid.jsonl",
+        described["question"],
+        described["expected"],
+        described["hyperparameters"],
+        int(described["min_steps"]),
+    )
+
+
+class Demo:
+    """Runs the phases in order. Raises ServerError when one of them cannot be measured."""
+
+    def __init__(self, options: DemoOptions, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._progress = Progress()
+        self._view = View(console, self._progress)
+        self._lesson = _load_lesson()
+        self._load = ChatLoad(
+            model="tiny",
+            prompts=json.loads((ASSETS / "prompts.json").read_text(encoding="utf-8")),
+            rate_per_s=options.rate_per_s,
+            max_tokens=options.max_tokens,
+            seed=options.seed,
+        )
+
+    async def run(self) -> dict[str, Any]:
+        """All phases; writes the report files and returns the report."""
+        output = self._options.output
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        with self._view.shown():
+            alone, targets = await self._requests_alone()
+            report, corun, loss = await self._with_job(alone, targets)
+        write_json(output / "report.json", report)
+        write_html(output / "report.html", report, alone, corun, loss)
+        return report
+
+    async def _requests_alone(self) -> tuple[list[RequestResult], Targets]:
+        with running_server("tiny", self._flags(), self._options.output / "server.log") as url:
+            async with new_client(url) as client:
+                self._progress.begin("starting the server")
+                self._view.refresh()
+                await wait_healthy(client, _START_TIMEOUT_S)
+                await self._traffic(client, 2.0, "warming up")
+                results = await self._traffic(client, self._options.alone_s, "requests alone")
+        answered = [result for result in results if result.error is None]
+        if not answered:
+            raise ServerError(f"no request was answered: {results[0].error if results else 'none was sent'}")
+        ttft_ms = percentile([result.ttft_ms for result in answered], 50)
+        tpot_ms = percentile([result.tpot_ms for result in answered if result.num_tokens > 1], 50)
+        return results, Targets(TARGET_FACTOR * ttft_ms, TARGET_FACTOR * tpot_ms)
+
+    async def _with_job(
+        self, alone: list[RequestResult], targets: Targets
+    ) -> tuple[dict[str, Any], list[RequestResult], list[tuple[int, float]]]:
+        slo_flags = ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
+        with running_server("tiny", [*self._flags(), *slo_flags], self._options.output / "server.log") as url:
+            async with new_client(url) as client:
+                self._progress.begin("starting the server with these targets")
+                self._progress.targets = targets
+                self._view.refresh()
+                await wait_healthy(client, _START_TIMEOUT_S)
+                base_answer = await ask(client, "tiny", self._lesson.question)
+                files = await upload(client, self._lesson.training), await upload(client, self._lesson.validation)
+                alone_rate, steps_per_s = await self._training_alone(client, files)
+                await self._traffic(client, 2.0, "warming up")
+                num_steps = max(self._lesson.min_steps, round(steps_per_s * self._options.corun_s * 0.7))
+                job = await self._create_job(client, files, num_steps)
+                corun, corun_rate, corun_s = await self._both(client, job["id"])
+                job = await self._finish(client, job["id"])
+                tuned_answer = await ask(client, job["fine_tuned_model"], self._lesson.question)
+                loss = await self._loss(client, job["id"])
+        report = {
+            "model": "tiny",
+            "policy": self._options.policy,
+            "machine": _machine(),
+            "online": {
+                "alone": summarize(alone, targets, self._options.alone_s),
+                "corun": summarize(corun, targets, corun_s),
+            },
+            "finetune": {
+                "alone_tokens_per_s": round(alone_rate, 2),
+                "corun_tokens_per_s": round(corun_rate, 2),
+                "harvest": round(corun_rate / alone_rate, 4) if alone_rate else 0.0,
+                "num_steps": job["hyperparameters"].get("max_steps", num_steps),
+                "trained_tokens": job["trained_tokens"],
+                "loss": [value for _, value in loss],
+            },
+            "answers": {
+                "question": self._lesson.question,
+                "expected": self._lesson.expected,
+                "base": base_answer,
+                "tuned": tuned_answer,
+            },
+        }
+        return report, corun, loss
+
+    def _flags(self) -> list[str]:
+        data_dir = self._options.output / "data"
+        return ["--data-dir", str(data_dir), "--policy", self._options.policy]
+
+    async def _traffic(self, client: httpx.AsyncClient, duration_s: float, phase: str) -> list[RequestResult]:
+        self._progress.begin(phase)
+        async with asyncio.TaskGroup() as group:
+            refresher = group.create_task(self._keep_refreshing(None))
+            results = await run_load(client, self._load, duration_s, on_result=self._progress.results.append)
+            refresher.cancel()
+        return results
+
+    async def _create_job(self, client: httpx.AsyncClient, files: tuple[str, str], num_steps: int) -> dict[str, Any]:
+        settings = {**self._lesson.hyperparameters, "max_steps": num_steps}
+        body = {
+            "model": "tiny",
+            "training_file": files[0],
+            "validation_file": files[1],
+            "suffix": "demo",
+            "seed": self._options.seed,
+            "method": {"type": "supervised", "supervised": {"hyperparameters": settings}},
+        }
+        return await call(client, "POST", "/v1/fine_tuning/jobs", json=body)
+
+    async def _training_alone(self, client: httpx.AsyncClient, files: tuple[str, str]) -> tuple[float, float]:
+        """Tokens and optimizer steps a second of the same job with no requests; that job is then cancelled."""
+        self._progress.begin("training alone")
+        job = await self._create_job(client, files, 100_000)
+        await self._wait_for_status(client, job["id"], ("running",))
+        while not await _num_steps(client, job["id"]):
+            await asyncio.sleep(0.1)
+        async with asyncio.TaskGroup() as group:
+            refresher = group.create_task(self._keep_refreshing(client, job["id"]))
+            start, steps_before = time.perf_counter(), await _num_steps(client, job["id"])
+            tokens_before = (await metrics(client)).get(_TRAINED, 0.0)
+            await asyncio.sleep(self._options.training_alone_s)
+            tokens = (await metrics(client)).get(_TRAINED, 0.0) - tokens_before
+            elapsed_s, steps = time.perf_counter() - start, await _num_steps(client, job["id"]) - steps_before
+            refresher.cancel()
+        await call(client, "POST", f"/v1/fine_tuning/jobs/{job['id']}/cancel")
+        await self._wait_for_status(client, job["id"], _FINISHED)
+        return tokens / elapsed_s, steps / elapsed_s
+
+    async def _both(self, client: httpx.AsyncClient, job_id: str) -> tuple[list[RequestResult], float, float]:
+        """Requests while the job runs: results, training tokens a second, seconds. Ends early if the job ends."""
+        await self._wait_for_status(client, job_id, ("running",))
+        self._progress.begin("requests and training together")
+        stop = asyncio.Event()
+        start, tokens_before = time.perf_counter(), (await metrics(client)).get(_TRAINED, 0.0)
+        async with asyncio.TaskGroup() as group:
+            refresher = group.create_task(self._keep_refreshing(client, job_id))
+            watcher = group.create_task(self._stop_with_job(client, job_id, stop))
+            load = run_load(
+                client, self._load, self._options.corun_s, on_result=self._progress.results.append, stop=stop
+            )
+            results = await load
+            tokens, elapsed_s = watcher.result() if watcher.done() else (None, 0.0)
+            if tokens is None:
+                tokens, elapsed_s = (await metrics(client)).get(_TRAINED, 0.0), time.perf_counter() - start
+            else:
+                elapsed_s -= start
+            watcher.cancel()
+            refresher.cancel()
+        return results, (tokens - tokens_before) / elapsed_s, elapsed_s
+
+    async def _stop_with_job(self, client: httpx.AsyncClient, job_id: str, stop: asyncio.Event) -> tuple[float, float]:
+        """Set ``stop`` when the job ends. Returns the trained tokens then, and the time."""
+        await self._wait_for_status(client, job_id, _FINISHED)
+        at = time.perf_counter(), (await metrics(client)).get(_TRAINED, 0.0)
+        stop.set()
+        return at[1], at[0]
+
+    async def _finish(self, client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
+        self._progress.begin("finishing the job")
+        async with asyncio.TaskGroup() as group:
+            refresher = group.create_task(self._keep_refreshing(client, job_id))
+            job = await self._wait_for_status(client, job_id, _FINISHED)
+            refresher.cancel()
+        if job["status"] != "succeeded":
+            raise ServerError(f"the fine-tuning job ended as {job['status']}: {job.get('error')}")
+        return job
+
+    async def _wait_for_status(self, client: httpx.AsyncClient, job_id: str, wanted: tuple[str, ...]) -> dict[str, Any]:
+        while True:
+            job = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}")
+            if job["status"] in wanted:
+                return job
+            if job["status"] in _FINISHED:
+                raise ServerError(f"the fine-tuning job is {job['status']}: {job.get('error')}")
+            await asyncio.sleep(0.25)
+
+    async def _keep_refreshing(self, client: httpx.AsyncClient | None, job_id: str = "") -> None:
+        last_tokens, last_s = None, time.perf_counter()
+        while True:
+            if client is not None:
+                last_tokens, last_s = await self._read_training(client, job_id, last_tokens, last_s)
+            self._view.refresh()
+            await asyncio.sleep(1.0)
+
+    async def _read_training(
+        self, client: httpx.AsyncClient, job_id: str, last_tokens: float | None, last_s: float
+    ) -> tuple[float, float]:
+        tokens, now = (await metrics(client)).get(_TRAINED, 0.0), time.perf_counter()
+        if last_tokens is not None and now > last_s:
+            self._progress.training_tokens_per_s = (tokens - last_tokens) / (now - last_s)
+        job = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}")
+        finish = job.get("estimated_finish")
+        self._progress.eta_s = max(0.0, finish - time.time()) if finish else None
+        page = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}/events", params={"limit": 10})
+        for event in page["data"]:
+            if event["type"] == "metrics":
+                data = event["data"]
+                self._progress.training_loss = data["train_loss"]
+                self._progress.training_step = f"step {data['step']}"
+                break
+        return tokens, now
+
+    async def _loss(self, client: httpx.AsyncClient, job_id: str) -> list[tuple[int, float]]:
+        events = await all_events(client, job_id)
+        return [
+            (int(event["data"]["step"]), float(event["data"]["train_loss"]))
+            for event in events
+            if event["type"] == "metrics"
+        ]
+
+
+async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:
+    page = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}/events", params={"limit": 10})
+    return max((int(event["data"]["step"]) for event in page["data"] if event["type"] == "metrics"), default=0)
+
+
+def _machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    versions = {name: metadata.version(name) for name in ("cotenant", "torch")}
+    return {"cpu": model, "num_cores": os.cpu_count(), "python": platform.python_version(), **versions}
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """The short table that the demo ends with."""
+    table = Table("", "requests alone", "with the job", title="cotenant demo", title_justify="left")
+    for row in table_rows(report):
+        table.add_row(*row)
+    console.print(table)
+    answers = report["answers"]
+    console.print(f"[bold]{answers['question']}[/bold]\n  base:  {answers['base']}\n  tuned: {answers['tuned']}")

@@ -1,0 +1,49 @@
+"""A server of our own to measure: started as a user would start it, stopped with SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cotenant.bench.client import ServerError
+
+_STOP_TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator[str]:
+    """Run `cotenant serve` for the time of a `with` block and give its base URL. Its output goes to ``log_path``."""
+    port = free_port()
+    command = [sys.executable, "-m", "cotenant.cli.main", "serve", model, "--port", str(port), *flags]
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        except ServerError as error:
+            if process.poll() is not None:
+                raise ServerError(
+                    f"{error}\nthe server ended with code {process.returncode}; see {log_path}"
+                ) from error
+            raise
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
