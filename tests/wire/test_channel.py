@@ -1,0 +1,92 @@
+"""Messages arrive as they were sent, in order, in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
+from cotenant.core.plan import Slo
+from cotenant.core.request import AdapterRef, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from cotenant.wire.channel import ApiChannel, WorkerChannel
+from cotenant.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    CancelJob,
+    CheckpointSaved,
+    Drain,
+    Drained,
+    FromWorker,
+    JobFailed,
+    JobMetrics,
+    Outputs,
+    PauseJob,
+    Ready,
+    StartJob,
+    Stats,
+    ToWorker,
+)
+
+SAMPLING = SamplingParams(8, seed=1, stop_token_ids=(2,), logit_bias={5: -100.0}, logprobs=2)
+STEP = StepMetrics(3, 0.5, 1.25, 0.5, 1e-4, 0.9, 640, valid_loss=1.5)
+TO_WORKER: list[ToWorker] = [
+    AddRequest(Request("r", (1, 2, 3), SAMPLING, 12.5, AdapterRef("ft:a", "/data/a"), priority=-1)),
+    AbortRequests(("r", "q")),
+    StartJob(JobSpec("j", "tiny", "/d", "/d/t", None, "ft:a", Hyperparameters(target_modules=("q_proj",)), 7)),
+    PauseJob("j"),
+    CancelJob("j"),
+    Drain(),
+]
+FROM_WORKER: list[FromWorker] = [
+    Ready(1024, 2048, 64, 16, "cpu", "float32", "multitask", Slo(50.0, 5.0), True, 1.5),
+    Outputs((SequenceOutput("r", (5,), (TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -1.0))),)),)),
+    Outputs((SequenceOutput("r", (), (), (None, TokenLogprobs(2, -1.0, 3)), FinishReason.STOP, 2),)),
+    JobMetrics("j", (STEP,), 640, 12.0),
+    CheckpointSaved("j", 3, "/d/c", STEP),
+    JobFailed("j", "disk_full", "no space", 3),
+    Stats(num_running=2, num_tasklets={"forward": 6}, slack_ms=-1.0),
+    Drained(),
+]
+
+
+async def exchange(address: str) -> tuple[list[ToWorker], list[FromWorker]]:
+    api, worker = ApiChannel(address), WorkerChannel(address)
+    try:
+        for message in TO_WORKER:
+            await api.send(message)
+        received: list[ToWorker] = []
+        while len(received) < len(TO_WORKER):
+            assert worker.wait(5.0)
+            assert worker.pending()
+            received += worker.receive()
+        assert not worker.pending()
+        assert worker.receive() == []
+        for answer in FROM_WORKER:
+            worker.send(answer)
+        return received, [await asyncio.wait_for(api.receive(), 5.0) for _ in FROM_WORKER]
+    finally:
+        worker.close()
+        api.close()
+
+
+def test_every_message_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    received, answers = asyncio.run(exchange(f"ipc://{tmp_path}/s"))
+    assert received == TO_WORKER
+    assert answers == FROM_WORKER
+
+
+def test_a_message_that_was_sent_before_the_worker_connected_is_not_lost(tmp_path: Path) -> None:
+    async def late() -> list[ToWorker]:
+        api = ApiChannel(f"ipc://{tmp_path}/s")
+        sending = asyncio.create_task(api.send(PauseJob("j")))
+        await asyncio.sleep(0.01)
+        worker = WorkerChannel(f"ipc://{tmp_path}/s")
+        while not worker.wait(0.05):
+            await asyncio.sleep(0.01)
+        await sending
+        messages = worker.receive()
+        worker.close()
+        api.close()
+        return messages
+
+    assert asyncio.run(asyncio.wait_for(late(), 5)) == [PauseJob("j")]
