@@ -1,0 +1,60 @@
+"""The adapters that requests may name: those of jobs that succeeded, and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Select, literal_column, select, union_all
+
+from cotenant.store import schema
+from cotenant.store.database import Database
+from cotenant.store.records import JobStatus, ServedAdapter
+
+# Adapter folders appear in one rename, so where this file is the others are too.
+_ADAPTER_FILE = "adapter_config.json"
+
+
+class AdapterCatalog:
+    """Reads the adapters off the jobs and checkpoints. An adapter whose folder is gone is not served."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._folder = folder
+        self._database = database
+
+    def all(self) -> list[ServedAdapter]:
+        """Oldest job first, its checkpoints in step order and then its result."""
+        query = union_all(_results(), _checkpoints())
+        rows = self._database.read(lambda connection: connection.execute(query.order_by("job_sequence", "step")).all())
+        adapters = [self._adapter(row.name, row.path, row.parent, row.created_at) for row in rows]
+        return [adapter for adapter in adapters if adapter is not None]
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """The adapter that is served under ``name``."""
+        results = _results().where(schema.jobs.c.adapter_name == name)
+        checkpoints = _checkpoints().where(schema.checkpoints.c.name == name)
+        row = self._database.read(lambda connection: connection.execute(union_all(results, checkpoints)).first())
+        return None if row is None else self._adapter(row.name, row.path, row.parent, row.created_at)
+
+    def _adapter(self, name: str, path: str, parent: str, created_at: int) -> ServedAdapter | None:
+        folder = self._folder / path
+        return ServedAdapter(name, str(folder), parent, created_at) if (folder / _ADAPTER_FILE).is_file() else None
+
+
+def _results() -> Select[Any]:
+    jobs = schema.jobs.c
+    return select(
+        jobs.sequence.label("job_sequence"),
+        literal_column("9223372036854775807").label("step"),
+        jobs.adapter_name.label("name"),
+        jobs.adapter_path.label("path"),
+        jobs.model.label("parent"),
+        jobs.finished_at.label("created_at"),
+    ).where(jobs.status == JobStatus.SUCCEEDED)
+
+
+def _checkpoints() -> Select[Any]:
+    jobs, checkpoints = schema.jobs.c, schema.checkpoints.c
+    return select(
+        jobs.sequence, checkpoints.step, checkpoints.name, checkpoints.path, jobs.model, checkpoints.created_at
+    ).join_from(schema.checkpoints, schema.jobs, checkpoints.job_id == jobs.id)

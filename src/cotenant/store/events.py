@@ -1,0 +1,149 @@
+"""A job's events and checkpoints. Both may be reported again after a crash, and are then stored once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy.dialects.sqlite import insert
+
+from cotenant.store import schema
+from cotenant.store.database import Database
+from cotenant.store.ids import new_id
+from cotenant.store.paging import read_page
+from cotenant.store.paths import relative_path
+from cotenant.store.records import CheckpointRecord, EventRecord, NewEvent, Page
+
+_EVENTS = schema.events.c
+_CHECKPOINTS = schema.checkpoints.c
+
+
+class EventStore:
+    """What happened in jobs, in the order in which it was stored."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._folder = folder
+        self._database = database
+
+    def add(self, job_id: str, events: Sequence[NewEvent]) -> None:
+        """Append events of a stored job. Raises StoreError."""
+        self._database.write(lambda connection: insert_events(connection, job_id, events))
+
+    def add_metrics(
+        self, job_id: str, events: Sequence[NewEvent], trained_tokens: int, estimated_finish: int | None
+    ) -> int:
+        """Append metrics events, each with its step, and the job's progress, in one transaction.
+
+        Steps that are stored already are left as they are. Returns how many were new. Raises StoreError.
+        """
+
+        def work(connection: Connection) -> int:
+            num_new = insert_events(connection, job_id, events)
+            jobs = schema.jobs.c
+            connection.execute(
+                update(schema.jobs)
+                .where(jobs.id == job_id)
+                .values(
+                    # After a crash the worker counts from its checkpoint again, up to figures that we had.
+                    trained_tokens=func.max(func.coalesce(jobs.trained_tokens, 0), trained_tokens),
+                    estimated_finish=estimated_finish,
+                )
+            )
+            return num_new
+
+        return self._database.write(work)
+
+    def page(self, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[EventRecord]:
+        """A page of a job's events, newest first. Raises InvalidInputError for an unknown ``after``."""
+        query = select(schema.events).where(_EVENTS.job_id == job_id)
+        return self._database.read(
+            lambda connection: read_page(connection, query, schema.events, _event_of, after=after, limit=limit)
+        )
+
+    def metrics(self, job_id: str) -> list[dict[str, Any]]:
+        """The figures of all steps that are stored, in step order."""
+        query = select(_EVENTS.data).where(_EVENTS.job_id == job_id, _EVENTS.step.is_not(None)).order_by(_EVENTS.step)
+        rows = self._database.read(lambda connection: connection.execute(query).scalars().all())
+        return [msgspec.json.decode(data) for data in rows]
+
+    def recorded_step(self, job_id: str) -> int:
+        """The last step up to which all steps are stored; 0 if the first one is missing."""
+        query = select(_EVENTS.step).where(_EVENTS.job_id == job_id, _EVENTS.step.is_not(None)).order_by(_EVENTS.step)
+        steps = self._database.read(lambda connection: connection.execute(query).scalars().all())
+        recorded = 0
+        for step in steps:
+            if step != recorded + 1:
+                break
+            recorded = step
+        return recorded
+
+    def add_checkpoint(
+        self, job_id: str, step: int, name: str, path: str, metrics: Mapping[str, Any] | None, event: NewEvent
+    ) -> bool:
+        """Store a checkpoint and its event. False, and nothing changes, if that step's checkpoint is stored already.
+
+        ``path`` lies in the data folder. Raises StoreError.
+        """
+        values = {
+            "id": new_id("ftckpt_"),
+            "job_id": job_id,
+            "created_at": int(time.time()),
+            "step": step,
+            "name": name,
+            "path": relative_path(self._folder, path),
+            "metrics": None if metrics is None else msgspec.json.encode(metrics).decode(),
+        }
+
+        def work(connection: Connection) -> bool:
+            statement = insert(schema.checkpoints).values(values).on_conflict_do_nothing(["job_id", "step"])
+            if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 0:
+                return False
+            insert_events(connection, job_id, [event])
+            return True
+
+        return self._database.write(work)
+
+    def checkpoint_page(self, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[CheckpointRecord]:
+        """A page of a job's checkpoints, newest first. Raises InvalidInputError for an unknown ``after``."""
+        query = select(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id)
+        return self._database.read(
+            lambda connection: read_page(
+                connection, query, schema.checkpoints, self._checkpoint_of, after=after, limit=limit
+            )
+        )
+
+    def _checkpoint_of(self, row: Row[Any]) -> CheckpointRecord:
+        metrics = None if row.metrics is None else msgspec.json.decode(row.metrics)
+        path = str(self._folder / row.path)
+        return CheckpointRecord(row.id, row.job_id, row.created_at, row.step, row.name, path, metrics)
+
+
+def insert_events(connection: Connection, job_id: str, events: Sequence[NewEvent]) -> int:
+    """Insert events as part of a larger transaction, except steps that are stored already. Returns how many."""
+    if not events:
+        return 0
+    now = int(time.time())
+    rows = [
+        {
+            "id": new_id("ftevent-"),
+            "job_id": job_id,
+            "created_at": now,
+            "level": event.level,
+            "type": event.type,
+            "message": event.message,
+            "step": event.step,
+            "data": None if event.data is None else msgspec.json.encode(event.data).decode(),
+        }
+        for event in events
+    ]
+    statement = insert(schema.events).on_conflict_do_nothing(["job_id", "step"])
+    return connection.execute(statement, rows, execution_options={"preserve_rowcount": True}).rowcount
+
+
+def _event_of(row: Row[Any]) -> EventRecord:
+    data = None if row.data is None else msgspec.json.decode(row.data)
+    return EventRecord(row.id, row.job_id, row.created_at, row.level, row.type, row.message, data)

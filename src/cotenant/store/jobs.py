@@ -1,0 +1,213 @@
+"""Fine-tuning jobs. Every change states which statuses it may start from, so that no two changes can cross."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, insert, literal, select, update
+
+from cotenant.core.errors import NotFoundError
+from cotenant.core.job import Hyperparameters
+from cotenant.durable import fsync_path
+from cotenant.store import schema
+from cotenant.store.database import Database
+from cotenant.store.errors import store_error
+from cotenant.store.events import insert_events
+from cotenant.store.files import insert_file
+from cotenant.store.paging import read_page
+from cotenant.store.paths import relative_path
+from cotenant.store.records import FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
+
+JOBS_FOLDER = "jobs"
+
+_COLUMNS = schema.jobs.c
+
+
+class JobStore:
+    """The jobs of a data folder, and the folder of each."""
+
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._data_folder = folder
+        self._database = database
+        (folder / JOBS_FOLDER).mkdir(exist_ok=True)
+
+    def folder(self, job_id: str) -> Path:
+        """Where a stored job keeps its examples, checkpoints and adapter. ``job_id`` must be one of ours."""
+        return self._data_folder / JOBS_FOLDER / job_id
+
+    def make_folder(self, job_id: str) -> Path:
+        """The same, made if it isn't there. Raises StoreError."""
+        folder = self.folder(job_id)
+        try:
+            folder.mkdir(exist_ok=True)
+            fsync_path(folder.parent)
+        except OSError as error:
+            raise store_error(error) from error
+        return folder
+
+    def create(self, job: NewJob, events: Sequence[NewEvent]) -> JobRecord:
+        """Store a job as ``validating_files``. Raises NotFoundError if one of its files is gone, StoreError."""
+
+        def work(connection: Connection) -> JobRecord:
+            _require_files(connection, job)
+            connection.execute(
+                insert(schema.jobs).values(
+                    id=job.id,
+                    created_at=_now(),
+                    status=JobStatus.VALIDATING,
+                    model=job.model,
+                    base_root=job.base_root,
+                    training_file=job.training_file,
+                    validation_file=job.validation_file,
+                    suffix=job.suffix,
+                    metadata=_json(job.metadata),
+                    requested=_json(job.requested),
+                    adapter_name=job.adapter_name,
+                )
+            )
+            insert_events(connection, job.id, events)
+            return self._get(connection, job.id)
+
+        return self._database.write(work)
+
+    def get(self, job_id: str) -> JobRecord:
+        """Raises NotFoundError."""
+        return self._database.read(lambda connection: self._get(connection, job_id))
+
+    def page(
+        self, *, after: str | None = None, limit: int = 20, metadata: Mapping[str, str] | None = None
+    ) -> Page[JobRecord]:
+        """A page of jobs, newest first; of those that have all of ``metadata``. Raises InvalidInputError for an unknown
+        ``after``."""
+        query = select(schema.jobs)
+        for key, value in (metadata or {}).items():
+            query = query.where(_has_metadata(key, value))
+        return self._database.read(
+            lambda connection: read_page(connection, query, schema.jobs, self._job_of, after=after, limit=limit)
+        )
+
+    def first(self, status: JobStatus) -> JobRecord | None:
+        """The job that was created first of those with this status."""
+        query = select(schema.jobs).where(_COLUMNS.status == status).order_by(_COLUMNS.sequence).limit(1)
+        return self._database.read(lambda connection: self._one(connection, query))
+
+    def change(
+        self,
+        job_id: str,
+        allowed: Collection[JobStatus],
+        values: Mapping[str, Any],
+        events: Sequence[NewEvent] = (),
+        result_file: FileRecord | None = None,
+    ) -> JobRecord | None:
+        """Set columns, add events and insert the row of ``result_file``, all or nothing, if the job has one of the
+        ``allowed`` statuses; then return it as it is now. Otherwise change nothing and return None.
+
+        A status that ends the job sets ``finished_at``; any but running clears ``pending`` and ``estimated_finish``.
+        """
+
+        def work(connection: Connection) -> JobRecord | None:
+            changed = connection.execute(
+                update(schema.jobs).where(_COLUMNS.id == job_id, _COLUMNS.status.in_(allowed)).values(_encoded(values))
+            )
+            if changed.rowcount == 0:
+                return None
+            if result_file is not None:
+                insert_file(connection, result_file)
+            insert_events(connection, job_id, events)
+            return self._get(connection, job_id)
+
+        return self._database.write(work)
+
+    def fail(self, job_id: str, allowed: Collection[JobStatus], error: JobError) -> JobRecord | None:
+        """Like ``change``: end the job with an error and an event that says the same."""
+        values = {"status": JobStatus.FAILED, "error": error}
+        return self.change(job_id, allowed, values, [NewEvent(error.message, level="error")])
+
+    def succeed(
+        self,
+        job_id: str,
+        *,
+        adapter_path: str,
+        trained_tokens: int,
+        total_steps: int,
+        result_file: FileRecord | None,
+        events: Sequence[NewEvent],
+    ) -> JobRecord | None:
+        """Like ``change``: from running to succeeded. From here on the adapter is served."""
+        values = {
+            "status": JobStatus.SUCCEEDED,
+            "adapter_path": relative_path(self._data_folder, adapter_path),
+            "trained_tokens": trained_tokens,
+            "total_steps": total_steps,
+            "result_file": result_file.id if result_file else None,
+        }
+        return self.change(job_id, [JobStatus.RUNNING], values, events, result_file)
+
+    def _get(self, connection: Connection, job_id: str) -> JobRecord:
+        job = self._one(connection, select(schema.jobs).where(_COLUMNS.id == job_id))
+        if job is None:
+            raise NotFoundError(
+                f"Could not find fine tune: {job_id[:100]}", code="fine_tune_not_found", param="fine_tuning_job_id"
+            )
+        return job
+
+    def _one(self, connection: Connection, query: Select[Any]) -> JobRecord | None:
+        row = connection.execute(query).one_or_none()
+        return None if row is None else self._job_of(row)
+
+    def _job_of(self, row: Row[Any]) -> JobRecord:
+        fields = dict(row._mapping)
+        del fields["sequence"]
+        for name in ("metadata", "requested"):
+            fields[name] = None if fields[name] is None else msgspec.json.decode(fields[name])
+        if fields["hyperparameters"] is not None:
+            fields["hyperparameters"] = msgspec.json.decode(fields["hyperparameters"], type=Hyperparameters)
+        if fields["error"] is not None:
+            fields["error"] = msgspec.json.decode(fields["error"], type=JobError)
+        if fields["adapter_path"] is not None:
+            fields["adapter_path"] = str(self._data_folder / fields["adapter_path"])
+        fields["status"] = JobStatus(fields["status"])
+        fields["pending"] = None if fields["pending"] is None else Pending(fields["pending"])
+        return JobRecord(**fields)
+
+
+def _require_files(connection: Connection, job: NewJob) -> None:
+    """No deletion can come between this and the job's row, because both are in one transaction."""
+    for file_id in (job.training_file, job.validation_file):
+        if file_id is not None and connection.execute(_file_id(file_id)).one_or_none() is None:
+            raise NotFoundError(f"No such File object: {file_id[:100]}", code="file_not_found")
+
+
+def _file_id(file_id: str) -> Select[Any]:
+    return select(schema.files.c.id).where(schema.files.c.id == file_id)
+
+
+def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
+    entry = func.json_each(_COLUMNS.metadata).table_valued("key", "value")
+    return exists(select(literal(1)).select_from(entry).where(entry.c.key == key, entry.c.value == value))
+
+
+def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    encoded = dict(values)
+    status = encoded.get("status")
+    if status is not None and status is not JobStatus.RUNNING:
+        encoded.setdefault("pending", None)
+        encoded["estimated_finish"] = None
+    if status in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED):
+        encoded["finished_at"] = _now()
+    for name in ("hyperparameters", "error"):
+        if name in encoded:
+            encoded[name] = _json(encoded[name])
+    return encoded
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(value).decode()
+
+
+def _now() -> int:
+    return int(time.time())

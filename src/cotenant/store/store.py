@@ -1,0 +1,79 @@
+"""The store of one data folder, put together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.durable import remove_leftovers
+from cotenant.store.adapters import AdapterCatalog
+from cotenant.store.ballast import Ballast
+from cotenant.store.database import Database
+from cotenant.store.events import EventStore
+from cotenant.store.files import FileStore
+from cotenant.store.jobs import JobStore
+from cotenant.store.lock import FolderLock
+from cotenant.store.records import ServedAdapter
+
+logger = logging.getLogger(__name__)
+
+DATABASE_NAME = "cotenant.db"
+
+
+class Store:
+    """Everything that outlives the server. ``folder`` is absolute and locked until ``close``."""
+
+    def __init__(self, folder: Path, lock: FolderLock, database: Database, ballast: Ballast) -> None:
+        self.folder = folder
+        self._lock = lock
+        self._database = database
+        self.files = FileStore(folder, database, ballast)
+        self.jobs = JobStore(folder, database)
+        self.events = EventStore(folder, database)
+        self._adapters = AdapterCatalog(folder, database)
+
+    def served_adapters(self) -> list[ServedAdapter]:
+        """All adapters that requests may name."""
+        return self._adapters.all()
+
+    def find_adapter(self, name: str) -> ServedAdapter | None:
+        """The one that is served under ``name``."""
+        return self._adapters.find(name)
+
+    def close(self) -> None:
+        """Close the database and let another server use the folder."""
+        self._database.close()
+        self._lock.release()
+
+
+def open_store(folder: Path) -> Store:
+    """Lock a data folder (made if it isn't there), remove what a crash left half-written, and open its database.
+
+    Raises ConflictError if another server uses the folder or a newer version wrote it, InvalidInputError if it cannot
+    be used at all, StoreError if the disk is full.
+    """
+    folder = folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder)
+    except OSError as error:
+        raise InvalidInputError(
+            f"The data folder {folder} cannot be used: {error.strerror}. Choose another one with --data-dir.",
+            code="bad_data_dir",
+            param="data-dir",
+        ) from error
+    try:
+        remove_leftovers(folder)
+        ballast = Ballast(folder)
+        database = Database(folder / DATABASE_NAME, ballast)
+    except BaseException:
+        lock.release()
+        raise
+    try:
+        ballast.restore()
+        return Store(folder, lock, database, ballast)
+    except BaseException:
+        database.close()
+        lock.release()
+        raise

@@ -1,0 +1,150 @@
+"""What survives: SIGKILL at any moment, a second server, a newer version, a moved folder, a full disk."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cotenant.core.errors import ConflictError, InvalidInputError
+from cotenant.store import JobStatus, StoreError, open_store
+from cotenant.store.schema import SCHEMA_VERSION
+from store.rows import add_file, add_job, add_running_job, make_adapter, metrics_event
+
+_WRITER = Path(__file__).with_name("endless_writer.py")
+_TESTS = Path(__file__).parent.parent
+
+
+def test_what_was_confirmed_survives_sigkill(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    confirmed: list[str] = []
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, str(_WRITER), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": str(_TESTS)},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        time.sleep(generator.uniform(0.05, 0.4))
+        process.send_signal(signal.SIGKILL)
+        output, _ = process.communicate()
+        confirmed += output.splitlines() if output.endswith("\n") else output.splitlines()[:-1]
+
+    assert len(confirmed) > 20
+    store = open_store(tmp_path)
+    for line in confirmed:
+        kind, name, *rest = line.split()
+        if kind == "file":
+            record, content = store.files.open(name)
+            with content:
+                assert content.read() == expected_content(rest[0])
+            assert record.size_bytes == len(expected_content(rest[0]))
+        elif kind == "job":
+            assert store.jobs.get(name).status is JobStatus.VALIDATING
+        else:
+            assert store.events.recorded_step(name) >= int(rest[0])
+    rows = {file.id for file in store.files.page().items}
+    assert {path.name for path in (tmp_path / "files").iterdir()} == rows
+    store.close()
+
+
+def expected_content(number: str) -> bytes:
+    return f"content {number}\n".encode() * 100
+
+
+def test_a_second_server_is_refused(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(ConflictError, match=r"in use by another server \(process \d+\).*--data-dir"):
+        open_store(tmp_path)
+    store.close()
+    open_store(tmp_path).close()
+
+
+def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+    open_store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "cotenant.db") as connection:
+        connection.execute("UPDATE schema_version SET version = ?", (SCHEMA_VERSION + 1,))
+    connection.close()
+    with pytest.raises(ConflictError, match=f"schema {SCHEMA_VERSION + 1}"):
+        open_store(tmp_path)
+    with pytest.raises(ConflictError, match="newer version"):  # the lock was given back
+        open_store(tmp_path)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInputError, match=r"data folder .*file.*--data-dir"):
+        open_store(tmp_path / "file")
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "cotenant.db").write_bytes(b"this is no database" * 1000)
+    with pytest.raises(StoreError, match="not a database"):
+        open_store(broken)
+
+
+def test_a_moved_folder_keeps_serving_its_adapters(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "old")
+    job = add_running_job(store)
+    path = make_adapter(store, job, "adapter")
+    store.jobs.succeed(job.id, adapter_path=path, trained_tokens=1, total_steps=1, result_file=None, events=[])
+    store.close()
+
+    (tmp_path / "old").rename(tmp_path / "new")
+    store = open_store(tmp_path / "new")
+    served = store.find_adapter(job.adapter_name)
+    assert served is not None
+    assert Path(served.path).is_relative_to(tmp_path / "new")
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(folder)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("no right to mount a small file system here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_refuses_uploads_and_still_lets_a_failure_be_recorded(small_disk: Path) -> None:
+    store = open_store(small_disk / "data")
+    job = add_running_job(store)
+    kept = add_file(store)
+    with pytest.raises(StoreError, match="full") as refused:
+        add_file(store, bytes(5 << 20))
+    assert refused.value.code == "disk_full"
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        until_full(lambda: filler.write(bytes(4096)), OSError)
+
+    # The database goes on for a while on the space that was set aside.
+    for step in range(1, 60):
+        store.events.add_metrics(job.id, [metrics_event(step)], step, None)
+    failed = store.jobs.change(job.id, [JobStatus.RUNNING], {"status": JobStatus.FAILED})
+    assert failed is not None
+    assert "full" in str(until_full(lambda: add_job(store, kept), StoreError))
+
+    (small_disk / "filler").unlink()
+    assert store.jobs.get(job.id).status is JobStatus.FAILED
+    add_job(store, kept)
+    store.close()
+
+
+def until_full(write: Callable[[], object], error: type[Exception]) -> Exception:
+    for _ in range(100_000):
+        try:
+            write()
+        except error as full:
+            return full
+    raise AssertionError("the disk never was full")
