@@ -73,7 +73,8 @@ class TokenLogprobs:
 class SequenceOutput:
     """What one iteration added to a sequence.
 
-    ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it).
+    ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it). So does
+    ``queue_s``: from ``Request.arrival_s`` until the first iteration that worked on the request.
     """
 
     request_id: str
@@ -82,3 +83,4 @@ class SequenceOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    queue_s: float | None = None

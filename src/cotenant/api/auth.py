@@ -1,0 +1,45 @@
+"""The API key: it guards everything below ``/v1`` and nothing else, so probes and scrapers need none."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cotenant.api.errors import InvalidApiKeyError, response_of
+
+GUARDED_PREFIX = "/v1"
+
+
+def check_key(authorization: str | None, api_key: str) -> None:
+    """Compare an ``Authorization`` header with the key in constant time; raise ``InvalidApiKeyError`` if it differs."""
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not given.strip():
+        raise InvalidApiKeyError(
+            "No API key was given. Send it in the Authorization header: 'Authorization: Bearer YOUR_KEY'.",
+            code="invalid_api_key",
+        )
+    if not hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode()):
+        raise InvalidApiKeyError("The API key is not the one that this server expects.", code="invalid_api_key")
+
+
+class ApiKeyMiddleware:
+    """Refuse requests below ``/v1`` that don't carry the key, before any of their body is read."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_guarded(scope["path"]):
+            try:
+                check_key(Headers(scope=scope).get("authorization"), self._api_key)
+            except InvalidApiKeyError as error:
+                await response_of(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_guarded(path: str) -> bool:
+    return path == GUARDED_PREFIX or path.startswith(GUARDED_PREFIX + "/")

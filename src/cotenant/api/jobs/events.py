@@ -1,0 +1,77 @@
+"""The texts of a job's events, in the words that OpenAI's users know."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from cotenant.core.job import StepMetrics
+from cotenant.store import NewEvent
+
+_LABELS = (
+    ("train_loss", "training loss"),
+    ("valid_loss", "validation loss"),
+    ("full_valid_loss", "full validation loss"),
+)
+
+
+def created(job_id: str, training_file: str, validation_file: str | None) -> list[NewEvent]:
+    files = f"Validating training file: {training_file}"
+    if validation_file is not None:
+        files += f" and validation file: {validation_file}"
+    return [NewEvent(f"Created fine-tuning job: {job_id}"), NewEvent(files)]
+
+
+def validated() -> NewEvent:
+    return NewEvent("Files validated, moving job to queued state")
+
+
+def cut(file: str, max_tokens: int, max_length: int) -> NewEvent:
+    return NewEvent(
+        f"The {file} has examples of up to {max_tokens} tokens; what lies beyond max_length={max_length} is cut off",
+        level="warn",
+    )
+
+
+def started() -> NewEvent:
+    return NewEvent("Fine-tuning job started")
+
+
+def goes_on(step: int) -> NewEvent:
+    return NewEvent(f"Fine-tuning job goes on from step {step}")
+
+
+def step(metrics: StepMetrics, total_steps: int | None) -> NewEvent:
+    """A step's figures; those that were not measured are left out."""
+    data: dict[str, Any] = {name: value for name, value in asdict(metrics).items() if value is not None}
+    data["total_steps"] = total_steps
+    losses = ", ".join(f"{label}={data[name]:.2f}" for name, label in _LABELS if name in data)
+    position = f"{metrics.step}/{total_steps}" if total_steps else f"{metrics.step}"
+    return NewEvent(f"Step {position}: {losses}", type="metrics", data=data, step=metrics.step)
+
+
+def checkpoint(step_number: int) -> NewEvent:
+    return NewEvent(f"Checkpoint created at step {step_number}")
+
+
+def paused() -> NewEvent:
+    return NewEvent("Fine-tuning job paused")
+
+
+def resumed() -> NewEvent:
+    return NewEvent("Fine-tuning job resumed")
+
+
+def cancelled() -> NewEvent:
+    return NewEvent("Fine-tuning job cancelled")
+
+
+def succeeded(model: str) -> list[NewEvent]:
+    return [
+        NewEvent(f"New fine-tuned model created: {model}"),
+        NewEvent("The job has successfully completed"),
+    ]
+
+
+def no_result_file(reason: str) -> NewEvent:
+    return NewEvent(f"The file with the job's metrics could not be written: {reason}", level="warn")

@@ -1,0 +1,60 @@
+"""Training files are validated and tokenised in a process of their own: it may be slow, large, or killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from cotenant.api.jobs import prepare_main
+from cotenant.api.jobs.prepare_main import Failure, Reply, Task
+from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.store.errors import store_error
+from cotenant.text.validation import PreparedFile
+
+
+async def prepare(task: Task) -> tuple[PreparedFile, ...]:
+    """Run ``task`` in a child process, which is killed if this is cancelled.
+
+    Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        prepare_main.__name__,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal is the server's to handle
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with suppress(ConnectionError):  # a child that died at once; its exit code says more
+            process.stdin.write(msgspec.json.encode(task) + b"\n")
+            await process.stdin.drain()
+        output = await process.stdout.read()
+        exit_code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        process.stdin.close()
+    if exit_code != 0:
+        ended = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        raise CotenantError(
+            f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
+            code="validation_failed",
+        )
+    reply = msgspec.json.decode(output, type=Reply)
+    if reply.failure is not None:
+        raise _error_of(reply.failure)
+    return reply.files
+
+
+def _error_of(failure: Failure) -> CotenantError:
+    if failure.kind == "system":
+        return store_error(OSError(failure.errno, failure.message))
+    kind = InvalidInputError if failure.kind == "input" else CotenantError
+    return kind(failure.message, code=failure.code or "internal_error", param=failure.param)

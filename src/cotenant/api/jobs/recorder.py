@@ -1,0 +1,186 @@
+"""What the worker says about jobs, written into the store. Everything may be said twice and is then written once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from cotenant.api.jobs import events
+from cotenant.api.jobs.results import FILENAME, RESULT_PURPOSE, metrics_csv
+from cotenant.core.errors import NotFoundError
+from cotenant.store import FileRecord, JobError, JobRecord, JobStatus, Pending, Store, StoreError
+from cotenant.wire.messages import (
+    CheckpointSaved,
+    JobCancelled,
+    JobFailed,
+    JobMetrics,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+)
+
+logger = logging.getLogger(__name__)
+
+_RUNNING = (JobStatus.RUNNING,)
+_CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
+
+
+JobMessage = JobStarted | JobMetrics | CheckpointSaved | JobPaused | JobCancelled | JobSucceeded | JobFailed
+
+
+class Outcome(Enum):
+    """What a message means for the queue."""
+
+    NOTHING = "nothing"
+    PROGRESS = "progress"  # steps were taken that were never taken before
+    LEFT_WORKER = "left worker"  # the worker does not run this job any more
+
+
+class Recorder:
+    """Writes messages into the store, one at a time, in the order in which the worker sent them. Synchronous."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def record(self, message: JobMessage, *, draining: bool) -> Outcome:
+        """Write one message; one about a job that is unknown or over changes nothing. Raises StoreError.
+
+        ``draining``: the server is about to end, so a job that the worker has paused unasked stays ``running`` and goes
+        on when the server is back.
+        """
+        match message:
+            case JobStarted():
+                return self._started(message)
+            case JobMetrics():
+                return self._metrics(message)
+            case CheckpointSaved():
+                return self._checkpoint(message)
+            case JobPaused():
+                return self._paused(message, draining)
+            case JobCancelled():
+                return self._cancelled(message)
+            case JobSucceeded():
+                return self._succeeded(message)
+            case JobFailed():
+                error = JobError(message.code, message.message)
+                failed = self._store.jobs.fail(message.job_id, _RUNNING, error)
+                return Outcome.LEFT_WORKER if failed else Outcome.NOTHING
+
+    def cancel(self, job: JobRecord) -> JobRecord | None:
+        """End a job that the worker does not run (any more). What it had reached is kept as a checkpoint model."""
+        self._keep_last_checkpoint(job)
+        return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.CANCELLED}, [events.cancelled()])
+
+    def pause(self, job: JobRecord) -> JobRecord | None:
+        """Set a job aside that the worker does not run (any more)."""
+        return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
+
+    def _job(self, job_id: str) -> JobRecord | None:
+        try:
+            return self._store.jobs.get(job_id)
+        except NotFoundError:
+            logger.warning("the worker speaks of job %s, which is unknown", job_id)
+            return None
+
+    def _started(self, message: JobStarted) -> Outcome:
+        job = self._job(message.job_id)
+        if job is not None:
+            event = events.started() if job.total_steps is None else events.goes_on(message.resumed_step)
+            self._store.jobs.change(job.id, _RUNNING, {"total_steps": message.total_steps}, [event])
+        return Outcome.NOTHING
+
+    def _metrics(self, message: JobMetrics) -> Outcome:
+        job = self._job(message.job_id)
+        if job is None or job.finished:
+            return Outcome.NOTHING
+        finish = None
+        if job.status is JobStatus.RUNNING and message.remaining_s is not None:
+            finish = round(time.time() + message.remaining_s)
+        num_new = self._store.events.add_metrics(
+            job.id, [events.step(step, job.total_steps) for step in message.steps], message.trained_tokens, finish
+        )
+        return Outcome.PROGRESS if num_new else Outcome.NOTHING
+
+    def _checkpoint(self, message: CheckpointSaved) -> Outcome:
+        job = self._job(message.job_id)
+        if job is not None:
+            metrics = None if message.metrics is None else asdict(message.metrics)
+            self._add_checkpoint(job, message.step, message.path, metrics)
+        return Outcome.NOTHING
+
+    def _paused(self, message: JobPaused, draining: bool) -> Outcome:
+        job = self._job(message.job_id)
+        if job is None or job.status is not JobStatus.RUNNING or job.pending is Pending.CANCEL:
+            return Outcome.NOTHING  # in the last case JobCancelled follows
+        if job.pending is Pending.PAUSE:
+            self.pause(job)
+        elif not draining:  # the client has changed its mind and resumed it before it was paused
+            self._store.jobs.change(job.id, _RUNNING, {"status": JobStatus.QUEUED})
+        return Outcome.LEFT_WORKER
+
+    def _cancelled(self, message: JobCancelled) -> Outcome:
+        job = self._job(message.job_id)
+        if job is None or job.status is not JobStatus.RUNNING:
+            return Outcome.NOTHING
+        self.cancel(job)
+        return Outcome.LEFT_WORKER
+
+    def _succeeded(self, message: JobSucceeded) -> Outcome:
+        job = self._job(message.job_id)
+        if job is None or job.status is not JobStatus.RUNNING:
+            return Outcome.NOTHING
+        happened = events.succeeded(job.adapter_name)
+        try:
+            result_file = self._place_results(job.id)
+        except StoreError as error:
+            logger.error("job %s: no result file: %s", job.id, error.message)
+            result_file = None
+            happened.insert(0, events.no_result_file(error.message))
+        try:
+            self._store.jobs.succeed(
+                job.id,
+                adapter_path=message.path,
+                trained_tokens=message.trained_tokens,
+                total_steps=message.total_steps,
+                result_file=result_file,
+                events=happened,
+            )
+        except BaseException:
+            if result_file is not None:
+                self._store.files.remove_content(result_file.id)
+            raise
+        return Outcome.LEFT_WORKER
+
+    def _place_results(self, job_id: str) -> FileRecord:
+        """The metrics file, on disk and without its row, which comes with the job's new status."""
+        content = metrics_csv(self._store.events.metrics(job_id))
+        file_id = self._store.files.place(content)
+        return FileRecord(file_id, int(time.time()), FILENAME, RESULT_PURPOSE, len(content))
+
+    def _add_checkpoint(self, job: JobRecord, step: int, path: str, metrics: dict[str, Any] | None) -> None:
+        name = f"{job.adapter_name}:ckpt-step-{step}"
+        self._store.events.add_checkpoint(job.id, step, name, path, metrics, events.checkpoint(step))
+
+    def _keep_last_checkpoint(self, job: JobRecord) -> None:
+        """The worker has written a checkpoint of the last step for itself; now that the job is over, announce it."""
+        newest = _newest_checkpoint(self._store.jobs.folder(job.id) / "checkpoints")
+        if newest is None:
+            return
+        step, path = newest
+        metrics = next((data for data in self._store.events.metrics(job.id) if data["step"] == step), None)
+        self._add_checkpoint(job, step, str(path), metrics)
+
+
+def _newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
+    """The highest step with a whole checkpoint, and its folder."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _CHECKPOINT_FOLDER.fullmatch(path.name)
+        if match and (path / "adapter_config.json").is_file():
+            found.append((int(match[1]), path))
+    return max(found, default=None)

@@ -1,0 +1,129 @@
+"""The files of new jobs are validated and tokenised one job after the other, in a child process each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from cotenant.api.jobs import events
+from cotenant.api.jobs.hyperparameters import DatasetSize, Limits, resolve
+from cotenant.api.jobs.prepare import prepare
+from cotenant.api.jobs.prepare_main import FileTask, Task
+from cotenant.api.jobs.wakeable import WakeableTask
+from cotenant.config import ServerConfig
+from cotenant.core.errors import CotenantError
+from cotenant.core.job import Hyperparameters
+from cotenant.store import JobError, JobRecord, JobStatus, NewEvent, Store
+from cotenant.text.validation import MIN_EXAMPLES, PreparedFile
+from cotenant.wire.messages import Ready
+
+logger = logging.getLogger(__name__)
+
+TRAINING_EXAMPLES = "train.safetensors"
+VALIDATION_EXAMPLES = "valid.safetensors"
+
+
+def limits_of(ready: Ready, config: ServerConfig) -> Limits:
+    """What the model and the server allow."""
+    return Limits(ready.max_model_len, config.lora.max_lora_rank)
+
+
+class Validator:
+    """Takes jobs from ``validating_files`` to ``queued`` or ``failed``, in the order of their creation."""
+
+    def __init__(
+        self,
+        store: Store,
+        config: ServerConfig,
+        base_folder: Path | None,
+        model_facts: Callable[[], Ready | None],
+        on_queued: Callable[[], None],
+    ) -> None:
+        """``model_facts``: what the worker has said of the model, once it has."""
+        self._store = store
+        self._config = config
+        self._base_folder = base_folder
+        self._model_facts = model_facts
+        self._on_queued = on_queued
+        self._loop = WakeableTask("validation of files", self._validate_next)
+        self._current: tuple[str, asyncio.Task[tuple[PreparedFile, ...]]] | None = None
+
+    def start(self) -> None:
+        self._loop.start()
+
+    def wake(self) -> None:
+        """There may be a job to validate."""
+        self._loop.wake()
+
+    async def stop(self) -> None:
+        """Kill the child process, if there is one. Its job stays ``validating_files``."""
+        await self._loop.stop()
+
+    def abandon(self, job_id: str) -> None:
+        """The job's status has changed: if its files are being validated, stop that."""
+        if self._current is not None and self._current[0] == job_id:
+            self._current[1].cancel()
+
+    async def _validate_next(self) -> bool:
+        ready = self._model_facts()
+        job = await asyncio.to_thread(self._store.jobs.first, JobStatus.VALIDATING)
+        if ready is None or job is None:
+            return False
+        logger.info("job %s: validating its files", job.id)
+        await asyncio.to_thread(self._store.jobs.make_folder, job.id)
+        preparing = asyncio.create_task(prepare(self._task(job, ready)))
+        self._current = (job.id, preparing)
+        try:
+            await asyncio.wait([preparing])
+        finally:
+            self._current = None
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+        if preparing.cancelled():
+            return True
+        await self._finish(job, preparing, limits_of(ready, self._config))
+        return True
+
+    async def _finish(self, job: JobRecord, preparing: asyncio.Task[tuple[PreparedFile, ...]], limits: Limits) -> None:
+        try:
+            files = preparing.result()
+            size = DatasetSize(files[0].num_examples, files[0].max_tokens)
+            settings = resolve(job.requested, size, limits)
+        except CotenantError as error:
+            logger.info("job %s: its files are refused: %s", job.id, error.message)
+            reason = JobError(error.code or "invalid_files", error.message, error.param)
+            await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.VALIDATING,), reason)
+            return
+        values = {"status": JobStatus.QUEUED, "hyperparameters": settings}
+        happened = [*_cuts(files, settings), events.validated()]
+        await asyncio.to_thread(self._store.jobs.change, job.id, (JobStatus.VALIDATING,), values, happened)
+        self._on_queued()
+
+    def _task(self, job: JobRecord, ready: Ready) -> Task:
+        # Examples are encoded whole, as far as the model can see; ``max_length`` cuts them when they are trained on.
+        files = [self._file_task(job, job.training_file, TRAINING_EXAMPLES, "training_file", MIN_EXAMPLES)]
+        if job.validation_file is not None:
+            files.append(self._file_task(job, job.validation_file, VALIDATION_EXAMPLES, "validation_file", 1))
+        return Task(
+            files=tuple(files),
+            model_folder=None if self._base_folder is None else str(self._base_folder),
+            chat_template=self._config.model.chat_template,
+            vocab_size=ready.vocab_size,
+            max_length=ready.max_model_len,
+        )
+
+    def _file_task(self, job: JobRecord, file_id: str, target: str, param: str, min_examples: int) -> FileTask:
+        folder = self._store.jobs.folder(job.id)
+        return FileTask(str(self._store.files.path(file_id)), str(folder / target), param, min_examples)
+
+
+def _cuts(files: tuple[PreparedFile, ...], settings: Hyperparameters) -> list[NewEvent]:
+    """A warning for each file with examples longer than the job trains on."""
+    names = ("training file", "validation file")
+    return [
+        events.cut(name, file.max_tokens, settings.max_length)
+        for name, file in zip(names, files, strict=False)
+        if file.max_tokens > settings.max_length
+    ]

@@ -1,0 +1,207 @@
+"""``/metrics``: vLLM's names with our prefix, what co-execution adds, and the clock of each request.
+
+Latencies are measured here, where the client's request arrives and its tokens leave, so they include the queues and the
+wire. TPOT = (e2e - TTFT) / (tokens - 1).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cotenant.core.plan import Mode, Slo
+
+if TYPE_CHECKING:
+    from cotenant.api.worker_client import WorkerClient
+
+PREFIX = "cotenant:"
+_FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+)  # fmt: skip
+_PER_TOKEN_BUCKETS_S = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5,
+)  # fmt: skip
+_REQUEST_BUCKETS_S = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+)  # fmt: skip
+
+
+class Metrics:
+    """All figures of one server, in a registry of its own."""
+
+    def __init__(self, model_name: str, worker: WorkerClient) -> None:
+        self._model_name = model_name
+        self._worker = worker
+        self._registry = CollectorRegistry()
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.slo_requests = self._counter("slo_requests", "Finished requests that the targets apply to.")
+        self.slo_attained = self._counter("slo_attained", "Finished requests that met both targets.")
+        self._request_success = Counter(
+            PREFIX + "request_success",
+            "Requests that ended, by reason.",
+            ("model_name", "finished_reason"),
+            registry=self._registry,
+        )
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS_S
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Gap between tokens.", _PER_TOKEN_BUCKETS_S
+        )
+        self.time_per_output_token = self._histogram(
+            "request_time_per_output_token_seconds", "TPOT: mean gap of a request.", _PER_TOKEN_BUCKETS_S
+        )
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS_S)
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Arrival to the first iteration that works on it.", _FIRST_TOKEN_BUCKETS_S
+        )
+        self._registry.register(_WorkerCollector(model_name, worker))
+
+    def clock(self, arrival_s: float) -> RequestClock:
+        """A clock for one sequence whose HTTP request arrived at ``arrival_s`` (``time.monotonic``)."""
+        return RequestClock(self, self.slo, arrival_s)
+
+    @property
+    def slo(self) -> Slo | None:
+        """The targets in force; None before the model is loaded."""
+        return self._worker.ready.slo if self._worker.ready else None
+
+    def count_end(self, reason: str) -> None:
+        self._request_success.labels(self._model_name, reason).inc()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus's text format."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(PREFIX + name, text, ("model_name",), registry=self._registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets).labels(
+            self._model_name
+        )
+
+
+class RequestClock:
+    """The clock of one sequence, from its request's arrival. ``tokens`` for each output, ``finish`` at its end.
+
+    A sequence that ends without ``finish`` (its client left, its worker died) counts in no latency.
+    """
+
+    __slots__ = ("_arrival_s", "_first_token_s", "_last_token_s", "_metrics", "_num_tokens", "_slo")
+
+    def __init__(self, metrics: Metrics, slo: Slo | None, arrival_s: float) -> None:
+        self._metrics = metrics
+        self._slo = slo
+        self._arrival_s = arrival_s
+        self._first_token_s: float | None = None
+        self._last_token_s = self._arrival_s
+        self._num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """``count`` tokens came now."""
+        if count == 0:
+            return
+        now_s = time.monotonic()
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+            self._metrics.time_to_first_token.observe(now_s - self._arrival_s)
+        else:
+            gap_s = (now_s - self._last_token_s) / count
+            for _ in range(count):
+                self._metrics.inter_token_latency.observe(gap_s)
+        self._last_token_s = now_s
+        self._num_tokens += count
+        self._metrics.generation_tokens.inc(count)
+
+    def finish(self) -> None:
+        """The sequence ended as it should."""
+        if self._first_token_s is None:
+            return
+        ttft_s = self._first_token_s - self._arrival_s
+        e2e_s = self._last_token_s - self._arrival_s
+        self._metrics.e2e_latency.observe(e2e_s)
+        tpot_s = time_per_output_token_s(ttft_s, e2e_s, self._num_tokens)
+        if tpot_s is not None:
+            self._metrics.time_per_output_token.observe(tpot_s)
+        if self._slo is not None:
+            self._metrics.slo_requests.inc()
+            if attains(self._slo, ttft_s, tpot_s):
+                self._metrics.slo_attained.inc()
+
+
+def time_per_output_token_s(ttft_s: float, e2e_s: float, num_tokens: int) -> float | None:
+    """TPOT in seconds; None for a single token, which has no gap after it."""
+    return (e2e_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else None
+
+
+def attains(slo: Slo, ttft_s: float, tpot_s: float | None) -> bool:
+    """Whether a request met both targets; one of a single token has met the second."""
+    return ttft_s * 1000 <= slo.ttft_ms and (tpot_s is None or tpot_s * 1000 <= slo.tpot_ms)
+
+
+class _WorkerCollector(Collector):
+    """The worker's last ``Stats``, read when Prometheus asks. Totals start again with a new worker."""
+
+    def __init__(self, model_name: str, worker: WorkerClient) -> None:
+        self._labels = [model_name]
+        self._worker = worker
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._worker.stats
+        yield self._gauge("num_requests_running", "Requests in the running batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait for the batch.", stats.num_waiting)
+        yield self._gauge("num_requests_live", "Requests admitted and not ended.", self._worker.num_live)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_cache_usage)
+        yield self._gauge("model_ready", "1 while the worker has the model loaded.", self._worker.ready is not None)
+        yield self._gauge("slack_ms", "Online slack before the last iteration.", stats.slack_ms)
+        yield self._gauge(
+            "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
+        )
+        yield self._counter("num_preemptions", "Sequences pushed out of the cache.", stats.num_preemptions)
+        yield self._counter("iterations", "Iterations of the worker loop.", stats.num_iterations)
+        yield self._counter("fused_tasklets", "Tasklets that ran inside an online batch.", stats.num_fused_tasklets)
+        yield self._counter("trained_tokens", "Tokens trained on.", stats.trained_tokens)
+        yield self._counter("tasklet_busy_seconds", "Device time spent on tasklets.", stats.tasklet_busy_s)
+        yield self._counter("online_busy_seconds", "Device time spent on online batches.", stats.online_busy_s)
+        yield from self._labelled()
+
+    def _labelled(self) -> Iterator[Metric]:
+        stats = self._worker.stats
+        tasklets = CounterMetricFamily(
+            PREFIX + "tasklets", "Tasklets that ran, by kind.", labels=["model_name", "kind"]
+        )
+        for kind, count in sorted(stats.num_tasklets.items()):
+            tasklets.add_metric([*self._labels, kind], count)
+        yield tasklets
+        mode = GaugeMetricFamily(
+            PREFIX + "mode", "How the last iteration shared the device.", labels=["model_name", "mode"]
+        )
+        for name in Mode:
+            mode.add_metric([*self._labels, name], float(stats.mode == name))
+        yield mode
+        targets = GaugeMetricFamily(PREFIX + "slo_target_ms", "The targets in force.", labels=["model_name", "kind"])
+        if self._worker.ready is not None:
+            targets.add_metric([*self._labels, "ttft"], self._worker.ready.slo.ttft_ms)
+            targets.add_metric([*self._labels, "tpot"], self._worker.ready.slo.tpot_ms)
+        yield targets
+
+    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        if value is not None:
+            family.add_metric(self._labels, float(value))
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family

@@ -1,0 +1,92 @@
+"""What surrounds every HTTP request: its id, a limit on its body, and the last catch for errors.
+
+Plain ASGI, because a middleware that wraps responses would sit between a token and its client.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cotenant.api.errors import error_response, internal_error_response
+
+logger = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 32 * 1024 * 1024
+UPLOAD_PATH = "/v1/files"
+_UPLOAD_FRAME_BYTES = 1024 * 1024  # what multipart adds around the file itself
+_CLIENT_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+
+class RequestContextMiddleware:
+    """Give each request an id (the client's ``x-request-id`` if it is a plain one), return it in the response's
+    header, and turn an error that nobody handled into a 500 that tells nothing but is logged with the id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _CLIENT_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            if started:
+                raise  # the server closes the connection, which tells the client that the body is incomplete
+            logger.exception("%s: unexpected error in %s %s", request_id, scope["method"], scope["path"])
+            await internal_error_response()(scope, receive, send_with_id)
+
+
+class BodyLimitMiddleware:
+    """Refuse bodies over the limit with 413, by their announced size or as soon as they have grown past it."""
+
+    def __init__(self, app: ASGIApp, max_upload_bytes: int) -> None:
+        self._app = app
+        self._max_upload_bytes = max_upload_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit_bytes = self._limit_bytes(scope["path"])
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > limit_bytes:
+            await error_response(_too_large(limit_bytes), 413, code="request_too_large")(scope, receive, send)
+            return
+        received_bytes = 0
+
+        async def counted_receive() -> Message:
+            nonlocal received_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                received_bytes += len(message.get("body", b""))
+                if received_bytes > limit_bytes:
+                    raise HTTPException(413, _too_large(limit_bytes))
+            return message
+
+        await self._app(scope, counted_receive, send)
+
+    def _limit_bytes(self, path: str) -> int:
+        return self._max_upload_bytes + _UPLOAD_FRAME_BYTES if path == UPLOAD_PATH else MAX_JSON_BYTES
+
+
+def _too_large(limit_bytes: int) -> str:
+    return f"The request body is larger than {limit_bytes} bytes, the most that this endpoint takes."

@@ -1,0 +1,155 @@
+"""From text or messages to the token ids of a prompt that fits the context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cotenant.core.errors import InvalidInputError, OverloadedError
+from cotenant.text.chat import ChatTemplate
+from cotenant.text.tokenizer import Tokenizer
+from cotenant.wire.messages import Ready
+
+if TYPE_CHECKING:
+    from cotenant.api.state import AppState
+
+T = TypeVar("T")
+
+# Shorter texts are tokenised faster than a thread takes over; longer ones would hold up other clients' tokens.
+_INLINE_CHARACTERS = 4096
+# Names that the rendering itself uses.
+_RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "generation_marks"})
+
+
+def require_ready(state: AppState) -> Ready:
+    """What the worker said when it was last ready: while it is restarted, requests wait for it.
+
+    Raises ``OverloadedError`` before the first time, when it is given up, and when there is no room.
+    """
+    ready = state.worker.last_ready if state.worker.failed is None else None
+    if ready is None:
+        raise OverloadedError("The model is being loaded; try again in a moment.", code="model_loading")
+    if state.worker.num_live >= state.config.batch.max_queue:
+        raise OverloadedError(
+            f"The server already has {state.worker.num_live} requests, which is its limit; try again later.",
+            code="overloaded",
+        )
+    return ready
+
+
+def check_num_choices(state: AppState, num_choices: int) -> None:
+    """Raise ``InvalidInputError`` if one request asks for more sequences than the server ever takes at once."""
+    limit = state.config.batch.max_queue
+    if num_choices > limit:
+        raise InvalidInputError(
+            f"Invalid 'n': this request needs {num_choices} sequences, at most {limit} are taken.",
+            param="n",
+            code="invalid_value",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template is given. ``variables`` are the client's ``chat_template_kwargs``."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    add_generation_prompt: bool = True
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.variables:
+            if name in _RESERVED_VARIABLES:
+                raise InvalidInputError(
+                    f"Invalid 'chat_template_kwargs': {name!r} is not for clients to set.",
+                    param="chat_template_kwargs",
+                    code="invalid_value",
+                )
+
+    @property
+    def num_characters(self) -> int:
+        """The characters that the messages' contents hold; the prompt has more."""
+        return sum(len(message.get("content") or "") for message in self.messages)
+
+
+class PromptEncoder:
+    """Turns text and conversations into token ids, and refuses one that is far too long before much is done with it."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._longest_token_characters: int | None = None
+
+    async def encode(self, text: str, *, add_special_tokens: bool, max_model_len: int, param: str) -> list[int]:
+        """The ids of ``text``. Raises ``InvalidInputError`` if no tokenisation of it fits ``max_model_len`` tokens."""
+        await self._check_length(len(text), max_model_len, param)
+        return await _run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+
+    async def encode_chat(
+        self, conversation: Conversation, *, max_model_len: int, add_special_tokens: bool = False
+    ) -> list[int]:
+        """The ids of ``conversation`` as the chat template writes it. Raises ``InvalidInputError`` if it is far too
+        long, or if the template refuses it."""
+        await self._check_length(conversation.num_characters, max_model_len, "messages")
+        return await _run(
+            conversation.num_characters,
+            lambda: self._tokenizer.encode(
+                self._chat_template.render(
+                    conversation.messages,
+                    conversation.tools or None,
+                    conversation.add_generation_prompt,
+                    **conversation.variables,
+                ),
+                add_special_tokens,
+            ),
+        )
+
+    async def _check_length(self, num_characters: int, max_model_len: int, param: str) -> None:
+        if num_characters <= max_model_len:
+            return
+        if self._longest_token_characters is None:
+            self._longest_token_characters = await asyncio.to_thread(_longest_token_characters, self._tokenizer)
+        num_tokens = -(-num_characters // self._longest_token_characters)
+        if num_tokens > max_model_len:
+            raise _too_long(f"at least {num_tokens}", max_model_len, param)
+
+
+def _longest_token_characters(tokenizer: Tokenizer) -> int:
+    return max(1, max(len(tokenizer.token_text(token_id)) for token_id in range(tokenizer.vocab_size)))
+
+
+async def _run(num_characters: int, work: Callable[[], T]) -> T:
+    return work() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+def token_budget(num_prompt: int, requested: int | None, default: int | None, max_model_len: int, param: str) -> int:
+    """How many tokens may be generated: what was requested, or ``default`` (None: all that is left).
+
+    Raises ``InvalidInputError`` in OpenAI's words if the prompt, or the prompt and what was requested, exceed the
+    context of ``max_model_len`` tokens.
+    """
+    left = max_model_len - num_prompt
+    if left < (0 if requested == 0 else 1):
+        raise _too_long(str(num_prompt), max_model_len, param)
+    if requested is None:
+        return left if default is None else min(default, left)
+    if requested > left:
+        raise InvalidInputError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"{num_prompt + requested} tokens ({num_prompt} in the {param}, {requested} in the completion). "
+            f"Please reduce the length of the {param} or completion.",
+            code="context_length_exceeded",
+            param=param,
+        )
+    return requested
+
+
+def _too_long(num_tokens: str, max_model_len: int, param: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"This model's maximum context length is {max_model_len} tokens. However, your {param} resulted in "
+        f"{num_tokens} tokens. Please reduce the length of the {param}.",
+        code="context_length_exceeded",
+        param=param,
+    )

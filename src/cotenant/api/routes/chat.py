@@ -1,0 +1,158 @@
+"""``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cotenant.api.errors import request_id_of
+from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices, make_choices, stream_choices
+from cotenant.api.logprobs import chat_logprobs
+from cotenant.api.models import ResolvedName
+from cotenant.api.openapi import answers, body_of
+from cotenant.api.prompts import Conversation, check_num_choices, require_ready, token_budget
+from cotenant.api.responses import json_response
+from cotenant.api.schemas.chat import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+    ChunkChoice,
+    Delta,
+    Usage,
+    checked_messages,
+)
+from cotenant.api.schemas.parsing import parse, read_object
+from cotenant.api.schemas.sampling import sampling_params
+from cotenant.api.sse import event, run_until_disconnect, stream_response
+from cotenant.api.state import AppState, state_of
+from cotenant.wire.messages import Ready
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(tags=["completions"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=body_of(ChatRequest),
+    responses=answers(ChatCompletion, 400, 401, 404, 413, 500, 503, streams=True),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation."""
+    arrival_s = time.monotonic()
+    state = state_of(request)
+    ready = require_ready(state)
+    body = parse(await read_object(request), ChatRequest)
+    body.check()
+    model = await state.models.resolve(body.model)
+    chat = await _Chat.prepare(state, ready, body, model, arrival_s)
+    logger.debug("%s: runs as %s", request_id_of(request), chat.id)
+    if body.stream:
+        return await stream_response(request, chat.events())
+    return json_response(await run_until_disconnect(request.receive, chat.whole()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """One HTTP request, ready to run: a conversation with ``body.n`` choices."""
+
+    state: AppState
+    body: ChatRequest
+    id: str
+    created: int
+    num_prompt: int
+    choices: list[Choice]
+
+    @classmethod
+    async def prepare(
+        cls, state: AppState, ready: Ready, body: ChatRequest, model: ResolvedName, arrival_s: float
+    ) -> _Chat:
+        """Check what is left to check, write the prompt, and give each choice its request."""
+        check_num_choices(state, body.n)
+        conversation = Conversation(
+            checked_messages(body.messages), body.tools, body.add_generation_prompt, body.chat_template_kwargs
+        )
+        prompt = await state.prompts.encode_chat(conversation, max_model_len=ready.max_model_len)
+        sampling = sampling_params(
+            body,
+            max_tokens=token_budget(len(prompt), body.token_limit, None, ready.max_model_len, "messages"),
+            vocab_size=ready.vocab_size,
+            logprobs=body.num_logprobs,
+        )
+        chat_id = f"chatcmpl-{uuid.uuid4().hex}"
+        options = TextOptions(body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens)
+        choices = make_choices(
+            chat_id,
+            prompt,
+            sampling,
+            body.n,
+            options=options,
+            adapter=model.adapter,
+            priority=body.priority,
+            arrival_s=arrival_s,
+        )
+        return cls(state, body, chat_id, int(time.time()), len(prompt), choices)
+
+    async def whole(self) -> ChatCompletion:
+        """The answer in one piece."""
+        collected = await collect_choices(self.state, self.choices)
+        num_generated = sum(piece.num_tokens for pieces in collected for piece in pieces)
+        choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
+        return ChatCompletion(self.id, self.created, self.body.model, choices, self._usage(num_generated))
+
+    def _whole_choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        logprobs = chat_logprobs(entries, self.state.token_texts) if self.body.logprobs else None
+        text = "".join(piece.text for piece in pieces)
+        last = pieces[-1]
+        return ChatChoice(index, ChatMessage(text), logprobs, last.finish_reason or "stop", last.stop_reason)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as a stream: roles, text as it comes, reasons for the ends, usage if it was asked for."""
+        num_generated = 0
+        head = b"".join(self._chunk(ChunkChoice(index, Delta("assistant", "")), 0) for index in range(self.body.n))
+        async with aclosing(stream_choices(self.state, self.choices)) as pieces:
+            async for index, piece in pieces:
+                num_generated += piece.num_tokens
+                data = head + self._piece(index, piece, num_generated)
+                head = b""
+                if data:
+                    yield data
+        if self.body.include_usage:
+            yield event(ChatChunk(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+
+    def _piece(self, index: int, piece: Piece, num_generated: int) -> bytes:
+        data = b""
+        if piece.text or piece.logprobs:
+            choice = ChunkChoice(index, Delta(content=piece.text), self._piece_logprobs(piece))
+            data += self._chunk(choice, num_generated)
+        if piece.finish_reason is not None:
+            stop_reason = msgspec.UNSET if piece.stop_reason is None else piece.stop_reason
+            choice = ChunkChoice(index, Delta(), None, piece.finish_reason, stop_reason)
+            data += self._chunk(choice, num_generated)
+        return data
+
+    def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        return chat_logprobs(piece.logprobs, self.state.token_texts) if self.body.logprobs else None
+
+    def _chunk(self, choice: ChunkChoice, num_generated: int) -> bytes:
+        chunk = ChatChunk(self.id, self.created, self.body.model, [choice])
+        if self.body.continuous_usage:
+            chunk.usage = self._usage(num_generated)
+        elif self.body.include_usage:
+            chunk.usage = None
+        return event(chunk)
+
+    def _usage(self, num_generated: int) -> Usage:
+        return Usage(self.num_prompt, num_generated, self.num_prompt + num_generated)

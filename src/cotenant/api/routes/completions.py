@@ -1,0 +1,218 @@
+"""``/v1/completions``."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cotenant.api.errors import request_id_of
+from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices, make_choices, stream_choices
+from cotenant.api.logprobs import completion_logprobs, joined
+from cotenant.api.models import ResolvedName
+from cotenant.api.openapi import answers, body_of
+from cotenant.api.prompts import check_num_choices, require_ready, token_budget
+from cotenant.api.responses import json_response
+from cotenant.api.schemas.chat import Usage
+from cotenant.api.schemas.completion import (
+    DEFAULT_MAX_TOKENS,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    Prompt,
+)
+from cotenant.api.schemas.parsing import parse, read_object
+from cotenant.api.schemas.sampling import check_token_id, sampling_params
+from cotenant.api.sse import event, run_until_disconnect, stream_response
+from cotenant.api.state import AppState, state_of
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.request import TokenLogprobs
+from cotenant.text.detokenizer import IncrementalDetokenizer
+from cotenant.wire.messages import Ready
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(tags=["completions"])
+
+
+@router.post(
+    "/v1/completions",
+    openapi_extra=body_of(CompletionRequest),
+    responses=answers(Completion, 400, 401, 404, 413, 500, 503, streams=True),
+)
+async def create_completion(request: Request) -> Response:
+    """Continue one prompt or several."""
+    arrival_s = time.monotonic()
+    state = state_of(request)
+    ready = require_ready(state)
+    body = parse(await read_object(request), CompletionRequest)
+    body.check()
+    model = await state.models.resolve(body.model)
+    completion = await _Completion.prepare(state, ready, body, model, arrival_s)
+    logger.debug("%s: runs as %s", request_id_of(request), completion.id)
+    if body.stream:
+        return await stream_response(request, completion.events())
+    return json_response(await run_until_disconnect(request.receive, completion.whole()))
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedPrompt:
+    """A prompt as ids, and as the text that ``echo`` repeats (empty without it), with each token's place in it."""
+
+    token_ids: list[int]
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """One HTTP request, ready to run: each prompt with ``body.n`` choices, prompt by prompt."""
+
+    state: AppState
+    body: CompletionRequest
+    id: str
+    created: int
+    prompts: list[_EncodedPrompt]
+    choices: list[Choice]
+
+    @classmethod
+    async def prepare(
+        cls, state: AppState, ready: Ready, body: CompletionRequest, model: ResolvedName, arrival_s: float
+    ) -> _Completion:
+        """Check what is left to check, encode the prompts, and give each choice its request."""
+        check_num_choices(state, len(body.prompts) * body.n)
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        options = TextOptions(
+            body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens, continues_prompt=True
+        )
+        prompts = [await _encode(state, ready, body, prompt) for prompt in body.prompts]
+        choices: list[Choice] = []
+        for prompt in prompts:
+            sampling = sampling_params(
+                body,
+                max_tokens=token_budget(
+                    len(prompt.token_ids), body.token_limit, DEFAULT_MAX_TOKENS, ready.max_model_len, "prompt"
+                ),
+                vocab_size=ready.vocab_size,
+                logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs if body.echo else None,
+            )
+            choices += make_choices(
+                completion_id,
+                prompt.token_ids,
+                sampling,
+                body.n,
+                options=options,
+                adapter=model.adapter,
+                priority=body.priority,
+                arrival_s=arrival_s,
+                first_index=len(choices),
+            )
+        return cls(state, body, completion_id, int(time.time()), prompts, choices)
+
+    async def whole(self) -> Completion:
+        """The answer in one piece."""
+        collected = await collect_choices(self.state, self.choices)
+        num_generated = sum(piece.num_tokens for pieces in collected for piece in pieces)
+        choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
+        return Completion(self.id, self.created, self.body.model, choices, self._usage(num_generated))
+
+    def _whole_choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
+        parts = [self._choice(index, piece, is_first=number == 0) for number, piece in enumerate(pieces)]
+        logprobs = joined([part.logprobs for part in parts if part.logprobs is not None])
+        last = pieces[-1]
+        return CompletionChoice(
+            index,
+            "".join(part.text for part in parts),
+            None if self.body.logprobs is None else logprobs,
+            last.finish_reason,
+            last.stop_reason,
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as a stream: text as it comes, and usage if it was asked for."""
+        num_generated = 0
+        started: set[int] = set()
+        async with aclosing(stream_choices(self.state, self.choices)) as pieces:
+            async for index, piece in pieces:
+                num_generated += piece.num_tokens
+                choice = self._choice(index, piece, is_first=index not in started)
+                started.add(index)
+                if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
+                    yield self._chunk(choice, num_generated)
+        if self.body.include_usage:
+            yield event(Completion(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+
+    def _choice(self, index: int, piece: Piece, is_first: bool) -> CompletionChoice:
+        """What ``piece`` adds to its choice; the first one brings the prompt along if it is echoed."""
+        prompt = self.prompts[index // self.body.n]
+        return CompletionChoice(
+            index,
+            prompt.text + piece.text if is_first else piece.text,
+            self._logprobs(prompt, piece),
+            piece.finish_reason,
+            msgspec.UNSET if piece.stop_reason is None else piece.stop_reason,
+        )
+
+    def _logprobs(self, prompt: _EncodedPrompt, piece: Piece) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        token_ids: list[int] = []
+        entries: list[TokenLogprobs | None] = []
+        offsets: list[int] = []
+        if piece.prompt_logprobs is not None:
+            token_ids += prompt.token_ids
+            entries += piece.prompt_logprobs
+            offsets += prompt.offsets
+        token_ids += [entry.token_id for entry in piece.logprobs]
+        entries += piece.logprobs
+        offsets += [len(prompt.text) + offset for offset in piece.offsets]
+        return completion_logprobs(token_ids, entries, offsets, self.state.token_texts)
+
+    def _chunk(self, choice: CompletionChoice, num_generated: int) -> bytes:
+        chunk = Completion(self.id, self.created, self.body.model, [choice])
+        if self.body.continuous_usage:
+            chunk.usage = self._usage(num_generated)
+        elif self.body.include_usage:
+            chunk.usage = None
+        return event(chunk)
+
+    def _usage(self, num_generated: int) -> Usage:
+        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
+        return Usage(num_prompt, num_generated, num_prompt + num_generated)
+
+
+async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt: Prompt) -> _EncodedPrompt:
+    if isinstance(prompt, str):
+        token_ids = await state.prompts.encode(
+            prompt, add_special_tokens=body.add_special_tokens, max_model_len=ready.max_model_len, param="prompt"
+        )
+    else:
+        token_ids = prompt
+        for token_id in token_ids:
+            check_token_id(token_id, ready.vocab_size, "prompt")
+    if not token_ids:
+        raise InvalidInputError("Invalid 'prompt': it is empty.", param="prompt", code="invalid_value")
+    if not body.echo:
+        return _EncodedPrompt(token_ids)
+    text, offsets = prompt_text(state, token_ids, body.skip_special_tokens)
+    return _EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else text, offsets)
+
+
+def prompt_text(state: AppState, token_ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, tuple[int, ...]]:
+    """A prompt's text, and where in it each token begins."""
+    detokenizer = IncrementalDetokenizer(state.tokenizer, skip_special_tokens=skip_special_tokens)
+    text = ""
+    offsets: list[int] = []
+    for token_id in token_ids:
+        offsets.append(len(text))
+        text += detokenizer.add((token_id,))
+    return text + detokenizer.flush(), tuple(offsets)

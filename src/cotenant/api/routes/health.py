@@ -1,0 +1,35 @@
+"""``/health`` for probes and ``/version``. Neither needs a key."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+import cotenant
+from cotenant.api.errors import RETRY_AFTER_S, error_response
+from cotenant.api.openapi import answers
+from cotenant.api.responses import json_response
+from cotenant.api.state import state_of
+
+router = APIRouter(tags=["server"])
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+@router.get("/health", responses=answers(None, 503))
+async def health(request: Request) -> Response:
+    """200 once the model is loaded; 503 before, and while the worker is being restarted."""
+    if state_of(request).worker.ready is None:
+        return error_response(
+            "The model is not loaded yet.", 503, code="model_loading", headers={"Retry-After": str(RETRY_AFTER_S)}
+        )
+    return Response(status_code=200)
+
+
+@router.get("/version", responses=answers(Version))
+async def version() -> Response:
+    """The version of the server."""
+    return json_response(Version(cotenant.__version__))

@@ -1,0 +1,23 @@
+"""``/metrics``: Prometheus's text format. It needs no key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from cotenant.api.state import state_of
+
+router = APIRouter(tags=["server"])
+
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "All figures.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+}
+
+
+@router.get("/metrics", response_class=Response, responses=_RESPONSES)
+async def metrics(request: Request) -> Response:
+    """What the server has measured."""
+    return Response(state_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})

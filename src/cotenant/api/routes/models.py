@@ -1,0 +1,25 @@
+"""``/v1/models``: the base model, adapters, and what jobs have trained, checkpoints included."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from cotenant.api.models import ModelCard, ModelList
+from cotenant.api.openapi import answers
+from cotenant.api.responses import json_response
+from cotenant.api.state import state_of
+
+router = APIRouter(prefix="", tags=["models"])
+
+
+@router.get("/v1/models", responses=answers(ModelList, 401))
+async def list_models(request: Request) -> Response:
+    """Every model that a request may name."""
+    return json_response(ModelList(await state_of(request).models.cards()))
+
+
+@router.get("/v1/models/{model_id:path}", responses=answers(ModelCard, 401, 404))
+async def retrieve_model(request: Request, model_id: str) -> Response:
+    """One model. Its id may contain slashes and colons."""
+    return json_response(await state_of(request).models.card(model_id))

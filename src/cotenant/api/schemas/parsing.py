@@ -1,0 +1,153 @@
+"""From a request body to a checked struct. Every complaint names the field that it is about.
+
+A null counts as a field that was not sent. Fields that cannot change the answer are ignored; one that could and that we
+don't support is refused by its name, unless its value asks for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from cotenant.core.errors import InvalidInputError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+IGNORED_FIELDS = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prompt_cache_key",
+        "prompt_cache_retention", "cache_salt", "request_id",
+    }
+)  # fmt: skip
+
+# Known to OpenAI's or vLLM's API and not to us. Harmless only with the values listed here, or an empty one.
+UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": (),
+    "best_of": (),
+    "chat_template": (),
+    "continue_final_message": (),
+    "detokenize": (True,),
+    "documents": (),
+    "early_stopping": (),
+    "echo": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": (),
+    "min_tokens": (),
+    "mm_processor_kwargs": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (),
+    "return_tokens_as_token_ids": (),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "suffix": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "verbosity": (),
+    "vllm_xargs": (),
+    "web_search_options": (),
+}
+
+_TYPE_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "a boolean",
+    "object": "an object",
+    "array": "an array",
+    "null": "null",
+}
+_LENGTH_WORDS = (("a string of length", "a string with a length"), ("an array of length", "an array with a length"))
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The request's body as a JSON object, without its null fields."""
+    body = await request.body()
+    try:
+        decoded = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidInputError(
+            f"The request body could not be parsed as JSON: {error}.", code="invalid_json"
+        ) from None
+    if not isinstance(decoded, dict):
+        raise InvalidInputError("The request body must be a JSON object.", code="invalid_json")
+    return {name: value for name, value in decoded.items() if value is not None}
+
+
+def parse(fields: dict[str, Any], kind: type[T]) -> T:
+    """Check ``fields`` and build a ``kind`` (whose class forbids unknown fields) from them."""
+    known = frozenset(kind.__struct_fields__)
+    for name, value in fields.items():
+        if name in known or name in IGNORED_FIELDS:
+            continue
+        if name not in UNSUPPORTED_FIELDS:
+            raise InvalidInputError(
+                f"Unrecognized request argument supplied: {name}.", code="unknown_parameter", param=name
+            )
+        if not _asks_for_nothing(value, UNSUPPORTED_FIELDS[name]):
+            raise InvalidInputError(
+                f"'{name}' is not supported by this server.", code="unsupported_parameter", param=name
+            )
+    return convert({name: value for name, value in fields.items() if name in known}, kind)
+
+
+def convert(fields: Any, kind: type[T]) -> T:
+    """``msgspec.convert`` with complaints in the API's words."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _described(str(error)) from None
+
+
+def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return not value or value in harmless
+
+
+def _described(complaint: str) -> InvalidInputError:
+    """A complaint of msgspec's, 'Expected `int` >= 0 - at `$.n`', becomes "Invalid 'n': expected an integer >= 0."."""
+    missing = re.search(r"missing required field `(\w+)`", complaint)
+    unknown = re.search(r"unknown field `(.*?)`", complaint)
+    what, _, place = complaint.partition(" - at ")
+    path = place.strip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
+    if missing or unknown:
+        name = ".".join(part for part in (path, (missing or unknown)[1]) if part)  # type: ignore[index]
+        if missing:
+            return InvalidInputError(
+                f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name
+            )
+        return InvalidInputError(
+            f"Unrecognized request argument supplied: {name}.", code="unknown_parameter", param=name
+        )
+    reason = re.sub(r"`([^`]*)`", lambda match: _type_words(match[1]), what)
+    for old, new in _LENGTH_WORDS:
+        reason = reason.replace(old, new)
+    reason = reason[:1].lower() + reason[1:]
+    return InvalidInputError(f"Invalid '{path}': {reason}.", code="invalid_value", param=path or None)
+
+
+def _type_words(types: str) -> str:
+    names = [name for name in types.split(" | ") if name != "null"] or ["null"]
+    return " or ".join(_TYPE_WORDS.get(name, name) for name in names)

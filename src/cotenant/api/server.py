@@ -1,0 +1,223 @@
+"""The API process from start to end: parts put together, HTTP served, drained on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from cotenant.api.app import create_app
+from cotenant.api.jobs.manager import JobManager
+from cotenant.api.state import AppState
+from cotenant.api.worker_client import WorkerClient
+from cotenant.config import ApiConfig, ServerConfig
+from cotenant.core.errors import CotenantError
+from cotenant.store import open_store
+from cotenant.text.chat import load_chat_template
+from cotenant.text.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Connections that arrive together wait here until they are accepted; more than any burst that we promise to answer.
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+DRAIN_TIMEOUT_S = 300.0
+# What a connection may take after the worker has sent its last token.
+HTTP_CLOSE_TIMEOUT_S = 10
+_WANTED_OPEN_FILES = 65536
+
+
+class ServerFailedError(CotenantError):
+    """The server cannot start or go on. ``exit_code`` is what the process should end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What the API process knows of the base model. ``folder`` None: random weights and a byte tokenizer."""
+
+    folder: Path | None
+    vocab_size: int
+
+
+def run_server(config: ServerConfig, base: BaseModel, announce: Callable[[str], None]) -> int:
+    """Serve until a signal says stop; returns the exit code. ``announce`` gets one line when the model is ready.
+
+    HTTP listens from the start; ``/health`` answers 503 until the worker is ready. The first SIGTERM or SIGINT drains:
+    nothing new is taken, running requests end, a running job writes a checkpoint. The second one ends it at once.
+    Raises ServerFailedError, or CotenantError for what else is wrong with the configuration or the data folder.
+    """
+    _raise_open_files_limit()
+    with contextlib.closing(open_listener(config.api)) as listener, _open_state(config, base) as state:
+        http = _HttpServer(
+            uvicorn.Config(
+                create_app(state),
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=round(DRAIN_TIMEOUT_S) + HTTP_CLOSE_TIMEOUT_S,
+            )
+        )
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            return runner.run(_Session(state, http, listener, announce).run())
+
+
+@contextlib.contextmanager
+def _open_state(config: ServerConfig, base: BaseModel) -> Iterator[AppState]:
+    """Everything that the routes work with; the store stays locked until the end."""
+    tokenizer = load_tokenizer(base.folder, base.vocab_size)
+    chat_template = load_chat_template(base.folder, config.model.chat_template)
+    worker = WorkerClient(config, base.folder)
+    with contextlib.closing(open_store(Path(config.data_dir))) as store:
+        jobs = JobManager(store, worker, config, base.folder)
+        worker.attach_jobs(jobs)
+        yield AppState(
+            config=config,
+            base_folder=base.folder,
+            worker=worker,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            store=store,
+            jobs=jobs,
+        )
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    return uvloop.new_event_loop()
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: a signal drains the worker too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Session:
+    """One run of the server on its event loop."""
+
+    def __init__(
+        self, state: AppState, http: _HttpServer, listener: socket.socket, announce: Callable[[str], None]
+    ) -> None:
+        self._state = state
+        self._worker: WorkerClient = state.worker
+        self._http = http
+        self._listener = listener
+        self._announce = announce
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        address = _url(self._listener)
+        logger.info("listening on %s; the model is being loaded", address)
+        await self._worker.start()
+        await self._state.jobs.start()
+        serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
+        others = [
+            asyncio.create_task(self._stop.wait(), name="stop"),
+            asyncio.create_task(self._worker.wait_failed(), name="worker-failed"),
+            asyncio.create_task(self._announce_ready(address), name="announce"),
+        ]
+        try:
+            await asyncio.wait([serving, *others[:2]], return_when=asyncio.FIRST_COMPLETED)
+            if self._worker.failed is None:
+                await self._drain()
+            self._http.should_exit = True
+            await serving
+        finally:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await self._state.jobs.stop()
+            await self._worker.close()
+        if self._worker.failed is not None:
+            raise ServerFailedError(self._worker.failed, self._worker.exit_code)
+        return 0
+
+    async def _drain(self) -> None:
+        logger.info("draining: %d requests are live", self._worker.num_live)
+        self._state.jobs.begin_drain()
+        self._http.should_exit = True
+        await self._worker.drain(DRAIN_TIMEOUT_S)
+        logger.info("drained")
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if not self._stop.is_set():
+            logger.info("%s: stopping; a second signal stops at once", number.name)
+            self._stop.set()
+            return
+        self._worker.kill()
+        os._exit(128 + number)
+
+    async def _announce_ready(self, address: str) -> None:
+        try:
+            ready = await self._worker.wait_ready()
+        except CotenantError:
+            return  # run() says why
+        slo = f"SLO TTFT {ready.slo.ttft_ms:.1f} ms TPOT {ready.slo.tpot_ms:.1f} ms"
+        name = self._state.config.model.name
+        self._announce(f"cotenant is ready: {address}  model {name}  policy {ready.policy}  {slo}")
+
+
+def open_listener(api: ApiConfig) -> socket.socket:
+    """A listening socket, before anything else takes time. Raises ServerFailedError that says what to do."""
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            api.host, api.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        return listener
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ServerFailedError(_describe_bind_error(api, error), 1) from error
+
+
+def _describe_bind_error(api: ApiConfig, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {api.port} on {api.host} is in use by another program; choose another one with --port"
+    if error.errno == errno.EACCES:
+        return f"no permission to listen on port {api.port}; choose one above 1023 with --port"
+    return f"cannot listen on {api.host}, port {api.port}: {error.strerror or error}"
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _raise_open_files_limit() -> None:
+    """A connection is an open file, and the usual soft limit of 1,024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

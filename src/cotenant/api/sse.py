@@ -1,0 +1,107 @@
+"""Server-sent events, and noticing that a client is gone.
+
+A response here belongs to one task; when the client goes away that task is cancelled, which closes the iterators below
+it, and closing them frees their sequences in the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cotenant.api.errors import error_object_of, request_id_of
+from cotenant.core.errors import CotenantError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()
+
+
+def event(message: Any) -> bytes:
+    """One event with ``message`` as its JSON data."""
+    return b"data: " + _ENCODER.encode(message) + b"\n\n"
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``; if the client goes away first, cancel it, wait until it has cleaned up, and raise
+    ``ClientDisconnect``. The request's body must have been read."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStreamResponse(Response):
+    """Sends ``first`` and the other ``events`` (framed by ``event``) as they come, then ``[DONE]``.
+
+    An error after the first event can no longer change the status: it is sent as an event with an ``error`` object, and
+    the stream ends there. ``events`` is closed however the response ends.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, request_id: str, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._request_id = request_id
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_until_disconnect(receive, self._send_all(send))
+        except ClientDisconnect:
+            logger.info("%s: the client went away during the stream", self._request_id)
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            async for data in self._events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        except Exception as error:
+            if isinstance(error, CotenantError):
+                logger.warning("%s: the stream ended with an error: %s", self._request_id, error.message)
+            else:
+                logger.exception("%s: unexpected error during the stream", self._request_id)
+            await send({"type": "http.response.body", "body": event(error_object_of(error)), "more_body": False})
+
+
+async def stream_response(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """A stream of ``events``. The first one is awaited before the status is sent: an error until then (over capacity, a
+    request that the worker refuses) is raised here and becomes an ordinary error response."""
+
+    async def next_event() -> bytes:
+        return await anext(events)
+
+    try:
+        first = await run_until_disconnect(request.receive, next_event())
+    except BaseException:
+        await events.aclose()
+        raise
+    return EventStreamResponse(request_id_of(request), first, events)

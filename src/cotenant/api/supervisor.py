@@ -1,0 +1,274 @@
+"""Keeps one worker process alive: starts it, carries messages to and from it, and starts the next one when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cotenant.wire.channel import ApiChannel
+from cotenant.wire.messages import FromWorker, Ready, StartFailed, ToWorker
+
+logger = logging.getLogger(__name__)
+
+WORKER_COMMAND = (sys.executable, "-m", "cotenant.runtime.worker")
+
+EXIT_CRASH_LOOP = 1
+EXIT_START_FAILED = 2
+
+# The kernel allows 107 bytes for the path of a Unix socket; what we append to the folder's name needs 16.
+_MAX_FOLDER_BYTES = 90
+# After the process is gone its last messages may still be on their way through ZeroMQ's thread.
+_SETTLE_S = 0.1
+_START_FAILED_GRACE_S = 5.0
+
+
+class CrashWindow:
+    """Decides how long to wait before the next start, from the crashes of the last ``window_s`` seconds.
+
+    The first restart is immediate, later ones wait longer and longer; ``max_crashes`` in the window end it.
+    """
+
+    def __init__(self, max_crashes: int = 5, window_s: float = 60.0, first_delay_s: float = 0.5) -> None:
+        self._max_crashes = max_crashes
+        self._window_s = window_s
+        self._first_delay_s = first_delay_s
+        self._crashes_s: deque[float] = deque()
+
+    def record(self, now_s: float) -> float | None:
+        """Note a crash at ``now_s``; returns the delay in seconds before the next start, or None to give up."""
+        self._crashes_s.append(now_s)
+        while self._crashes_s[0] <= now_s - self._window_s:
+            self._crashes_s.popleft()
+        num_crashes = len(self._crashes_s)
+        if num_crashes >= self._max_crashes:
+            return None
+        return 0.0 if num_crashes == 1 else self._first_delay_s * 2.0 ** (num_crashes - 2)
+
+    def __str__(self) -> str:
+        return f"{self._max_crashes} times within {self._window_s:g} s"
+
+
+class WorkerEvents(Protocol):
+    """What the supervisor tells its owner. Called on the event loop, one at a time, in order."""
+
+    def on_message(self, message: FromWorker) -> None:
+        """The worker that runs now sent this."""
+
+    def on_lost(self, reason: str) -> None:
+        """The worker is gone. Nothing more comes from it; another one may be started."""
+
+    def on_give_up(self, message: str, exit_code: int) -> None:
+        """There will be no other worker: ``message`` says why."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """One worker process with its own folder, address and channel, none of which is ever used again."""
+
+    process: asyncio.subprocess.Process
+    channel: ApiChannel
+    folder: Path
+    outbox: asyncio.Queue[ToWorker] = field(default_factory=asyncio.Queue)
+    num_received: int = 0
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+
+class Supervisor:
+    """Owns the worker process. Use it from one event loop that runs in the main thread: the worker asks the kernel to
+    end it when the *thread* that forked it ends.
+
+    ``config_json`` is what the worker reads as its configuration; it must not hold the API key.
+    """
+
+    def __init__(
+        self,
+        config_json: bytes,
+        events: WorkerEvents,
+        command: Sequence[str] = WORKER_COMMAND,
+        crashes: CrashWindow | None = None,
+    ) -> None:
+        self._config_json = config_json
+        self._events = events
+        self._command = tuple(command)
+        self._crashes = crashes or CrashWindow()
+        self._life: _Life | None = None
+        self._start_failed: str | None = None
+        self._last_life = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, or None while there is none."""
+        return self._life.process.pid if self._life else None
+
+    def start(self) -> None:
+        assert self._task is None, "a supervisor starts once"
+        self._task = asyncio.create_task(self._supervise(), name="worker-supervisor")
+
+    def post(self, message: ToWorker) -> None:
+        """Send ``message`` to the worker that runs now, after all that was posted before; lost if it dies first."""
+        if self._life is not None:
+            self._life.outbox.put_nowait(message)
+
+    def expect_exit(self) -> None:
+        """The worker that runs now is the last one: when it exits, ``wait`` returns."""
+        self._last_life.set()
+
+    async def wait(self) -> None:
+        """Return when there is no worker and none will be started."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Kill the worker and start no other."""
+        self.expect_exit()
+        self.kill()
+        await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL the worker that runs now, if any."""
+        if self._life is not None:
+            self._life.kill()
+
+    async def _supervise(self) -> None:
+        while not self._last_life.is_set():
+            try:
+                reason = await self._run_once()
+            except Exception as error:
+                logger.exception("the worker process could not be started")
+                reason = f"could not be started with {self._command[0]}: {error}"
+            self._events.on_lost(reason)
+            if self._start_failed is not None:
+                self._give_up(self._start_failed, EXIT_START_FAILED)
+            elif not self._last_life.is_set():
+                await self._after_crash(reason)
+
+    async def _after_crash(self, reason: str) -> None:
+        """Wait before the next start, or give up."""
+        delay_s = self._crashes.record(time.monotonic())
+        if delay_s is None:
+            self._give_up(f"the worker died {self._crashes}; the last time it {reason}", EXIT_CRASH_LOOP)
+            return
+        logger.error("the worker %s; starting another one in %.1f s", reason, delay_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._last_life.wait(), delay_s)
+
+    def _give_up(self, message: str, exit_code: int) -> None:
+        logger.error("%s", message)
+        self._last_life.set()
+        self._events.on_give_up(message, exit_code)
+
+    async def _run_once(self) -> str:
+        """Run one worker from start to end; returns how it ended, in words that follow 'the worker'."""
+        life = await self._launch()
+        self._life = life
+        if self._last_life.is_set():  # stopped while the process was being made
+            life.kill()
+        tasks = [
+            asyncio.create_task(self._read(life), name="worker-reader"),
+            asyncio.create_task(self._write(life), name="worker-writer"),
+        ]
+        try:
+            returncode = await life.process.wait()
+            seen = -1
+            while seen != life.num_received:
+                seen = life.num_received
+                await asyncio.sleep(_SETTLE_S)
+            return describe_exit(returncode)
+        finally:
+            self._life = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            life.kill()
+            life.channel.close()
+            shutil.rmtree(life.folder, ignore_errors=True)
+
+    async def _launch(self) -> _Life:
+        folder = _private_folder()
+        channel: ApiChannel | None = None
+        try:
+            config_path = folder / "config.json"
+            with open(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(self._config_json)
+            address = f"ipc://{folder}/worker.sock"
+            channel = ApiChannel(address)
+            # Its own session: Ctrl-C in a terminal reaches only the API process, which then drains the worker.
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        logger.info("worker %d started", process.pid)
+        return _Life(process, channel, folder)
+
+    async def _read(self, life: _Life) -> None:
+        while True:
+            try:
+                message = await life.channel.receive()
+            except msgspec.MsgspecError:
+                logger.exception("unreadable message from the worker")
+                continue
+            life.num_received += 1
+            if isinstance(message, Ready | StartFailed):
+                # Connected and configured: neither the socket's path nor the file is needed any more, and if this
+                # process is killed nobody would remove them.
+                shutil.rmtree(life.folder, ignore_errors=True)
+            if isinstance(message, StartFailed):
+                self._start_failed = message.message
+                asyncio.get_running_loop().call_later(_START_FAILED_GRACE_S, life.kill)
+            try:
+                self._events.on_message(message)
+            except Exception:
+                logger.exception("%s from the worker could not be handled", type(message).__name__)
+
+    async def _write(self, life: _Life) -> None:
+        while True:
+            message = await life.outbox.get()
+            try:
+                await life.channel.send(message)
+            except Exception:
+                logger.exception("%s could not be sent to the worker", type(message).__name__)
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended, in words: 'exited with code 3', 'was killed by SIGKILL'."""
+    if returncode >= 0:
+        return f"exited with code {returncode}"
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    hint = " (out of memory?)" if returncode == -signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def _private_folder() -> Path:
+    """A new folder that only this user can enter, with a path short enough for a Unix socket in it."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len("/cotenant-12345678"):
+        folder = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="cotenant-", dir=folder))

@@ -1,0 +1,339 @@
+"""The API process's view of the worker: requests go in, outputs come out, whatever happens to the process between."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cotenant.api.supervisor import WORKER_COMMAND, CrashWindow, Supervisor
+from cotenant.config import ServerConfig
+from cotenant.core.errors import (
+    ConflictError,
+    CotenantError,
+    InvalidInputError,
+    NotFoundError,
+    OverloadedError,
+    WorkerLostError,
+)
+from cotenant.core.request import Request, SequenceOutput
+from cotenant.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    Drain,
+    Drained,
+    FromWorker,
+    Outputs,
+    Ready,
+    RequestFailed,
+    StartFailed,
+    Stats,
+    ToWorker,
+)
+
+logger = logging.getLogger(__name__)
+
+# A request that was running each time the worker died may be the reason; it is not run more often than this.
+MAX_RUNS = 3
+
+_ERRORS_BY_CODE: dict[str, type[CotenantError]] = {
+    "model_not_found": NotFoundError,
+    "not_found": NotFoundError,
+    "conflict": ConflictError,
+    "overloaded": OverloadedError,
+    "internal_error": CotenantError,
+    "server_error": CotenantError,
+}
+
+
+class JobMessages(Protocol):
+    """Who hears what the worker says about jobs. Called in the order of the messages, one at a time."""
+
+    def on_worker_message(self, message: FromWorker) -> Awaitable[None] | None:
+        """A message about a job, ``JobStarted`` to ``JobFailed``."""
+
+    def on_worker_ready(self) -> Awaitable[None] | None:
+        """A new worker is ready and knows of no job. All messages of the one before it have been handed over."""
+
+
+class _LiveRequest:
+    """A request between ``generate`` and its last output.
+
+    ``sent``: the worker that runs now has it. ``streamed``: some output was handed to the caller, so the request can
+    not be run again. ``has_ended``: its last result has come. ``results`` holds what has come and was not handed over.
+    """
+
+    __slots__ = ("has_ended", "num_runs", "request", "results", "sent", "streamed")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.results: asyncio.Queue[SequenceOutput | CotenantError] = asyncio.Queue()
+        self.sent = False
+        self.streamed = False
+        self.has_ended = False
+        self.num_runs = 0
+
+    def add(self, result: SequenceOutput | CotenantError) -> None:
+        if not self.has_ended:
+            self.has_ended = isinstance(result, CotenantError) or result.finish_reason is not None
+            self.results.put_nowait(result)
+
+    def forget_results(self) -> None:
+        while not self.results.empty():
+            self.results.get_nowait()
+
+
+class WorkerClient:
+    """Runs requests on the supervised worker, and passes job messages to and fro. One per API process.
+
+    ``model_folder`` is where the model's name was resolved to (None: random weights), so that the worker needs no
+    look-up of its own. Call ``attach_jobs`` before ``start``.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        model_folder: Path | None = None,
+        *,
+        worker_command: Sequence[str] = WORKER_COMMAND,
+        crashes: CrashWindow | None = None,
+    ) -> None:
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.failed: str | None = None
+        self.exit_code = 0
+        self.draining = False
+        self.num_restarts = 0
+        self._max_queue = config.batch.max_queue
+        self._live: dict[str, _LiveRequest] = {}
+        self._jobs: JobMessages | None = None
+        self._job_messages: asyncio.Queue[FromWorker] = asyncio.Queue()
+        self._job_task: asyncio.Task[None] | None = None
+        self._last_ready: Ready | None = None
+        self._was_ready = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._supervisor = Supervisor(worker_config_json(config, model_folder), self, worker_command, crashes)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were admitted and have not ended, waiting ones included."""
+        return len(self._live)
+
+    @property
+    def last_ready(self) -> Ready | None:
+        """What the newest worker said when it was ready; stays while the next one loads the same model."""
+        return self._last_ready
+
+    @property
+    def worker_pid(self) -> int | None:
+        return self._supervisor.pid
+
+    def attach_jobs(self, jobs: JobMessages) -> None:
+        self._jobs = jobs
+
+    async def start(self) -> None:
+        """Start the worker; returns at once. ``wait_ready`` tells when it serves."""
+        self._job_task = asyncio.create_task(self._deliver_job_messages(), name="job-messages")
+        self._supervisor.start()
+
+    async def wait_ready(self) -> Ready:
+        """Wait until the first worker is ready and return its message. Raises CotenantError if there will be none."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._was_ready, self._failed)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self._last_ready is None:
+            raise CotenantError(self.failed or "The worker has failed.")
+        return self._last_ready
+
+    async def wait_failed(self) -> str:
+        """Wait until there is no worker and will be none; returns why. ``exit_code`` is what the process ends with."""
+        await self._failed.wait()
+        assert self.failed is not None
+        return self.failed
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let the live requests end, let the running job write a checkpoint, and let the worker exit.
+
+        New requests are refused from the first moment. After ``timeout_s`` the worker is killed. Returns when all that
+        it said about jobs has been handled.
+        """
+        self.draining = True
+        if self.ready is None:  # loading: nothing runs in it
+            await self._supervisor.stop()
+        else:
+            self._supervisor.expect_exit()
+            self._supervisor.post(Drain())
+            try:
+                await asyncio.wait_for(self._supervisor.wait(), timeout_s)
+            except TimeoutError:
+                logger.error("the worker was not drained within %g s and is killed", timeout_s)
+                await self._supervisor.stop()
+        self._end_all("The server is shutting down.")
+        if self._job_task is not None:
+            await self._job_messages.join()
+
+    async def close(self) -> None:
+        """Kill the worker if it still runs, and stop. Requests that are live end with an error."""
+        self.draining = True
+        await self._supervisor.stop()
+        self._end_all("The server is shutting down.")
+        if self._job_task is not None:
+            await self._job_messages.join()
+            self._job_task.cancel()
+            await asyncio.gather(self._job_task, return_exceptions=True)
+
+    def kill(self) -> None:
+        """SIGKILL the worker, without waiting."""
+        self._supervisor.kill()
+
+    def post(self, message: ToWorker) -> bool:
+        """Send a message about a job, in order and without waiting. False if no worker is ready: ``on_worker_ready``
+        will be called when there is one."""
+        if self.ready is None:
+            return False
+        self._supervisor.post(message)
+        return True
+
+    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+        """Run ``request`` and yield what each iteration adds to it; the last output has a ``finish_reason``.
+
+        Closing the iterator early frees the sequence in the worker at once. If the worker dies before the first output
+        was yielded, the request is run again by the next worker. Raises OverloadedError (too many live requests, or the
+        server is starting or stopping), WorkerLostError, or what the worker says is wrong with the request.
+        """
+        live = self._admit(request)
+        try:
+            while True:
+                result = await live.results.get()
+                if isinstance(result, CotenantError):
+                    raise result
+                live.streamed = True
+                yield result
+                if result.finish_reason is not None:
+                    return
+        finally:
+            del self._live[request.request_id]
+            if live.sent and not live.has_ended:
+                self._supervisor.post(AbortRequests((request.request_id,)))
+
+    def _admit(self, request: Request) -> _LiveRequest:
+        assert request.request_id not in self._live, f"request id {request.request_id} is in use"
+        if self.draining:
+            raise OverloadedError("The server is shutting down.", code="shutting_down")
+        if self.failed is not None:
+            raise OverloadedError("The model's worker has failed; the server is stopping.", code="worker_failed")
+        if self._last_ready is None:
+            raise OverloadedError("The model is still being loaded; try again in a moment.", code="loading")
+        if len(self._live) >= self._max_queue:
+            raise OverloadedError(
+                f"The server already has {len(self._live)} requests, which is its limit; try again later.",
+                code="overloaded",
+            )
+        live = self._live[request.request_id] = _LiveRequest(request)
+        if self.ready is not None:
+            self._send(live)
+        return live
+
+    def _send(self, live: _LiveRequest) -> None:
+        live.sent = True
+        live.num_runs += 1
+        self._supervisor.post(AddRequest(live.request))
+
+    # What follows is called by the supervisor (WorkerEvents).
+
+    def on_message(self, message: FromWorker) -> None:
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    live = self._live.get(output.request_id)
+                    if live is not None:
+                        live.add(output)
+            case Stats():
+                self.stats = message
+            case RequestFailed():
+                live = self._live.get(message.request_id)
+                if live is not None:
+                    live.add(_request_error(message))
+            case Ready():
+                self._on_ready(message)
+            case Drained():
+                logger.info("the worker is drained")
+            case StartFailed():
+                pass  # the supervisor gives up when the process has exited
+            case _:
+                self._job_messages.put_nowait(message)
+
+    def _on_ready(self, message: Ready) -> None:
+        logger.info("the worker is ready on %s after %.1f s", message.device, message.load_s)
+        self.ready = message
+        if self._last_ready is not None:
+            self.num_restarts += 1
+        self._last_ready = message
+        self._was_ready.set()
+        self._job_messages.put_nowait(message)
+        for live in list(self._live.values()):
+            if not live.sent and not live.has_ended:
+                self._send(live)
+
+    def on_lost(self, reason: str) -> None:
+        self.ready = None
+        self.stats = Stats()
+        for live in self._live.values():
+            self._on_request_lost(live, reason)
+
+    def _on_request_lost(self, live: _LiveRequest, reason: str) -> None:
+        if live.has_ended:
+            return
+        live.sent = False
+        if not live.streamed and live.num_runs < MAX_RUNS and not self.draining:
+            live.forget_results()
+        else:
+            live.add(WorkerLostError(f"The model's worker {reason}.", code="worker_lost"))
+
+    def on_give_up(self, message: str, exit_code: int) -> None:
+        self.failed = message
+        self.exit_code = exit_code
+        self._end_all("The model's worker has failed.")
+        self._failed.set()
+
+    def _end_all(self, message: str) -> None:
+        for live in self._live.values():
+            live.add(WorkerLostError(message, code="worker_lost"))
+
+    async def _deliver_job_messages(self) -> None:
+        while True:
+            message = await self._job_messages.get()
+            try:
+                if self._jobs is not None:
+                    ready = isinstance(message, Ready)
+                    handled = self._jobs.on_worker_ready() if ready else self._jobs.on_worker_message(message)
+                    if inspect.isawaitable(handled):
+                        await handled
+            except Exception:
+                logger.exception("%s from the worker could not be handled", type(message).__name__)
+            finally:
+                self._job_messages.task_done()
+
+
+def worker_config_json(config: ServerConfig, model_folder: Path | None) -> bytes:
+    """The worker's configuration: without the API key, and with the model's name replaced by its folder."""
+    model = config.model
+    if model_folder is not None:
+        names = model.served_model_names or (model.name,)
+        model = dataclasses.replace(model, model=str(model_folder), served_model_names=names)
+    api = dataclasses.replace(config.api, api_key="")
+    return msgspec.json.encode(dataclasses.replace(config, model=model, api=api))
+
+
+def _request_error(message: RequestFailed) -> CotenantError:
+    kind = _ERRORS_BY_CODE.get(message.code or "", InvalidInputError)
+    return kind(message.message, code=message.code)

@@ -1,0 +1,110 @@
+"""From tokens to text: stop strings, ends, places of tokens."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.api.generation import ChoiceText, Piece, TextOptions
+from cotenant.core.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
+from cotenant.text.byte_tokenizer import EOS, ByteTokenizer
+
+TOKENIZER = ByteTokenizer(300)
+EOS_ID = TOKENIZER.eos_token_ids[0]
+
+
+def request(**sampling: object) -> Request:
+    return Request("r", (65,), SamplingParams(**sampling), 0.0)  # type: ignore[arg-type]
+
+
+def outputs(groups: list[bytes], end: FinishReason, last: tuple[int, ...] = ()) -> list[SequenceOutput]:
+    """One output per group of bytes; the last one also has the tokens ``last``, and ends."""
+    made = [
+        SequenceOutput("r", tuple(group), tuple(TokenLogprobs(token, -1.0, 1) for token in group))
+        for group in groups[:-1]
+    ]
+    ids = (*groups[-1], *last)
+    stop_token = last[-1] if end is FinishReason.STOP else None
+    logprobs = tuple(TokenLogprobs(token, -1.0, 1) for token in ids)
+    return [*made, SequenceOutput("r", ids, logprobs, finish_reason=end, stop_token_id=stop_token)]
+
+
+def run(options: TextOptions, steps: list[SequenceOutput], **sampling: object) -> list[Piece]:
+    text = ChoiceText(TOKENIZER, request(**sampling), options)
+    pieces = []
+    for output in steps:
+        pieces.append(text.add(output))
+        if pieces[-1].finish_reason is not None:
+            break
+    return pieces
+
+
+def text_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
+
+
+def singles(text: str) -> list[bytes]:
+    return [bytes([byte]) for byte in text.encode()]
+
+
+def test_an_end_of_sequence_token_is_no_text() -> None:
+    steps = outputs(singles("héllo"), FinishReason.STOP, (EOS_ID,))
+    pieces = run(TextOptions(), steps)
+    assert text_of(pieces) == "héllo"
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", None)
+    assert sum(piece.num_tokens for piece in pieces) == 7  # its tokens count, the end among them
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abc")])
+def test_a_stop_token_of_the_clients_is_cut_and_named(include: bool, text: str) -> None:
+    steps = outputs(singles("ab"), FinishReason.STOP, (ord("c"),))
+    pieces = run(TextOptions(include_stop=include), steps, stop_token_ids=(ord("c"),))
+    assert text_of(pieces) == text
+    assert pieces[-1].stop_reason == ord("c")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "one "), (True, "one STOP")])
+def test_a_stop_string_ends_the_text(include: bool, text: str) -> None:
+    pieces = run(TextOptions(("STOP",), include), outputs(singles("one STOP two"), FinishReason.LENGTH))
+    assert text_of(pieces) == text
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "STOP")
+    assert len(pieces) == len("one STOP")
+
+
+def test_what_only_began_like_a_stop_string_is_text() -> None:
+    pieces = run(TextOptions(("STOP",)), outputs(singles("one STO"), FinishReason.LENGTH))
+    assert text_of(pieces) == "one STO"
+    assert pieces[-1].finish_reason == "length"
+
+
+def test_special_tokens_are_shown_if_asked_for() -> None:
+    steps = outputs([b"a", b"b"], FinishReason.STOP, (EOS_ID,))
+    assert text_of(run(TextOptions(skip_special_tokens=False, include_stop=True), steps)) == "ab" + EOS
+
+
+def test_half_a_character_at_the_end_is_replaced() -> None:
+    pieces = run(TextOptions(), outputs(singles("é")[:1], FinishReason.LENGTH))
+    assert text_of(pieces) == "\ufffd"
+
+
+def test_each_token_has_its_place_in_the_text() -> None:
+    pieces = run(TextOptions(), outputs(singles("aéb"), FinishReason.STOP, (EOS_ID,)))
+    assert [offset for piece in pieces for offset in piece.offsets] == [0, 1, 1, 2, 3]
+
+
+@given(
+    st.text(alphabet="abcé", max_size=30),
+    st.lists(st.text(alphabet="abcé", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_the_text_does_not_depend_on_how_tokens_are_grouped(text: str, stops: list[str], data: st.DataObject) -> None:
+    raw = text.encode() or b"a"
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)))))
+    groups = [raw[start:end] for start, end in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    options = TextOptions(tuple(stops))
+    whole = run(options, outputs([raw], FinishReason.LENGTH))
+    grouped = run(options, outputs(groups, FinishReason.LENGTH))
+    assert text_of(grouped) == text_of(whole)
+    assert grouped[-1].finish_reason == whole[-1].finish_reason
+    assert not any(stop in text_of(grouped) for stop in stops)

@@ -1,0 +1,99 @@
+"""Latencies as they are defined, and the names that dashboards know."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cotenant.api.metrics import Metrics, attains, time_per_output_token_s
+from cotenant.api.worker_client import WorkerClient
+from cotenant.config import ModelConfig, ServerConfig
+from cotenant.core.plan import Slo
+from cotenant.wire.messages import Ready, Stats
+
+SLO = Slo(ttft_ms=100, tpot_ms=10)
+
+
+@pytest.fixture
+def worker() -> WorkerClient:
+    """A client whose worker was never started: it has no requests, and the statistics that a test gives it."""
+    client = WorkerClient(ServerConfig(ModelConfig("tiny")))
+    client.ready = Ready(256, 300, 8, 16, "cpu", "float32", "multitask", SLO, False, 0.1)
+    return client
+
+
+def figures(metrics: Metrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def test_tpot_is_the_mean_gap_after_the_first_token() -> None:
+    assert time_per_output_token_s(ttft_s=0.5, e2e_s=2.5, num_tokens=5) == 0.5
+    assert time_per_output_token_s(ttft_s=0.5, e2e_s=0.5, num_tokens=1) is None
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "met"),
+    [(0.1, 0.01, True), (0.1001, 0.01, False), (0.1, 0.0101, False), (0.1, None, True), (0.2, None, False)],
+)
+def test_attainment_needs_both_targets(ttft_s: float, tpot_s: float | None, met: bool) -> None:
+    assert attains(SLO, ttft_s, tpot_s) is met
+
+
+def test_a_finished_request_is_counted_once(worker: WorkerClient) -> None:
+    metrics = Metrics("m", worker)
+    clock = metrics.clock(time.monotonic() - 0.25)  # it arrived long before its first token
+    clock.tokens(1)
+    clock.tokens(2)
+    clock.finish()
+    seen = figures(metrics)
+    label = '{model_name="m"}'
+    assert seen[f"cotenant:generation_tokens_total{label}"] == 3
+    assert seen[f"cotenant:time_to_first_token_seconds_count{label}"] == 1
+    assert seen[f"cotenant:time_to_first_token_seconds_sum{label}"] >= 0.25
+    assert seen[f"cotenant:inter_token_latency_seconds_count{label}"] == 2
+    assert seen[f"cotenant:request_time_per_output_token_seconds_count{label}"] == 1
+    assert seen[f"cotenant:e2e_request_latency_seconds_count{label}"] == 1
+    assert seen[f"cotenant:slo_requests_total{label}"] == 1
+    assert seen[f"cotenant:slo_attained_total{label}"] == 0
+
+
+def test_a_request_that_did_not_finish_has_no_latency(worker: WorkerClient) -> None:
+    metrics = Metrics("m", worker)
+    metrics.clock(time.monotonic()).tokens(1)
+    metrics.count_end("abort")
+    seen = figures(metrics)
+    assert seen['cotenant:e2e_request_latency_seconds_count{model_name="m"}'] == 0
+    assert seen['cotenant:slo_requests_total{model_name="m"}'] == 0
+    assert seen['cotenant:request_success_total{finished_reason="abort",model_name="m"}'] == 1
+
+
+def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
+    worker.stats = Stats(
+        num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
+        trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1,
+    )  # fmt: skip
+    seen = figures(Metrics("m", worker))
+    for name, value in {
+        "num_requests_running": 3,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.5,
+        "num_preemptions_total": 1,
+        "trained_tokens_total": 9,
+        "slack_ms": 4.5,
+        "prediction_error_ratio": 0.1,
+    }.items():
+        assert seen[f'cotenant:{name}{{model_name="m"}}'] == value
+    assert seen['cotenant:tasklets_total{kind="forward",model_name="m"}'] == 7
+    assert seen['cotenant:mode{mode="temporal",model_name="m"}'] == 1
+    assert seen['cotenant:mode{mode="none",model_name="m"}'] == 0
+    assert seen['cotenant:slo_target_ms{kind="ttft",model_name="m"}'] == 100
+    assert seen['cotenant:slo_target_ms{kind="tpot",model_name="m"}'] == 10
+
+
+def test_targets_are_unknown_before_the_model_is_loaded(worker: WorkerClient) -> None:
+    worker.ready = None
+    seen = figures(Metrics("m", worker))
+    assert not [name for name in seen if "slo_target_ms" in name]
+    assert seen['cotenant:model_ready{model_name="m"}'] == 0

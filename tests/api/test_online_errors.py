@@ -1,0 +1,119 @@
+"""Bad input to a real server: each is refused by name, and the server goes on. And its description of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import serving
+from online import MESSAGES, MODEL, error_of
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"messages": MESSAGES}, "model", "missing_required_parameter"),
+        ({"model": MODEL}, "messages", "missing_required_parameter"),
+        ({"model": MODEL, "messages": []}, "messages", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "max_tokens": -1}, "max_tokens", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "max_tokens": 10**30}, "max_tokens", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "temperature": 1e99}, "temperature", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "n": 10**9}, "n", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "max_tokens": 10**6}, "messages", "context_length_exceeded"),
+        ({"model": MODEL, "messages": user("so " * 9999)}, "messages", "context_length_exceeded"),
+        ({"model": MODEL, "messages": user("x" * 10**6)}, "messages", "context_length_exceeded"),
+        ({"model": MODEL, "messages": MESSAGES, "logit_bias": {"99999999": 1}}, "logit_bias", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format",
+         "unsupported_parameter"),
+        ({"model": MODEL, "messages": MESSAGES, "colour": "red"}, "colour", "unknown_parameter"),
+        ([1, 2], None, "invalid_json"),
+    ],
+)  # fmt: skip
+def test_a_bad_body_is_a_400_that_names_it(http: httpx.Client, body: Any, param: str | None, code: str) -> None:
+    response = http.post("/v1/chat/completions", json=body)
+    error = error_of(response)
+    assert response.status_code == 400
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b'{"model": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}'])
+def test_malformed_json_is_a_400(http: httpx.Client, raw: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+        response = http.post(path, content=raw)
+        assert response.status_code == 400
+        assert error_of(response)["code"] == "invalid_json"
+
+
+def test_a_bad_stream_fails_before_it_begins(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", json={"model": MODEL, "messages": [], "stream": True})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "messages"
+
+
+def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="ft:tiny:local:nobody:x", messages=MESSAGES)
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other:model")
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    response = http.get("/v1/nothing")
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "unknown_url"
+    for method, path, allowed in (
+        ("DELETE", "/v1/chat/completions", "POST"),
+        ("POST", "/v1/models/a/b", "GET"),
+        ("PUT", "/tokenize", "POST"),
+        ("PATCH", "/health", "GET"),
+    ):
+        response = http.request(method, path)
+        assert response.status_code == 405
+        assert error_of(response)["code"] == "method_not_allowed"
+        assert allowed in response.headers["allow"].split(", ")
+
+
+def test_a_body_over_the_limit_is_a_413(server: serving.RunningServer, http: httpx.Client) -> None:
+    response = http.post("/v1/completions", content=b" " * (33 * 1024 * 1024))
+    assert response.status_code == 413
+    assert error_of(response)["code"] == "request_too_large"
+
+
+def test_the_request_id_is_the_clients_if_it_is_plain(http: httpx.Client) -> None:
+    assert http.get("/version", headers={"x-request-id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+    made = http.get("/version", headers={"x-request-id": "my id\tx"}).headers["x-request-id"]
+    assert made.startswith("req-")
+
+
+def test_the_openapi_document_describes_the_routes(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert {"200", "400", "401", "404", "413", "503"} <= set(chat["responses"])
+    reference = chat["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
+    assert document["components"]["schemas"][reference]["required"] == ["model", "messages"]
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+    for name in _references(document):
+        assert name in document["components"]["schemas"]
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"].rsplit("/", 1)[1]
+        for child in node.values():
+            yield from _references(child)
+    elif isinstance(node, list):
+        for child in node:
+            yield from _references(child)

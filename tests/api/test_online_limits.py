@@ -1,0 +1,107 @@
+"""A real server with a key and little room: who may come in, how many at once, and what a dying worker looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import serving
+
+KEY = "a secret key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
+MAX_QUEUE = 32
+NUM_AT_ONCE = 600
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.RunningServer]:
+    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "8")
+    with serving.running_server(
+        tmp_path_factory.mktemp("limits") / "data", *flags, env={"COTENANT_API_KEY": KEY}
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: serving.RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.base_url, timeout=120) as session:
+        yield session
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/v1/files", "/v1/fine_tuning/jobs", "/v1/nothing"])
+def test_v1_needs_the_key(http: httpx.Client, path: str) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        response = http.get(path, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert KEY not in response.text
+    assert http.get(path, headers=HEADERS).status_code in (200, 404)
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])
+def test_probes_need_no_key(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+def test_the_openai_client_gets_its_own_errors(server: serving.RunningServer) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="wrong").models.list()
+    assert openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=KEY).models.list().data[0].id == "tiny"
+
+
+def test_one_request_cannot_ask_for_more_than_ever_fits(http: httpx.Client) -> None:
+    response = http.post("/v1/chat/completions", json={**BODY, "n": MAX_QUEUE + 1}, headers=HEADERS)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+
+
+def test_over_capacity_is_a_503_that_says_when_to_come_again(server: serving.RunningServer, http: httpx.Client) -> None:
+    responses = asyncio.run(_all_at_once(server.base_url))
+    counts = Counter(response.status_code for response in responses)
+    assert set(counts) == {200, 503}
+    assert counts[200] >= MAX_QUEUE
+    for response in responses:
+        if response.status_code == 503:
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "overloaded"
+        else:
+            assert response.json()["usage"]["completion_tokens"] == 4
+    assert http.post("/v1/chat/completions", json={**BODY, "max_tokens": 2}, headers=HEADERS).status_code == 200
+
+
+async def _all_at_once(base_url: str) -> list[httpx.Response]:
+    limits = httpx.Limits(max_connections=NUM_AT_ONCE)
+    async with httpx.AsyncClient(base_url=base_url, timeout=120, limits=limits, headers=HEADERS) as session:
+        body = {**BODY, "max_tokens": 4}
+        return await asyncio.gather(
+            *(session.post("/v1/chat/completions", json=body) for _ in range(NUM_AT_ONCE))
+        )  # fmt: skip
+
+
+def test_a_stream_whose_worker_dies_ends_with_an_error_event(server: serving.RunningServer, http: httpx.Client) -> None:
+    limit = http.get("/v1/models/tiny", headers=HEADERS).json()["max_model_len"] - 100
+    body = {**BODY, "max_tokens": limit, "stream": True, "n": 8}
+    events: list[str] = []
+    with http.stream("POST", "/v1/chat/completions", json=body, headers=HEADERS) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not line:
+                continue
+            if len(events) == 20:
+                server.kill_worker()
+            events.append(line.removeprefix("data: "))
+    error = json.loads(events[-1])["error"]
+    assert error["code"] == "worker_lost"
+    assert error["type"] == "server_error"
+    assert all("error" not in json.loads(event) for event in events[:-1])
+    server.wait_ready()
+    assert http.post("/v1/chat/completions", json={**BODY, "max_tokens": 2}, headers=HEADERS).status_code == 200

@@ -1,0 +1,287 @@
+"""Requests to a real server with the built-in model, through the clients that people use."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import serving
+from online import MESSAGES, MODEL, figure, max_model_len, wait_until_idle
+
+# Chat.
+
+
+def test_chat_answers_and_counts(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0)
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 8
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    whole = client.chat.completions.create(**arguments)
+    chunks = list(client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
+    assert reasons[-1] == whole.choices[0].finish_reason
+    assert not any(reasons[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_the_stream_on_the_wire(http: httpx.Client) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4, "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = http.post("/v1/chat/completions", json={**body, "stream_options": options})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"]
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert events[-1] == "[DONE]"
+    counts = [json.loads(event)["usage"]["completion_tokens"] for event in events[:-1]]
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+
+
+def test_greedy_answers_repeat_and_seeds_decide_the_others(client: openai.OpenAI) -> None:
+    def answer(**arguments: Any) -> str | None:
+        made = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, max_tokens=12, extra_body={"ignore_eos": True}, **arguments
+        )
+        return made.choices[0].message.content
+
+    assert answer(temperature=0) == answer(temperature=0)
+    assert answer(seed=1, temperature=2) == answer(seed=1, temperature=2)
+    assert len({answer(seed=seed, temperature=2) for seed in range(4)}) > 1
+
+
+def test_several_choices_count_the_prompt_once(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5, "extra_body": {"ignore_eos": True}}
+    one = client.chat.completions.create(**arguments)
+    three = client.chat.completions.create(**arguments, n=3, seed=7, temperature=2)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert one.usage is not None
+    assert three.usage is not None
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    assert three.usage.completion_tokens == 15
+    again = client.chat.completions.create(**arguments, n=3, seed=7, temperature=2)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in three.choices]
+
+
+def test_several_choices_in_a_stream(client: openai.OpenAI) -> None:
+    texts = {0: "", 1: ""}
+    roles = []
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, n=2, temperature=0, stream=True
+    )
+    for chunk in stream:
+        choice = chunk.choices[0]
+        roles += [choice.index] if choice.delta.role else []
+        texts[choice.index] += choice.delta.content or ""
+    assert roles == [0, 1]
+    assert texts[0] == texts[1]
+
+
+def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert answer.usage is not None
+    assert len(content) == answer.usage.completion_tokens
+    for entry in content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob <= 0
+        assert entry.logprob == pytest.approx(entry.top_logprobs[0].logprob, abs=1e-4)  # greedy takes the likeliest
+        assert entry.bytes is not None
+    shown = content[:-1] if answer.choices[0].finish_reason == "stop" else content
+    text = b"".join(bytes(entry.bytes or []) for entry in shown).decode(errors="replace")
+    assert text == answer.choices[0].message.content
+
+
+def test_logprobs_in_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**arguments).choices[0].logprobs
+    streamed: list[float] = []
+    for chunk in client.chat.completions.create(**arguments, stream=True):
+        if chunk.choices[0].logprobs and chunk.choices[0].logprobs.content:
+            streamed += [entry.logprob for entry in chunk.choices[0].logprobs.content]
+    assert whole is not None
+    assert streamed == pytest.approx([entry.logprob for entry in whole.content or []], abs=1e-4)
+
+
+def test_a_stop_string_cuts_the_answer(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 32, "temperature": 0}
+    whole = client.chat.completions.create(**arguments).choices[0].message.content
+    assert whole is not None
+    stop = whole[3:6]
+    cut = client.chat.completions.create(**arguments, stop=[stop, "\u2603"]).choices[0]
+    assert cut.message.content == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    stream = client.chat.completions.create(**arguments, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole[: whole.index(stop)]
+
+
+def test_a_banned_token_does_not_come(client: openai.OpenAI, http: httpx.Client) -> None:
+    arguments: Any = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "temperature": 0, "logprobs": True}
+    first = client.chat.completions.create(**arguments).choices[0].logprobs
+    assert first is not None
+    token = (first.content or [])[0].token
+    ids = http.post("/tokenize", json={"prompt": token, "add_special_tokens": False}).json()["tokens"]
+    banned = client.chat.completions.create(**arguments, logit_bias={str(i): -100 for i in ids}).choices[0].logprobs
+    assert banned is not None
+    assert (banned.content or [])[0].token != token
+
+
+def test_ignore_eos_goes_on_to_the_limit(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=60, extra_body={"ignore_eos": True, "priority": -1, "top_k": 5}
+    )
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 60
+
+
+# Completions.
+
+
+def test_a_completion_of_text_and_of_its_tokens_is_the_same(client: openai.OpenAI, http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": "The sun"}).json()["tokens"]
+    arguments: Any = {"model": MODEL, "max_tokens": 8, "temperature": 0}
+    text = client.completions.create(prompt="The sun", **arguments)
+    tokens = client.completions.create(prompt=ids, **arguments)
+    both = client.completions.create(prompt=[ids, ids], **arguments)
+    strings = client.completions.create(prompt=["The sun", "The moon"], **arguments)
+    assert text.choices[0].text == tokens.choices[0].text == both.choices[1].text == strings.choices[0].text
+    assert text.usage == tokens.usage
+    assert [choice.index for choice in both.choices] == [0, 1]
+
+
+def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
+    arguments: Any = {"model": MODEL, "prompt": "The sun", "max_tokens": 5, "temperature": 0}
+    plain = client.completions.create(**arguments).choices[0].text
+    assert client.completions.create(**arguments, echo=True).choices[0].text == "The sun" + plain
+    stream = client.completions.create(**arguments, echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "The sun" + plain
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_what_lm_eval_asks_for(http: httpx.Client, max_tokens: int) -> None:
+    ids = http.post("/tokenize", json={"prompt": "The sun is warm."}).json()["tokens"]
+    body = {"model": MODEL, "prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
+    answer = http.post("/v1/completions", json={**body, "seed": 1234}).json()
+    logprobs = answer["choices"][0]["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {len(ids) + max_tokens}
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    for value, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
+        assert value <= 1e-6
+        assert max(top.values()) >= value
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids), "completion_tokens": max_tokens, "total_tokens": len(ids) + max_tokens
+    }  # fmt: skip
+
+
+def test_a_prompts_logprobs_are_those_of_generating_it(client: openai.OpenAI) -> None:
+    generated = client.completions.create(model=MODEL, prompt="The sun", max_tokens=5, temperature=0, logprobs=0)
+    text, logprobs = generated.choices[0].text, generated.choices[0].logprobs
+    scored = client.completions.create(model=MODEL, prompt="The sun" + text, max_tokens=0, echo=True, logprobs=0)
+    again = scored.choices[0].logprobs
+    assert logprobs is not None
+    assert again is not None
+    if again.tokens is not None and again.tokens[-len(logprobs.tokens or []) :] == logprobs.tokens:
+        expected = logprobs.token_logprobs or []
+        assert (again.token_logprobs or [])[-len(expected) :] == pytest.approx(expected, abs=1e-3)
+
+
+def test_offsets_point_at_tokens(client: openai.OpenAI) -> None:
+    choice = client.completions.create(
+        model=MODEL, prompt="The sun", max_tokens=5, temperature=0, logprobs=0, echo=True
+    ).choices[0]
+    assert choice.logprobs is not None
+    for token, offset in zip(choice.logprobs.tokens or [], choice.logprobs.text_offset or [], strict=True):
+        if "\ufffd" not in token and not token.startswith("<"):
+            assert choice.text[offset:].startswith(token)
+
+
+# Around them.
+
+
+def test_tokens_and_back(http: httpx.Client) -> None:
+    text = "Hello wörld, 3 + 4 = 7!"
+    made = http.post("/tokenize", json={"prompt": text, "add_special_tokens": False, "return_token_strs": True}).json()
+    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+    assert made["max_model_len"] == max_model_len(http)
+    assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text}
+
+
+def test_a_conversation_is_tokenised_as_chat_does_it(client: openai.OpenAI, http: httpx.Client) -> None:
+    count = http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES}).json()["count"]
+    usage = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).usage
+    assert usage is not None
+    assert usage.prompt_tokens == count
+
+
+def test_models_have_cards(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert next(iter(client.models.list())).id == MODEL
+    card = http.get(f"/v1/models/{MODEL}").json()
+    assert card["object"] == "model"
+    assert card["parent"] is None
+    assert card["root"]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_version_and_health(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+    assert http.get("/version").json()["version"]
+
+
+def test_metrics_count_what_happened(client: openai.OpenAI, http: httpx.Client) -> None:
+    names = ("generation_tokens_total", "slo_requests_total", "time_to_first_token_seconds_count")
+    before = [figure(http, name) for name in names]
+    client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=7, extra_body={"ignore_eos": True})
+    after = [figure(http, name) for name in names]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [7, 1, 1]
+    assert figure(http, "slo_attained_total") <= after[1]
+    assert figure(http, "slo_target_ms") > 0
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequence(
+    server: serving.RunningServer, http: httpx.Client, stream: bool
+) -> None:
+    limit = max_model_len(http) - 100
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": limit, "ignore_eos": True, "stream": stream, "n": 4}
+    raw = json.dumps(body).encode()
+    tokens_before = figure(http, "generation_tokens_total")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection.sendall(head.encode() + raw)
+        deadline_s = time.monotonic() + 10
+        while figure(http, "generation_tokens_total") == tokens_before:
+            assert time.monotonic() < deadline_s, "it never began"
+    wait_until_idle(http, within_s=5)
+    assert figure(http, "generation_tokens_total") - tokens_before < 4 * limit
+
+
+def test_nothing_is_left_live(http: httpx.Client) -> None:
+    wait_until_idle(http, within_s=5)
+    assert figure(http, "kv_cache_usage_perc") == 0

@@ -1,0 +1,127 @@
+"""Framing of events, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect
+
+from cotenant.api.schemas.chat import ChatChunk, ChunkChoice, Delta, Usage
+from cotenant.api.sse import DONE, EventStreamResponse, event, run_until_disconnect
+from cotenant.core.errors import WorkerLostError
+
+CHUNK = ChatChunk("chatcmpl-1", 5, "m", [ChunkChoice(0, Delta(content="a\nb"))])
+
+
+def test_an_event_is_one_line_of_json() -> None:
+    data = event(CHUNK)
+    assert data.startswith(b"data: {")
+    assert data.endswith(b"}\n\n")
+    assert data.count(b"\n") == 2
+
+
+def test_usage_is_absent_null_or_there() -> None:
+    assert b"usage" not in event(CHUNK)
+    assert b'"usage":null' in event(ChatChunk("c", 5, "m", [], usage=None))
+    assert b'"usage":{"prompt_tokens":1' in event(ChatChunk("c", 5, "m", [], usage=Usage(1, 2, 3)))
+
+
+def test_an_empty_delta_is_empty() -> None:
+    assert b'"delta":{},' in event(ChatChunk("c", 5, "m", [ChunkChoice(0, Delta(), None, "stop")]))
+
+
+async def _never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def _gone() -> Any:
+    await asyncio.sleep(0.01)
+    return {"type": "http.disconnect"}
+
+
+def test_work_that_ends_first_gives_its_result() -> None:
+    async def work() -> int:
+        return 5
+
+    assert asyncio.run(run_until_disconnect(_never, work())) == 5
+
+
+def test_work_that_fails_raises_its_error() -> None:
+    async def work() -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(run_until_disconnect(_never, work()))
+
+
+def test_work_is_cleaned_up_before_a_disconnect_is_reported() -> None:
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            await _never()
+        finally:
+            await asyncio.sleep(0.01)  # telling the worker takes a moment
+            cleaned.append(True)
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(run_until_disconnect(_gone, work()))
+    assert cleaned == [True]
+
+
+def _stream(events: Any, receive: Any) -> list[dict[str, Any]]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        await EventStreamResponse("req-1", b"first", events())({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    return sent
+
+
+def test_a_stream_ends_with_done() -> None:
+    async def events() -> Any:
+        yield b"second"
+
+    sent = _stream(events, _never)
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in sent[0]["headers"]
+    assert [message["body"] for message in sent[1:]] == [b"first", b"second", DONE]
+    assert [message["more_body"] for message in sent[1:]] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "code"),
+    [(WorkerLostError("The worker died.", code="worker_lost"), b"The worker died.", b"worker_lost"),
+     (KeyError("secret"), b"The server had an error", b"internal_error")],
+)  # fmt: skip
+def test_an_error_in_a_stream_is_its_last_event(error: Exception, text: bytes, code: bytes) -> None:
+    async def events() -> Any:
+        yield b"second"
+        raise error
+
+    last = _stream(events, _never)[-1]
+    assert last["body"].startswith(b'data: {"error":{"message":"' + text)
+    assert code in last["body"]
+    assert b"secret" not in last["body"]
+    assert last["more_body"] is False
+
+
+def test_a_stream_is_closed_when_the_client_leaves() -> None:
+    closed = []
+
+    async def events() -> Any:
+        try:
+            while True:
+                await asyncio.sleep(0.001)
+                yield b"x"
+        finally:
+            closed.append(True)
+
+    sent = _stream(events, _gone)
+    assert closed == [True]
+    assert DONE not in [message.get("body") for message in sent]

@@ -1,0 +1,174 @@
+"""Hyperparameters: what is accepted, what is refused by name, and what 'auto' becomes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.api.jobs.hyperparameters import DatasetSize, Limits, as_requested, check_hyperparameters, resolve
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import LINEAR_MODULES, Hyperparameters
+
+LIMITS = Limits(max_model_len=512, max_lora_rank=64)
+SIZE = DatasetSize(num_examples=400, max_tokens=100)
+
+
+def resolved(**given: Any) -> Hyperparameters:
+    checked = check_hyperparameters(given, LIMITS, "hyperparameters")
+    stored = json.loads(json.dumps(checked))  # it is resolved later, from the database
+    return resolve(stored, SIZE, LIMITS)
+
+
+def test_nothing_given_is_sensible() -> None:
+    assert resolved() == Hyperparameters(n_epochs=3, batch_size=8, learning_rate=2e-4, max_length=512)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "n_epochs", "batch_size"),
+    [(10, 10, 4), (1, 25, 4), (33, 4, 4), (34, 3, 4), (399, 3, 4), (400, 3, 8), (1600, 3, 32), (10**6, 3, 32)],
+)
+def test_auto_follows_the_number_of_examples(num_examples: int, n_epochs: int, batch_size: int) -> None:
+    settings = resolve({"n_epochs": "auto", "batch_size": "auto"}, DatasetSize(num_examples, 10), LIMITS)
+    assert (settings.n_epochs, settings.batch_size) == (n_epochs, batch_size)
+
+
+def test_trl_and_peft_names() -> None:
+    settings = resolved(
+        num_train_epochs=2.0,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+        weight_decay=0.01,
+        max_grad_norm=0.5,
+        max_steps=50,
+        max_length=128,
+        packing=True,
+        assistant_only_loss=True,
+        eval_steps=5,
+        save_steps=10,
+        r=8,
+        lora_dropout=0.1,
+        target_modules=["v_proj", "q_proj"],
+        use_rslora=True,
+    )
+    assert settings == Hyperparameters(
+        n_epochs=2,
+        batch_size=12,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+        weight_decay=0.01,
+        max_grad_norm=0.5,
+        max_steps=50,
+        max_length=128,
+        packing=True,
+        eval_steps=5,
+        save_steps=10,
+        r=8,
+        lora_alpha=16.0,
+        lora_dropout=0.1,
+        target_modules=("q_proj", "v_proj"),
+        use_rslora=True,
+    )
+
+
+def test_learning_rate_multiplier_scales_the_base_rate() -> None:
+    assert resolved(learning_rate_multiplier=0.5).learning_rate == pytest.approx(1e-4)
+    assert as_requested(resolved(learning_rate=1e-3))["learning_rate_multiplier"] == pytest.approx(5.0)
+    assert resolved(learning_rate=1e-4, learning_rate_multiplier="auto").learning_rate == 1e-4
+    assert resolved(learning_rate=1e-4, learning_rate_multiplier=0.5).learning_rate == 1e-4
+
+
+def test_target_modules_in_pefts_forms() -> None:
+    assert resolved(target_modules="all-linear").target_modules == LINEAR_MODULES
+    assert resolved(target_modules="q_proj").target_modules == ("q_proj",)
+
+
+def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
+    limits = Limits(max_model_len=100_000, max_lora_rank=64)
+    assert resolve({"packing": True}, DatasetSize(10, 300), limits).max_length == 2048
+    assert resolve({"packing": True}, DatasetSize(10, 3000), limits).max_length == 3000
+    assert resolve({}, DatasetSize(10, 300), limits).max_length == 100_000
+
+
+def test_what_is_echoed_can_be_sent_again() -> None:
+    settings = resolved(r=4, target_modules="q_proj", learning_rate=3e-4, packing=True)
+    assert resolved(**as_requested(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_epochs", 0), ("n_epochs", -3), ("n_epochs", 2.5), ("n_epochs", True), ("n_epochs", "3"),
+        ("n_epochs", 10**30),
+        ("num_train_epochs", "auto "), ("batch_size", 0), ("batch_size", 1e300), ("learning_rate", 0),
+        ("learning_rate", -1e-4), ("learning_rate", 2), ("learning_rate", 10**400), ("learning_rate", "auto"),
+        ("learning_rate_multiplier", 0), ("learning_rate_multiplier", 1e9), ("lr_scheduler_type", "polynomial"),
+        ("lr_scheduler_type", 3), ("lr_scheduler_type", ["linear"]), ("warmup_ratio", 1.5), ("warmup_steps", -1),
+        ("weight_decay", -0.1), ("adam_beta1", 1.0), ("adam_epsilon", 0), ("max_grad_norm", -1), ("max_steps", 0),
+        ("max_steps", -2), ("max_length", 513), ("max_length", 1), ("packing", "yes"), ("packing", 1),
+        ("assistant_only_loss", False), ("eval_steps", 0.5), ("save_steps", -1), ("seed", -1), ("seed", 2**31),
+        ("r", 0), ("r", 65), ("lora_alpha", 0), ("lora_dropout", 1.0), ("use_rslora", "no"),
+        ("target_modules", []), ("target_modules", ["q_proj", "lm_head"]), ("target_modules", {"q_proj": 1}),
+        ("target_modules", [["q_proj"]]),
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"hyperparameters.{name}") as refused:
+        resolved(**{name: value})
+    assert refused.value.param == f"hyperparameters.{name}"
+
+
+@pytest.mark.parametrize("name", ["learning_rte", "bias", "use_dora", "modules_to_save", "optim", ""])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"Unknown hyperparameter '{name}'") as refused:
+        resolved(**{name: 1})
+    assert refused.value.param == f"hyperparameters.{name}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch_size": 8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+        {"gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 4096, "gradient_accumulation_steps": 2},
+        {"n_epochs": 2, "num_train_epochs": 3},
+        {"learning_rate": 1e-3, "learning_rate_multiplier": 1},
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInputError):
+        resolved(**given)
+
+
+def test_saying_the_same_twice_is_no_contradiction() -> None:
+    assert resolved(batch_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=4).batch_size == 8
+    assert resolved(batch_size="auto", per_device_train_batch_size=2).batch_size == 2
+    assert resolved(n_epochs=2, num_train_epochs=2).n_epochs == 2
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+_NAMES = st.sampled_from([*Hyperparameters.__dataclass_fields__, "num_train_epochs", "learning_rate_multiplier"])
+
+
+@given(st.dictionaries(_NAMES, _JSON, max_size=4))
+def test_any_json_is_either_refused_or_resolved(given: dict[str, Any]) -> None:
+    try:
+        checked = check_hyperparameters(given, LIMITS, "hyperparameters")
+    except InvalidInputError:
+        return
+    settings = resolve(json.loads(json.dumps(checked)), SIZE, LIMITS)
+    assert 0 < settings.learning_rate <= 1
+    assert settings.batch_size >= 1
+    assert 2 <= settings.max_length <= LIMITS.max_model_len
+    assert set(settings.target_modules) <= set(LINEAR_MODULES)

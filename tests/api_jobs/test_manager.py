@@ -1,0 +1,193 @@
+"""The queue of jobs: its order, and stopping jobs in every state."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from api_jobs.support import (
+    RecordingWorker,
+    queue_of,
+    report,
+    run,
+    server,
+    stops,
+    success,
+    write_adapter,
+)
+from cotenant.core.errors import InvalidInputError
+from cotenant.wire.messages import (
+    CancelJob,
+    JobCancelled,
+    JobFailed,
+    JobPaused,
+    JobStarted,
+    PauseJob,
+    StartJob,
+)
+
+pytestmark = pytest.mark.usefixtures("_validation_in_a_thread")
+
+
+def test_jobs_run_one_at_a_time_in_order_of_creation(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            first, second, third = await queue_of(there, 3)
+            assert there.worker.started == [first]
+            assert [(await there.job(job_id))["status"] for job_id in (second, third)] == ["queued", "queued"]
+            await there.say(success(there, first))
+            await there.wait_started(first, second)
+            await there.say(JobFailed(second, "disk_full", "The disk is full.", 2))
+            await there.wait_started(first, second, third)
+            failed = await there.job(second)
+            assert failed["status"] == "failed"
+            assert failed["error"] == {"code": "disk_full", "message": "The disk is full.", "param": None}
+
+    run(scenario)
+
+
+def test_a_paused_job_lets_the_next_one_run_and_comes_back_before_later_ones(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            first, second, third = await queue_of(there, 3)
+            await there.say(JobStarted(first, 6, 0, 40.0), report(first, 1, 2))
+            began = time.monotonic()
+            paused = await there.post(first, "pause")
+            assert time.monotonic() - began < 1
+            assert (paused["status"], paused["estimated_finish"]) == ("paused", None)
+            await there.wait_started(first, second)
+
+            assert (await there.post(first, "resume"))["status"] == "queued"
+            await there.say(success(there, second))
+            await there.wait_started(first, second, first)
+            assert (await there.job(third))["status"] == "queued"
+            again = there.worker.sent[-1]
+            assert isinstance(again, StartJob)
+            assert again.spec.recorded_step == 2
+            await there.say(JobStarted(first, 6, 2, 40.0))
+            assert (await there.messages(first))[-3:] == [
+                "Fine-tuning job paused",
+                "Fine-tuning job resumed",
+                "Fine-tuning job goes on from step 2",
+            ]
+
+    run(scenario)
+
+
+def test_cancelling_in_every_state(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            running, queued, paused = await queue_of(there, 3)
+            assert (await there.post(paused, "pause"))["status"] == "paused"
+            validating = str((await there.create())["id"])
+            for job_id in (validating, paused, queued, running):
+                began = time.monotonic()
+                assert (await there.post(job_id, "cancel"))["status"] == "cancelled"
+                assert time.monotonic() - began < 1
+                assert (await there.messages(job_id))[-1] == "Fine-tuning job cancelled"
+            assert stops(there.worker) == [(CancelJob, running)]
+
+            # None of them comes back, and the next one is not held up.
+            later = await there.started_job()
+            assert there.worker.started == [running, later]
+            for action in ("cancel", "pause", "resume"):
+                refused = await there.post(queued, action)
+                assert "has status 'cancelled'" in refused["error"]["message"]
+            await there.say(success(there, later))
+            refused = await there.post(later, "cancel")
+            assert "has status 'succeeded'" in refused["error"]["message"]
+
+    run(scenario)
+
+
+def test_stopping_what_cannot_be_stopped(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            running, queued = await queue_of(there, 2)
+            for job_id, action in ((running, "resume"), (queued, "resume")):
+                with pytest.raises(InvalidInputError, match="cannot be resumed"):
+                    await there.jobs.resume(job_id)
+                assert (await there.http.post(f"/v1/fine_tuning/jobs/{job_id}/{action}")).status_code == 400
+            await there.post(queued, "pause")
+            assert "already" in (await there.post(queued, "pause"))["error"]["message"]
+
+    run(scenario)
+
+
+def test_a_job_paused_during_validation_is_validated_when_it_is_resumed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = str((await there.create())["id"])
+            assert (await there.post(job_id, "pause"))["status"] == "paused"
+            await asyncio.sleep(0.2)
+            assert (await there.job(job_id))["status"] == "paused"
+            assert (await there.post(job_id, "resume"))["status"] == "validating_files"
+            await there.wait_started(job_id)
+
+    run(scenario)
+
+
+def test_a_cancelled_job_keeps_its_last_checkpoint_as_a_model(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            await there.say(report(job_id, 1, 2, 3))
+            for step in (1, 3):  # the worker writes the last one when it is told to stop
+                write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+            await there.post(job_id, "cancel")
+            (checkpoint,) = there.store.events.checkpoint_page(job_id).items
+            assert checkpoint.step == 3
+            assert checkpoint.metrics is not None
+            assert checkpoint.metrics["train_loss"] == pytest.approx(2 / 3)
+            assert there.store.find_adapter(checkpoint.name) is not None
+
+    run(scenario)
+
+
+def test_a_job_that_finishes_while_it_is_being_cancelled_has_succeeded(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            job_id = await there.started_job()
+            cancelling = asyncio.create_task(there.post(job_id, "cancel"))
+            while not stops(there.worker):
+                await asyncio.sleep(0.01)
+            await there.say(success(there, job_id), JobCancelled(job_id, 0))
+            assert (await cancelling)["status"] == "succeeded"
+
+    run(scenario)
+
+
+def test_a_job_resumed_before_the_worker_has_paused_it_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            job_id = await there.started_job()
+            pausing = asyncio.create_task(there.post(job_id, "pause"))
+            while not stops(there.worker):
+                await asyncio.sleep(0.01)
+            assert (await there.post(job_id, "resume"))["status"] == "running"
+            await there.say(JobPaused(job_id, 2))
+            await pausing
+            await there.wait_started(job_id, job_id)
+
+    run(scenario)
+
+
+def test_cancelling_wins_over_pausing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            job_id, following = await queue_of(there, 2)
+            await there.say(JobStarted(job_id, 6, 0, 40.0))
+            pausing = asyncio.create_task(there.post(job_id, "pause"))
+            cancelling = asyncio.create_task(there.post(job_id, "cancel"))
+            while len(stops(there.worker)) < 2:
+                await asyncio.sleep(0.01)
+            for kind, _ in stops(there.worker):
+                await there.say(JobPaused(job_id, 2) if kind is PauseJob else JobCancelled(job_id, 0))
+            assert (await cancelling)["status"] == "cancelled"
+            await pausing
+            await there.wait_started(job_id, following)
+
+    run(scenario)

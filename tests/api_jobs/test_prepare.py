@@ -1,0 +1,117 @@
+"""The process that validates files: what it answers, and that nothing of it outlives those who wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from api_jobs.support import READY, TINY, examples, run
+from cotenant.api.jobs import prepare_main
+from cotenant.api.jobs.prepare import prepare
+from cotenant.api.jobs.prepare_main import FileTask, Task
+from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.store import StoreError
+
+
+def make_task(folder: Path, content: bytes, target: Path | None = None) -> Task:
+    source = folder / "source"
+    source.write_bytes(content)
+    file = FileTask(str(source), str(target or folder / "out" / "train.safetensors"), "training_file", 10)
+    return Task((file,), str(TINY), None, READY.vocab_size, READY.max_model_len)
+
+
+def slow_task(folder: Path) -> Task:
+    """Takes far longer than any of these tests."""
+    os.mkfifo(folder / "source")
+    file = FileTask(str(folder / "source"), str(folder / "out"), "training_file", 10)
+    return Task((file,), str(TINY), None, READY.vocab_size, READY.max_model_len)
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if prepare_main.__name__ in child.cmdline()]
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_files_are_tokenised(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (file,) = await prepare(make_task(tmp_path, examples(12)))
+        assert file.num_examples == 12
+        assert 0 < file.num_trained_tokens < file.num_tokens
+        assert (tmp_path / "out" / "train.safetensors").is_file()
+        assert children() == []
+
+    run(scenario)
+
+
+def test_errors_travel(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with pytest.raises(InvalidInputError, match="3 example") as refused:
+            await prepare(make_task(tmp_path, examples(3)))
+        assert (refused.value.code, refused.value.param) == ("invalid_n_examples", "training_file")
+        with pytest.raises(StoreError, match="could not be read or written"):
+            await prepare(make_task(tmp_path, examples(), tmp_path / "source" / "train.safetensors"))
+
+    run(scenario)
+
+
+def test_a_process_that_is_killed_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
+        await asyncio.to_thread(until, children)
+        children()[0].kill()
+        with pytest.raises(CotenantError, match="killed by signal 9"):
+            await preparing
+
+    run(scenario)
+
+
+def test_cancelling_kills_the_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
+        await asyncio.to_thread(until, children)
+        preparing.cancel()
+        await asyncio.gather(preparing, return_exceptions=True)
+        assert children() == []
+
+    run(scenario)
+
+
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent's end of the pipe closes however the parent ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", prepare_main.__name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(slow_task(tmp_path)) + b"\n")
+    process.stdin.flush()
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.5)
+    process.stdin.close()
+    assert process.wait(10) == 1
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
+        await asyncio.to_thread(until, children)
+        assert os.getpgid(children()[0].pid) != os.getpgid(0)
+        children()[0].send_signal(signal.SIGKILL)
+        await asyncio.gather(preparing, return_exceptions=True)
+
+    run(scenario)

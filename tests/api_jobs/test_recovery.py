@@ -1,0 +1,327 @@
+"""The queue of jobs across the deaths of both processes, and a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api_jobs.support import (
+    READY,
+    RecordingWorker,
+    die,
+    examples,
+    metrics,
+    queue_of,
+    report,
+    run,
+    server,
+    stops,
+    success,
+)
+from cotenant.api.jobs import manager
+from cotenant.store import JobStatus, StoreError
+from cotenant.wire.messages import (
+    CheckpointSaved,
+    JobCancelled,
+    JobFailed,
+    JobMetrics,
+    JobPaused,
+    JobStarted,
+    JobSucceeded,
+    StartJob,
+)
+
+pytestmark = pytest.mark.usefixtures("_validation_in_a_thread")
+
+
+# What happens to the worker
+
+
+def test_when_the_worker_dies_the_running_job_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id, _ = await queue_of(there, 2)
+            await there.say(JobStarted(job_id, 6, 0, 40.0), report(job_id, 1, 2, 3))
+            await die(there)
+            await there.wait_started(job_id, job_id)
+            again = there.worker.sent[-1]
+            assert isinstance(again, StartJob)
+            assert again.spec.recorded_step == 3
+            # It goes back to its checkpoint and reports what it does again.
+            await there.say(JobStarted(job_id, 6, 1, 40.0), report(job_id, 2, 3), report(job_id, 4))
+            steps = [event["data"]["step"] for event in await there.events(job_id) if event["type"] == "metrics"]
+            assert steps == [1, 2, 3, 4]
+            assert (await there.messages(job_id)).count("Fine-tuning job started") == 1
+
+    run(scenario)
+
+
+def test_stopping_a_job_while_there_is_no_worker_takes_effect_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            first, second, third = await queue_of(there, 3)
+            there.worker.ready = None
+            assert (await there.post(first, "cancel"))["status"] == "cancelled"
+            assert (await there.post(second, "pause"))["status"] == "paused"
+            # The last words of the worker that died change nothing.
+            await there.say(report(first, 1), success(there, first))
+            assert (await there.job(first))["status"] == "cancelled"
+            await die(there)
+            await there.wait_started(first, third)
+            assert stops(there.worker) == []
+
+    run(scenario)
+
+
+def test_a_stop_that_the_dying_worker_never_saw_is_done_by_the_next_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            first, second = await queue_of(there, 2)
+            pausing = asyncio.create_task(there.post(first, "pause"))
+            while not stops(there.worker):
+                await asyncio.sleep(0.01)
+            await die(there)
+            assert (await pausing)["status"] == "paused"
+            await there.wait_started(first, second)
+
+    run(scenario)
+
+
+def test_a_job_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            bad, good = await queue_of(there, 2)
+            for deaths in range(1, manager.MAX_FRUITLESS_DEATHS):
+                await die(there)
+                await there.wait_started(*[bad] * (deaths + 1))
+            await there.say(report(bad, 1))  # progress: not given up yet
+            for deaths in range(1, manager.MAX_FRUITLESS_DEATHS):
+                await die(there)
+                await there.wait_started(*[bad] * (manager.MAX_FRUITLESS_DEATHS + deaths))
+                await there.say(report(bad, 1))  # the same step again is no progress
+            await die(there)
+            failed = await there.wait(bad, "failed")
+            assert failed["error"]["code"] == "worker_died"
+            await there.wait_started(good)
+
+    run(scenario)
+
+
+def test_messages_about_unknown_or_finished_jobs_change_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            await there.say(success(there, job_id))
+            before = await there.job(job_id), await there.messages(job_id)
+            await there.say(
+                JobStarted(job_id, 9, 0, 1.0),
+                report(job_id, 7),
+                JobPaused(job_id, 7),
+                JobCancelled(job_id, 7),
+                JobFailed(job_id, "x", "y", 7),
+                JobSucceeded(job_id, "/elsewhere", 1, 1),
+                JobStarted("ftjob-none", 9, 0, 1.0),
+                report("ftjob-none", 1),
+                CheckpointSaved("ftjob-none", 1, "/nowhere", None),
+                JobPaused("ftjob-none", 7),
+                JobFailed("ftjob-none", "x", "y", 7),
+                READY,
+            )
+            assert (await there.job(job_id), await there.messages(job_id)) == before
+            assert len((await there.http.get("/v1/files")).json()["data"]) == 2  # the examples and one result file
+
+    run(scenario)
+
+
+# What happens to the API process
+
+
+def test_after_a_restart_everything_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            done, running, queued, paused = await queue_of(there, 4)
+            await there.say(success(there, done))
+            await there.wait_started(done, running)
+            await there.say(JobStarted(running, 6, 0, 40.0), report(running, 1, 2))
+            await there.post(paused, "pause")
+            validating = str((await there.create())["id"])
+            before = {job_id: await there.messages(job_id) for job_id in (done, running, queued, paused)}
+
+        async with server(tmp_path, RecordingWorker(ready=None, last_ready=None)) as there:
+            assert (await there.job(validating))["status"] == "validating_files"
+            assert [(await there.job(job_id))["status"] for job_id in (done, running, queued, paused)] == [
+                "succeeded", "running", "queued", "paused",
+            ]  # fmt: skip
+            assert {job_id: await there.messages(job_id) for job_id in before} == before
+            there.worker.ready = there.worker.last_ready = READY
+            await there.jobs.on_worker_ready()
+            await there.wait_started(running)
+            start = there.worker.sent[0]
+            assert isinstance(start, StartJob)
+            assert start.spec.recorded_step == 2
+            await there.wait(validating, "queued")
+            for job_id, following in ((running, queued), (queued, validating)):
+                await there.say(success(there, job_id))
+                await there.wait_started(following)
+
+    run(scenario)
+
+
+def test_a_stop_that_was_asked_for_before_a_crash_is_carried_out_after_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        for action, status in (("cancel", "cancelled"), ("pause", "paused")):
+            folder = tmp_path / action
+            async with server(folder, RecordingWorker(obedient=False)) as there:
+                job_id = await there.started_job()
+                stopping = asyncio.create_task(there.post(job_id, action))
+                while not stops(there.worker):
+                    await asyncio.sleep(0.01)
+                stopping.cancel()
+            async with server(folder) as there:
+                assert (await there.wait(job_id, status))["status"] == status
+                assert there.worker.started == []
+
+    run(scenario)
+
+
+def test_draining_leaves_the_running_job_running_and_starts_no_other(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            running, queued = await queue_of(there, 2)
+            await there.say(JobStarted(running, 6, 0, 40.0))
+            there.jobs.begin_drain()
+            await there.say(report(running, 1, 2), JobPaused(running, 2))
+            await asyncio.sleep(0.05)
+            assert (await there.job(running))["status"] == "running"
+            assert there.worker.started == [running]
+            body = {"model": "tiny", "training_file": await there.upload(examples())}
+            refused = await there.http.post("/v1/fine_tuning/jobs", json=body)
+            assert refused.status_code == 503
+
+        async with server(tmp_path) as there:
+            await there.wait_started(running)
+            assert (await there.job(queued))["status"] == "queued"
+
+    run(scenario)
+
+
+def test_a_client_that_pauses_while_the_server_drains_is_obeyed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            there.jobs.begin_drain()
+            assert (await there.post(job_id, "pause"))["status"] == "paused"
+
+    run(scenario)
+
+
+# What happens to the disk
+
+
+class FullDisk:
+    """Makes a method of the store fail a number of times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: object, name: str, num_failures: int) -> None:
+        self.num_failures = num_failures
+        method = getattr(owner, name)
+
+        def failing(*arguments: Any, **named: Any) -> Any:
+            if self.num_failures > 0:
+                self.num_failures -= 1
+                raise StoreError("The disk with the data folder is full.", code="disk_full")
+            return method(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, failing)
+
+
+def test_metrics_that_cannot_be_stored_are_stored_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "RETRY_DELAYS_S", (0.01, 0.01, 0.01))
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            FullDisk(monkeypatch, there.store.events, "add_metrics", 3)
+            await there.say(report(job_id, 1, 2))
+            assert there.store.events.recorded_step(job_id) == 2
+            FullDisk(monkeypatch, there.store.events, "add_metrics", 4)
+            with pytest.raises(StoreError):  # given up; the worker's client logs it
+                await there.say(report(job_id, 3))
+            assert there.store.events.recorded_step(job_id) == 2
+            await there.say(report(job_id, 3))
+            assert (await there.job(job_id))["status"] == "running"
+
+    run(scenario)
+
+
+def test_waiting_for_the_disk_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            FullDisk(monkeypatch, there.store.events, "add_metrics", 1000)
+            saying = asyncio.create_task(there.say(report(job_id, 1)))
+            await asyncio.sleep(0.3)
+            assert not saying.done()
+            there.jobs.begin_drain()
+            with pytest.raises(StoreError):
+                await asyncio.wait_for(saying, 2)
+
+    run(scenario)
+
+
+def test_without_room_for_the_result_file_the_job_still_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            FullDisk(monkeypatch, there.store.files, "place", 1)
+            await there.say(success(there, job_id))
+            job = await there.job(job_id)
+            assert (job["status"], job["result_files"]) == ("succeeded", [])
+            warning = next(event for event in await there.events(job_id) if event["level"] == "warn")
+            assert "full" in warning["message"]
+
+    run(scenario)
+
+
+def test_the_queue_goes_on_after_the_disk_was_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotenant.api.jobs.wakeable.RETRY_S", 0.05)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            first, second = await queue_of(there, 2)
+            FullDisk(monkeypatch, there.store.jobs, "first", 2)
+            await there.say(success(there, first))
+            await there.wait_started(first, second)
+
+    run(scenario)
+
+
+def test_stopping_reports_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            FullDisk(monkeypatch, there.store.jobs, "change", 1)
+            answer = await there.http.post(f"/v1/fine_tuning/jobs/{job_id}/cancel")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "disk_full")
+            assert stops(there.worker) == []
+            record = there.store.jobs.get(job_id)
+            assert (record.status, record.pending) == (JobStatus.RUNNING, None)
+
+    run(scenario)
+
+
+def test_many_reported_steps_are_cheap(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            began = time.monotonic()
+            await there.say(JobMetrics(job_id, metrics(*range(1, 2001)), 80_000, 1.0))
+            assert time.monotonic() - began < 2
+            assert there.store.events.recorded_step(job_id) == 2000
+
+    run(scenario)
