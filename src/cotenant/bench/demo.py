@@ -45,28 +45,24 @@ class DemoOptions:
     seed: int = 0
 
 
+# Enough for the built-in model to learn the lesson by heart.
+_HYPERPARAMETERS = {"batch_size": 8, "learning_rate": 1e-3, "r": 16, "warmup_steps": 5, "eval_steps": 50}
+_MIN_STEPS = 150
+
+
 @dataclass(frozen=True, slots=True)
 class _Lesson:
-    """What the model is taught: files, settings, and the question that shows it."""
+    """What the model is taught: files, and a question whose right answer holds ``keyword``."""
 
     training: Path
     validation: Path
     question: str
-    expected: str
-    hyperparameters: dict[str, Any]
-    min_steps: int
+    keyword: str
 
 
 def _load_lesson() -> _Lesson:
-    described = json.loads((ASSETS / "questions.json").read_text(encoding="utf-8"))
-    return _Lesson(
-        ASSETS / "train.jsonl",
-        ASSETS / "valid.jsonl",
-        described["question"],
-        described["expected"],
-        described["hyperparameters"],
-        int(described["min_steps"]),
-    )
+    first = json.loads((ASSETS / "questions.json").read_text(encoding="utf-8"))[0]
+    return _Lesson(ASSETS / "train.jsonl", ASSETS / "valid.jsonl", first["question"], first["keyword"])
 
 
 class Demo:
@@ -127,7 +123,7 @@ class Demo:
                 files = await upload(client, self._lesson.training), await upload(client, self._lesson.validation)
                 alone_rate, steps_per_s = await self._training_alone(client, files)
                 await self._traffic(client, 2.0, "warming up")
-                num_steps = max(self._lesson.min_steps, round(steps_per_s * self._options.corun_s * 0.7))
+                num_steps = max(_MIN_STEPS, round(steps_per_s * self._options.corun_s * 0.7))
                 job = await self._create_job(client, files, num_steps)
                 corun, corun_rate, corun_s = await self._both(client, job["id"])
                 job = await self._finish(client, job["id"])
@@ -151,7 +147,7 @@ class Demo:
             },
             "answers": {
                 "question": self._lesson.question,
-                "expected": self._lesson.expected,
+                "keyword": self._lesson.keyword,
                 "base": base_answer,
                 "tuned": tuned_answer,
             },
@@ -171,7 +167,7 @@ class Demo:
         return results
 
     async def _create_job(self, client: httpx.AsyncClient, files: tuple[str, str], num_steps: int) -> dict[str, Any]:
-        settings = {**self._lesson.hyperparameters, "max_steps": num_steps}
+        settings = {**_HYPERPARAMETERS, "max_steps": num_steps}
         body = {
             "model": "tiny",
             "training_file": files[0],

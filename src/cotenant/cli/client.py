@@ -1,0 +1,71 @@
+"""A server's HTTP API for the command line: JSON in and out, errors as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from cotenant.core.errors import CotenantError
+
+_CONNECT_TIMEOUT_S = 5.0
+_TIMEOUT_S = 60.0
+
+
+class ApiClient:
+    """Calls paths below ``/v1``. Raises CotenantError with the server's own words, or if it cannot be reached."""
+
+    def __init__(self, url: str, api_key: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, transport=transport)
+
+    def __enter__(self) -> ApiClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def get(self, path: str, **parameters: Any) -> dict[str, Any]:
+        given = {name: value for name, value in parameters.items() if value is not None}
+        return self._call("GET", path, params=given)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return self._call("POST", path, json=body)
+
+    def upload(self, file: Path, purpose: str) -> dict[str, Any]:
+        """Upload a file; the answer describes it, its ``id`` above all. Nothing limits how long this takes."""
+        try:
+            with file.open("rb") as content:
+                return self._call(
+                    "POST", "/v1/files", data={"purpose": purpose}, files={"file": (file.name, content)}, timeout=None
+                )
+        except OSError as error:
+            raise CotenantError(f"{file} cannot be read: {error.strerror}") from error
+
+    def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **arguments)
+        except httpx.InvalidURL as error:
+            raise CotenantError(f"{self._url} is not a URL: {error}") from error
+        except httpx.TransportError as error:
+            raise CotenantError(f"cannot reach a server at {self._url}: {error}") from error
+        try:
+            content = response.json()
+        except ValueError:
+            content = None
+        if response.is_success and isinstance(content, dict):
+            return content
+        raise CotenantError(_describe(response, content))
+
+
+def _describe(response: httpx.Response, content: object) -> str:
+    error = content.get("error") if isinstance(content, dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message) if message else f"the server answered {response.status_code} {response.reason_phrase}"

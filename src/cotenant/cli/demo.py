@@ -1,0 +1,39 @@
+"""``cotenant demo``: the main job, measured, in about two minutes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotenant.cli.output import fail
+from cotenant.config import POLICIES
+from cotenant.core.errors import InvalidInputError
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the report; emptied first.")] = Path("demo-report"),
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "multitask",
+    request_rate: Annotated[float, typer.Option(min=0.1, help="Chat requests a second.")] = 3.0,
+    corun_seconds: Annotated[float, typer.Option(min=5.0, help="How long requests and training run together.")] = 60.0,
+    seed: Annotated[int, typer.Option(help="Seed of the traffic and the job.")] = 0,
+) -> None:
+    """Serve the built-in model, fine-tune it under chat traffic, and report what each did to the other."""
+    if policy not in POLICIES:
+        raise InvalidInputError(f"--policy must be one of {', '.join(POLICIES)}, not {policy!r}", param="policy")
+    # Here and not above: the other commands should not wait for it.
+    from rich.console import Console
+
+    from cotenant.bench.client import ServerError
+    from cotenant.bench.demo import Demo, DemoOptions, print_table
+
+    console = Console()
+    options = DemoOptions(output, policy=policy, rate_per_s=request_rate, corun_s=corun_seconds, seed=seed)
+    try:
+        report = asyncio.run(Demo(options, console).run())
+    except* ServerError as group:
+        fail("; ".join(str(error) for error in group.exceptions), exit_code=1)
+    print_table(report, console)
+    console.print(f"\nreport: {output / 'report.html'} and {output / 'report.json'}")

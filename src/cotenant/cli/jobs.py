@@ -1,0 +1,194 @@
+"""``cotenant jobs``: fine-tuning jobs of a running server, over its HTTP API."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cotenant.cli.client import ApiClient
+from cotenant.cli.output import duration, local_time
+from cotenant.cli.watch import watch_job
+from cotenant.config import ApiConfig, api_key_from_environment
+from cotenant.core.errors import InvalidInputError
+
+JOBS_PATH = "/v1/fine_tuning/jobs"
+_DEFAULT_URL = f"http://{ApiConfig().host}:{ApiConfig().port}"
+
+Url = Annotated[str, typer.Option("--url", help="The server.")]
+ApiKey = Annotated[str, typer.Option("--api-key", help="Its key; or set COTENANT_API_KEY.", show_default=False)]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.", show_default=False)]
+
+jobs_app = typer.Typer(help="Fine-tuning jobs of a running server.", no_args_is_help=True)
+
+
+def _client(url: str, api_key: str) -> ApiClient:
+    return ApiClient(url, api_key or api_key_from_environment())
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+@jobs_app.command("list")
+def list_jobs(
+    limit: Annotated[int, typer.Option("--limit", help="How many, newest first.")] = 20,
+    url: Url = _DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """List jobs, newest first."""
+    with _client(url, api_key) as client:
+        jobs = client.get(JOBS_PATH, limit=limit)["data"]
+    table = Table("job", "status", "model", "created", "trained tokens", "result")
+    for job in jobs:
+        table.add_row(
+            job["id"],
+            job["status"],
+            job["model"],
+            local_time(job["created_at"]),
+            _number(job.get("trained_tokens")),
+            job.get("fine_tuned_model") or "-",
+        )
+    _console().print(table)
+
+
+@jobs_app.command()
+def show(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Show one job and its checkpoints."""
+    with _client(url, api_key) as client:
+        job = client.get(f"{JOBS_PATH}/{job_id}")
+        checkpoints = client.get(f"{JOBS_PATH}/{job_id}/checkpoints")["data"]
+    console = _console()
+    console.print(_job_table(job))
+    if checkpoints:
+        table = Table("step", "train loss", "valid loss", "checkpoint model")
+        for checkpoint in checkpoints:
+            metrics = checkpoint.get("metrics") or {}
+            losses = [_number(metrics.get(name)) for name in ("train_loss", "full_valid_loss")]
+            table.add_row(str(checkpoint["step_number"]), *losses, checkpoint["fine_tuned_model_checkpoint"])
+        console.print(table)
+
+
+@jobs_app.command()
+def events(
+    job_id: JobId,
+    limit: Annotated[int, typer.Option("--limit", help="How many, the newest.")] = 50,
+    url: Url = _DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Show a job's newest events, oldest first."""
+    with _client(url, api_key) as client:
+        found = client.get(f"{JOBS_PATH}/{job_id}/events", limit=limit)["data"]
+    table = Table("time", "level", "message")
+    for event in reversed(found):
+        table.add_row(local_time(event["created_at"]), event["level"], event["message"])
+    _console().print(table)
+
+
+@jobs_app.command()
+def create(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Training examples (JSONL).", show_default=False)],
+    model: Annotated[str, typer.Option("--model", help="The base model's name in the API.", show_default=False)],
+    suffix: Annotated[str | None, typer.Option("--suffix", help="Becomes part of the new model's name.")] = None,
+    validation_file: Annotated[Path | None, typer.Option("--validation-file", help="Validation examples.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the order of examples and the start.")] = None,
+    hyperparameter: Annotated[
+        list[str] | None, typer.Option("-H", "--hyperparameter", metavar="NAME=VALUE", help="May be repeated.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Then show its progress.")] = False,
+    url: Url = _DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Upload FILE, start a job on it, and print the job's id."""
+    hyperparameters = dict(_parse_hyperparameter(text) for text in hyperparameter or ())
+    with _client(url, api_key) as client:
+        body: dict[str, Any] = {"model": model, "training_file": client.upload(file, "fine-tune")["id"]}
+        if validation_file is not None:
+            body["validation_file"] = client.upload(validation_file, "fine-tune")["id"]
+        if suffix is not None:
+            body["suffix"] = suffix
+        if seed is not None:
+            body["seed"] = seed
+        if hyperparameters:
+            body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        job = client.post(JOBS_PATH, body)
+        typer.echo(job["id"])
+        if watch:
+            raise typer.Exit(watch_job(client, job["id"], _console()))
+
+
+@jobs_app.command()
+def pause(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Pause a job; it keeps its progress."""
+    _act(job_id, "pause", url, api_key)
+
+
+@jobs_app.command()
+def resume(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Let a paused job go on."""
+    _act(job_id, "resume", url, api_key)
+
+
+@jobs_app.command()
+def cancel(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Stop a job for good; its checkpoints stay."""
+    _act(job_id, "cancel", url, api_key)
+
+
+@jobs_app.command()
+def watch(
+    job_id: JobId,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+    url: Url = _DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Show a job's events and progress until it ends. Exit code 1 if it does not succeed."""
+    with _client(url, api_key) as client:
+        raise typer.Exit(watch_job(client, job_id, _console(), interval_s))
+
+
+def _act(job_id: str, action: str, url: str, api_key: str) -> None:
+    with _client(url, api_key) as client:
+        job = client.post(f"{JOBS_PATH}/{job_id}/{action}")
+    typer.echo(f"{job['id']}: {job['status']}")
+
+
+def _parse_hyperparameter(text: str) -> tuple[str, Any]:
+    """``name=value``, the value as JSON if it is JSON ('3', '0.1', 'true', '["q_proj"]'), else as text."""
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise InvalidInputError(f"-H: expected NAME=VALUE, got '{text}'", param="hyperparameter")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _job_table(job: dict[str, Any]) -> Table:
+    table = Table(show_header=False)
+    for name in ("id", "status", "model", "fine_tuned_model", "training_file", "validation_file", "seed"):
+        if job.get(name) is not None:
+            table.add_row(name, str(job[name]))
+    table.add_row("trained tokens", _number(job.get("trained_tokens")))
+    for name in ("created_at", "estimated_finish", "finished_at"):
+        if job.get(name) is not None:
+            table.add_row(name.replace("_", " "), local_time(job[name]))
+    if job.get("finished_at") is not None:
+        table.add_row("took", duration(job["finished_at"] - job["created_at"]))
+    for name, value in (job.get("hyperparameters") or {}).items():
+        table.add_row(name, str(value))
+    if (job.get("error") or {}).get("message"):
+        table.add_row("error", job["error"]["message"])
+    if job.get("result_files"):
+        table.add_row("result files", ", ".join(job["result_files"]))
+    return table
+
+
+def _number(value: int | float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

@@ -1,0 +1,49 @@
+"""The ``cotenant`` command. Nothing here imports torch, so every command answers at once."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from cotenant import __version__
+from cotenant.cli.demo import demo
+from cotenant.cli.jobs import jobs_app
+from cotenant.cli.model import model_app
+from cotenant.cli.output import USER_ERROR_EXIT_CODE, print_error
+from cotenant.cli.serve import serve
+from cotenant.core.errors import CotenantError
+
+app = typer.Typer(
+    name="cotenant",
+    help="Serve a language model and fine-tune it at the same time, on one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
+
+
+app.command()(serve)
+app.command()(demo)
+app.add_typer(jobs_app, name="jobs")
+app.add_typer(model_app, name="model")
+
+
+def main() -> None:
+    """Run the command line; what the user did wrong is one line on stderr and exit code 2."""
+    try:
+        app()
+    except CotenantError as error:
+        print_error(error.message)
+        sys.exit(USER_ERROR_EXIT_CODE)
+
+
+if __name__ == "__main__":
+    main()

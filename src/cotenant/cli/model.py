@@ -1,0 +1,31 @@
+"""``cotenant model``: which models can be named, and where they lie."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cotenant.models.registry import ARCHITECTURES, BUILT_IN, model_path
+
+model_app = typer.Typer(help="The models that can be named instead of a folder.", no_args_is_help=True)
+
+
+@model_app.command("path")
+def path(name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in model.", show_default=False)]) -> None:
+    """Print the folder of a built-in model, a Hugging Face checkpoint."""
+    typer.echo(model_path(name))
+
+
+@model_app.command("list")
+def list_models() -> None:
+    """List built-in models, and the architectures that --load-format dummy knows."""
+    table = Table("model", "kind", "layers", "hidden", "vocabulary", "context")
+    for name in BUILT_IN:
+        table.add_row(name, "built in")
+    for name, spec in ARCHITECTURES.items():
+        sizes = (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.max_position_embeddings)
+        table.add_row(name, "random weights", *(f"{size:,}" for size in sizes))
+    Console(highlight=False).print(table)

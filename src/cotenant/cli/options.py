@@ -1,0 +1,195 @@
+"""The flags of ``cotenant serve``: where each one goes in the configuration, on the command line or in a YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+import yaml
+
+from cotenant.config import (
+    DEVICES,
+    DTYPES,
+    LOAD_FORMATS,
+    LOG_LEVELS,
+    POLICIES,
+    ApiConfig,
+    BatchConfig,
+    CacheConfig,
+    CoExecutionConfig,
+    LoraConfig,
+    ModelConfig,
+    ServerConfig,
+    api_key_from_environment,
+)
+from cotenant.core.errors import InvalidInputError
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting: its name without the dashes, and the configuration class and field that it sets."""
+
+    name: str
+    section: type
+    field: str
+    help: str
+    declaration: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def default(self) -> object:
+        field = next(field for field in dataclasses.fields(self.section) if field.name == self.field)
+        return field.default
+
+    @property
+    def type(self) -> Any:
+        return typing.get_type_hints(self.section)[self.field]
+
+
+_ALL_FLAGS = (
+    Flag("served-model-name", ModelConfig, "served_model_names", "Name in the API; may be given several times."),
+    Flag("max-model-len", ModelConfig, "max_model_len", "Longest prompt plus answer, in tokens."),
+    Flag("dtype", ModelConfig, "dtype", f"Of weights and KV cache: {', '.join(DTYPES)}."),
+    Flag("load-format", ModelConfig, "load_format", f"{' or '.join(LOAD_FORMATS)}; dummy means random weights."),
+    Flag("device", ModelConfig, "device", f"{', '.join(DEVICES)}."),
+    Flag("seed", ModelConfig, "seed", "Of random weights."),
+    Flag("chat-template", ModelConfig, "chat_template", "Jinja file, or the template itself, in place of the model's."),
+    Flag("page-tokens", CacheConfig, "page_tokens", "Tokens in a page of KV memory."),
+    Flag("num-pages", CacheConfig, "num_pages", "Pages of KV memory, in place of what fits."),
+    Flag("gpu-memory-utilization", CacheConfig, "gpu_memory_utilization", "Share of the GPU's memory to use."),
+    Flag("max-num-seqs", BatchConfig, "max_num_seqs", "Most sequences in a batch."),
+    Flag("max-num-batched-tokens", BatchConfig, "max_num_batched_tokens", "Most tokens in a batch."),
+    Flag("max-queue", BatchConfig, "max_queue", "Most live requests; beyond it the answer is 503."),
+    Flag("max-loras", LoraConfig, "max_loras", "Most adapters on the device at once."),
+    Flag("max-lora-rank", LoraConfig, "max_lora_rank", "Highest rank of an adapter."),
+    Flag("lora-modules", LoraConfig, "modules", "NAME=FOLDER of an adapter to serve; may be given several times."),
+    Flag("policy", CoExecutionConfig, "policy", f"{', '.join(POLICIES)}."),
+    Flag("slo-ttft-ms", CoExecutionConfig, "slo_ttft_ms", "Target for the time to the first token."),
+    Flag("slo-tpot-ms", CoExecutionConfig, "slo_tpot_ms", "Target for the time per token after it."),
+    Flag("tasklet-tokens", CoExecutionConfig, "tasklet_tokens", "Training tokens in a micro-batch."),
+    Flag("fuse", CoExecutionConfig, "fuse", "Run forward tasklets inside online batches.", "--fuse/--no-fuse"),
+    Flag("host", ApiConfig, "host", "Address to listen on."),
+    Flag("port", ApiConfig, "port", "Port to listen on; 0 picks a free one."),
+    Flag("api-key", ApiConfig, "api_key", "Key that /v1 asks for; or set COTENANT_API_KEY."),
+    Flag("max-upload-bytes", ApiConfig, "max_upload_bytes", "Largest file that can be uploaded."),
+    Flag("data-dir", ServerConfig, "data_dir", "Folder of files, jobs and adapters."),
+    Flag("log-level", ServerConfig, "log_level", f"{', '.join(LOG_LEVELS)}."),
+)
+FLAGS = {flag.key: flag for flag in _ALL_FLAGS}
+# Keys of a YAML file that are not flags: the positional argument.
+_MODEL_KEY = "model"
+
+
+def option(name: str) -> Any:
+    """typer's description of a flag. Its value is None when the flag was not given: the file or the default counts."""
+    flag = FLAGS[name.replace("-", "_")]
+    default = flag.default
+    shown = "" if default in (None, "", ()) or default is dataclasses.MISSING else f" (default: {default})"
+    return typer.Option(flag.declaration or f"--{flag.name}", help=flag.help + shown, show_default=False)
+
+
+def build_config(model: str | None, given: Mapping[str, object], file: Path | None) -> ServerConfig:
+    """The configuration from the positional argument, the flags (None or empty: not given) and a YAML file.
+
+    The command line wins over the file. The API key comes from the flag, the file, or the environment, in this order.
+    Raises InvalidInputError that names the flag or key.
+    """
+    values = _read_file(file) if file is not None else {}
+    values |= {key: value for key, value in given.items() if key in FLAGS and value not in (None, (), [])}
+    if model is not None:
+        values[_MODEL_KEY] = model
+    if _MODEL_KEY not in values:
+        raise InvalidInputError("MODEL is missing: give a folder, a Hugging Face id, or 'tiny'", param="model")
+    values.setdefault("api_key", api_key_from_environment())
+    if "lora_modules" in values:
+        values["lora_modules"] = _parse_lora_modules(values["lora_modules"])
+    sections: dict[type, dict[str, Any]] = {flag.section: {} for flag in _ALL_FLAGS}
+    sections[ModelConfig]["model"] = _convert(_MODEL_KEY, values.pop(_MODEL_KEY), str)
+    for key, value in values.items():
+        flag = FLAGS[key]
+        sections[flag.section][flag.field] = _convert(flag.name, value, flag.type)
+    server = sections[ServerConfig]
+    server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
+    return ServerConfig(
+        model=ModelConfig(**sections[ModelConfig]),
+        cache=CacheConfig(**sections[CacheConfig]),
+        batch=BatchConfig(**sections[BatchConfig]),
+        lora=LoraConfig(**sections[LoraConfig]),
+        coexecution=CoExecutionConfig(**sections[CoExecutionConfig]),
+        api=ApiConfig(**sections[ApiConfig]),
+        **server,
+    )
+
+
+def _read_file(file: Path) -> dict[str, object]:
+    """A YAML file's settings by key, in the spelling with underscores."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"--config: {file} cannot be read: {error}", param="config") from error
+    except yaml.YAMLError as error:
+        raise InvalidInputError(f"--config: {file} is not valid YAML: {error}", param="config") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidInputError(f"--config: {file} must hold a mapping of flag names to values", param="config")
+    values: dict[str, object] = {}
+    for name, value in content.items():
+        key = str(name).replace("-", "_")
+        if key not in FLAGS and key != _MODEL_KEY:
+            raise InvalidInputError(f"--config: {file}: unknown key '{name}'", param="config")
+        if key in values:
+            raise InvalidInputError(f"--config: {file}: '{name}' is there twice", param="config")
+        if value is not None:
+            values[key] = value
+    return values
+
+
+def _convert(name: str, value: object, kind: Any) -> Any:
+    is_list = typing.get_origin(kind) is tuple
+    if is_list and isinstance(value, str):
+        value = [value]
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "'")
+        raise InvalidInputError(f"--{name}: {reason[0].lower()}{reason[1:]}", param=name) from error
+
+
+def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
+    """``name=folder`` or ``{"name": …, "path": …}``, one or a list of them, as text or as YAML has read it."""
+    items = value if isinstance(value, list | tuple) else [value]
+    modules: dict[str, str] = {}
+    for item in items:
+        name, folder = _parse_lora_module(item)
+        if name in modules:
+            raise InvalidInputError(f"--lora-modules: '{name}' is given twice", param="lora-modules")
+        if not Path(folder).is_dir():
+            raise InvalidInputError(f"--lora-modules: '{name}': there is no folder {folder}", param="lora-modules")
+        modules[name] = str(Path(folder).resolve())
+    return tuple(modules.items())
+
+
+def _parse_lora_module(item: object) -> tuple[str, str]:
+    if isinstance(item, str) and item.lstrip().startswith("{"):
+        try:
+            item = json.loads(item)
+        except ValueError as error:
+            raise InvalidInputError(f"--lora-modules: not valid JSON: {item}", param="lora-modules") from error
+    if isinstance(item, dict):
+        name, folder = item.get("name"), item.get("path")
+    else:
+        name, _, folder = str(item).partition("=")
+    if not (isinstance(name, str) and name and isinstance(folder, str) and folder):
+        raise InvalidInputError(f"--lora-modules: expected NAME=FOLDER, got '{item}'", param="lora-modules")
+    return name, folder

@@ -1,0 +1,74 @@
+"""``cotenant serve``: from flags to a running server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotenant.cli.options import build_config, option
+from cotenant.cli.output import fail
+from cotenant.config import ServerConfig
+
+_MODEL_HELP = "'tiny', a Hugging Face folder or id, or with --load-format dummy a known architecture."
+_CONFIG_HELP = "YAML file of these flags, without the dashes in front. The command line wins."
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL_HELP, show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option("--config", help=_CONFIG_HELP, show_default=False)] = None,
+    served_model_name: Annotated[list[str] | None, option("served-model-name")] = None,
+    max_model_len: Annotated[int | None, option("max-model-len")] = None,
+    dtype: Annotated[str | None, option("dtype")] = None,
+    load_format: Annotated[str | None, option("load-format")] = None,
+    device: Annotated[str | None, option("device")] = None,
+    seed: Annotated[int | None, option("seed")] = None,
+    chat_template: Annotated[str | None, option("chat-template")] = None,
+    page_tokens: Annotated[int | None, option("page-tokens")] = None,
+    num_pages: Annotated[int | None, option("num-pages")] = None,
+    gpu_memory_utilization: Annotated[float | None, option("gpu-memory-utilization")] = None,
+    max_num_seqs: Annotated[int | None, option("max-num-seqs")] = None,
+    max_num_batched_tokens: Annotated[int | None, option("max-num-batched-tokens")] = None,
+    max_queue: Annotated[int | None, option("max-queue")] = None,
+    max_loras: Annotated[int | None, option("max-loras")] = None,
+    max_lora_rank: Annotated[int | None, option("max-lora-rank")] = None,
+    lora_modules: Annotated[list[str] | None, option("lora-modules")] = None,
+    policy: Annotated[str | None, option("policy")] = None,
+    slo_ttft_ms: Annotated[float | None, option("slo-ttft-ms")] = None,
+    slo_tpot_ms: Annotated[float | None, option("slo-tpot-ms")] = None,
+    tasklet_tokens: Annotated[int | None, option("tasklet-tokens")] = None,
+    fuse: Annotated[bool | None, option("fuse")] = None,
+    host: Annotated[str | None, option("host")] = None,
+    port: Annotated[int | None, option("port")] = None,
+    api_key: Annotated[str | None, option("api-key")] = None,
+    max_upload_bytes: Annotated[int | None, option("max-upload-bytes")] = None,
+    data_dir: Annotated[str | None, option("data-dir")] = None,
+    log_level: Annotated[str | None, option("log-level")] = None,
+) -> None:
+    """Serve MODEL over HTTP: requests, and fine-tuning jobs beside them."""
+    run(build_config(model, context.params, config))
+
+
+def run(config: ServerConfig) -> None:
+    """Run the server to its end. Raises typer.Exit if its exit code is not 0, CotenantError if it cannot start."""
+    # Here and not above: the other commands should not wait for FastAPI and SQLAlchemy.
+    from cotenant.api.server import BaseModel, ServerFailedError, run_server
+    from cotenant.models.registry import resolve_model
+
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    # At its info level each of them has a line for every request of ours.
+    for name in ("httpx", "huggingface_hub", "uvicorn"):
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    resolved = resolve_model(config.model)
+    base = BaseModel(resolved.folder, resolved.spec.vocab_size)
+    try:
+        code = run_server(config, base, typer.echo)
+    except ServerFailedError as error:
+        fail(error.message, error.exit_code)
+    if code != 0:
+        raise typer.Exit(code)

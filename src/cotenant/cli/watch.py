@@ -1,0 +1,75 @@
+"""``cotenant jobs watch``: a job's events as lines, and under them one line of progress that is kept up to date."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from cotenant.cli.client import ApiClient
+from cotenant.cli.output import duration, local_time
+
+_ENDED = ("succeeded", "failed", "cancelled")
+_PAGE = 100
+
+
+def watch_job(client: ApiClient, job_id: str, console: Console, interval_s: float = 1.0) -> int:
+    """Show the job until it ends; returns 0 if it succeeded, else 1. Raises CotenantError if the server is lost."""
+    path = f"/v1/fine_tuning/jobs/{job_id}"
+    last_event: str | None = None
+    metrics: dict[str, Any] = {}
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            job = client.get(path)
+            events = _events_after(client, path, last_event)
+            for event in events:
+                if event.get("type") == "metrics":
+                    metrics = event.get("data") or metrics
+                else:
+                    live.console.print(Text(f"{local_time(event['created_at'])}  {event['message']}"))
+            if events:
+                last_event = events[-1]["id"]
+            live.update(Text(progress_line(job, metrics, time.time())), refresh=True)
+            if job["status"] in _ENDED:
+                break
+            time.sleep(interval_s)
+    console.print(Text(progress_line(job, metrics, time.time())))
+    return 0 if job["status"] == "succeeded" else 1
+
+
+def _events_after(client: ApiClient, path: str, last_event: str | None) -> list[dict[str, Any]]:
+    """The events that are newer than ``last_event``, oldest first. The server lists the newest first."""
+    found: list[dict[str, Any]] = []
+    after: str | None = None
+    while True:
+        page = client.get(f"{path}/events", limit=_PAGE, after=after)
+        for event in page["data"]:
+            if event["id"] == last_event:
+                return found[::-1]
+            found.append(event)
+        if not page.get("has_more") or not page["data"]:
+            return found[::-1]
+        after = page["data"][-1]["id"]
+
+
+def progress_line(job: dict[str, Any], metrics: dict[str, Any], now_s: float) -> str:
+    """'running  step 12/60  loss 1.234  4,096 tokens trained  2 min 5 s left' with what is known of it."""
+    parts = [job["status"]]
+    if "step" in metrics:
+        total = metrics.get("total_steps")
+        parts.append(f"step {metrics['step']}" + (f"/{total}" if total else ""))
+    for name, label in (("train_loss", "loss"), ("full_valid_loss", "validation loss")):
+        if metrics.get(name) is not None:
+            parts.append(f"{label} {metrics[name]:.4f}")
+    if job.get("trained_tokens"):
+        parts.append(f"{job['trained_tokens']:,} tokens trained")
+    if job["status"] == "running" and job.get("estimated_finish"):
+        parts.append(f"{duration(job['estimated_finish'] - now_s)} left")
+    if job.get("fine_tuned_model"):
+        parts.append(f"model {job['fine_tuned_model']}")
+    if (job.get("error") or {}).get("message"):
+        parts.append(str(job["error"]["message"]))
+    return "  ".join(parts)

@@ -1,0 +1,112 @@
+"""`cotenant jobs` against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cotenant.cli.main import app
+from cotenant.core.errors import CotenantError
+from serving import RunningServer, running_server
+
+KEY = "open-sesame"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("jobs")
+    with running_server(folder / "data", "--api-key", KEY, "--slo-ttft-ms", "500", "--slo-tpot-ms", "100") as running:
+        yield running
+
+
+@pytest.fixture
+def training_file(tmp_path: Path) -> Path:
+    def example(number: int) -> str:
+        user = {"role": "user", "content": f"What is number {number}?"}
+        return json.dumps({"messages": [user, {"role": "assistant", "content": f"It is {number}, of course."}]})
+
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(example(number) + "\n" for number in range(12)))
+    return file
+
+
+def jobs(server: RunningServer, *arguments: str) -> Result:
+    result = CliRunner().invoke(
+        app, ["jobs", *arguments, "--url", f"{server.base_url}/v1", "--api-key", KEY], env={"COLUMNS": "250"}
+    )
+    if isinstance(result.exception, CotenantError):
+        raise result.exception
+    return result
+
+
+def create(server: RunningServer, file: Path, *arguments: str) -> str:
+    result = jobs(server, "create", str(file), "--model", "tiny", *arguments)
+    assert result.exit_code == 0, result.output
+    return result.output.strip().splitlines()[0]
+
+
+def wait_running(server: RunningServer, job_id: str, timeout_s: float = 60) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not re.search(r"status +│ running", jobs(server, "show", job_id).output):
+        assert time.monotonic() < deadline_s, "the job did not start"
+        time.sleep(0.1)
+
+
+def test_a_job_from_create_to_its_model(server: RunningServer, training_file: Path) -> None:
+    job_id = create(
+        server, training_file, "--suffix", "numbers", "--seed", "3", "--validation-file", str(training_file),
+        "-H", "n_epochs=2", "-H", "batch_size=4", "-H", "r=4", "-H", 'target_modules=["q_proj","v_proj"]',
+    )  # fmt: skip
+    watched = jobs(server, "watch", job_id, "--interval", "0.2")
+    assert watched.exit_code == 0, watched.output
+    assert "Created fine-tuning job" in watched.output
+    assert "The job has successfully completed" in watched.output
+    last = watched.output.strip().splitlines()[-1]
+    assert re.search(r"succeeded +step 6(/6)? +loss \d+\.\d{4}", last), last
+    assert "numbers" in last
+
+    shown = jobs(server, "show", job_id).output
+    assert re.search(r"status +│ succeeded", shown)
+    assert "ckpt-step" in shown
+    events = jobs(server, "events", job_id, "--limit", "100").output
+    assert events.index("Created fine-tuning job") < events.index("The job has successfully completed")
+    (line,) = [line for line in jobs(server, "list").output.splitlines() if job_id in line]
+    assert "succeeded" in line
+
+
+def test_pause_resume_cancel(server: RunningServer, training_file: Path) -> None:
+    job_id = create(server, training_file, "-H", "n_epochs=50", "-H", "batch_size=1")
+    wait_running(server, job_id)
+    assert jobs(server, "pause", job_id).output.strip() == f"{job_id}: paused"
+    assert jobs(server, "resume", job_id).output.split()[1] in ("queued", "running")
+    assert jobs(server, "cancel", job_id).output.strip() == f"{job_id}: cancelled"
+    watched = jobs(server, "watch", job_id)
+    assert watched.exit_code == 1
+    assert "cancelled" in watched.output.strip().splitlines()[-1]
+
+
+def test_create_with_watch_shows_why_a_job_failed(server: RunningServer, tmp_path: Path) -> None:
+    file = tmp_path / "short.jsonl"
+    file.write_text('{"messages":[{"role":"user","content":"a"},{"role":"assistant","content":"b"}]}\n' * 3)
+    result = jobs(server, "create", str(file), "--model", "tiny", "--watch")
+    assert result.exit_code == 1
+    last = result.output.strip().splitlines()[-1]
+    assert last.startswith("failed")
+    assert "3 example" in last
+
+
+def test_the_servers_own_words_are_shown(server: RunningServer) -> None:
+    with pytest.raises(CotenantError, match="ftjob-none"):
+        jobs(server, "show", "ftjob-none")
+
+
+def test_a_missing_key_is_said(server: RunningServer) -> None:
+    result = CliRunner().invoke(app, ["jobs", "list", "--url", server.base_url], env={"COTENANT_API_KEY": ""})
+    assert isinstance(result.exception, CotenantError)
+    assert "API key" in result.exception.message

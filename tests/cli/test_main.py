@@ -1,0 +1,81 @@
+"""The command line as a user meets it: exit codes, one line for an error, and no torch where none is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cotenant import __version__
+
+
+def cotenant(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "cotenant", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_version() -> None:
+    assert cotenant("version").stdout.strip() == __version__
+
+
+def test_the_built_in_models_folder_is_printed() -> None:
+    result = cotenant("model", "path", "tiny")
+    assert result.returncode == 0, result.stderr
+    assert (Path(result.stdout.strip()) / "config.json").is_file()
+
+
+def test_models_are_listed() -> None:
+    shown = cotenant("model", "list").stdout
+    for name in ("tiny", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b"):
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["serve"], "MODEL is missing"),
+        (["serve", "tiny", "--policy", "fair"], "--policy: must be one of multitask"),
+        (["serve", "tiny", "--max-model-len", "3"], "--max-model-len: must be at least 16"),
+        (["serve", "/nonexistent/model"], "/nonexistent/model"),
+        (["serve", "tiny", "--config", "/nonexistent.yaml"], "/nonexistent.yaml cannot be read"),
+        (["model", "path", "huge"], "huge"),
+        (["jobs", "list", "--url", "http://127.0.0.1:1"], "cannot reach a server at http://127.0.0.1:1"),
+        (["jobs", "create", "/nonexistent.jsonl", "--model", "tiny"], "/nonexistent.jsonl cannot be read"),
+        (["jobs", "create", "x", "--model", "tiny", "-H", "r"], "expected NAME=VALUE, got 'r'"),
+    ],
+)
+def test_a_users_mistake_is_one_line_on_stderr(arguments: list[str], complaint: str) -> None:
+    result = cotenant(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+
+
+def test_an_unknown_flag_is_refused_by_name() -> None:
+    result = cotenant("serve", "tiny", "--enable-prefix-caching")
+    assert result.returncode == 2
+    assert "--enable-prefix-caching" in result.stderr
+
+
+def test_neither_the_command_line_nor_the_server_imports_torch() -> None:
+    code = """
+import sys
+import cotenant.cli.main, cotenant.api.server, cotenant.models.registry
+from cotenant.config import ModelConfig
+cotenant.models.registry.resolve_model(ModelConfig("tiny"))
+print("torch" in sys.modules)
+"""
+    result = python(code)
+    assert result.stdout.strip() == "False", result.stderr
+
+
+def test_small_commands_do_not_wait_for_the_server() -> None:
+    result = python("import sys, cotenant.cli.main; print({'fastapi', 'sqlalchemy', 'zmq'} & set(sys.modules))")
+    assert result.stdout.strip() == "set()", result.stderr

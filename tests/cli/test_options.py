@@ -1,0 +1,147 @@
+"""Flags and YAML files become one configuration; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cotenant.cli.main import app
+from cotenant.cli.options import FLAGS, build_config
+from cotenant.config import ModelConfig, ServerConfig
+from cotenant.core.errors import InvalidInputError
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COTENANT_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def yaml_file(folder: Path, text: str) -> Path:
+    file = folder / "serve.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_without_flags_the_defaults_count(tmp_path: Path) -> None:
+    expected = ServerConfig(ModelConfig("tiny"), data_dir=str(tmp_path / "cotenant-data"))
+    assert build_config("tiny", {}, None) == expected
+
+
+def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    given = {
+        "served_model_name": ["a", "b"], "max_model_len": 512, "dtype": "float32", "load_format": "dummy",
+        "device": "cpu", "seed": 7, "chat_template": "t.jinja", "page_tokens": 8, "num_pages": 99,
+        "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_queue": 5, "max_loras": 2,
+        "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal", "slo_ttft_ms": 12.5,
+        "slo_tpot_ms": 3, "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81, "api_key": "k",
+        "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
+    }  # fmt: skip
+    assert set(given) == set(FLAGS)
+    by_flags = build_config("tiny", given, None)
+    text = json.dumps({name.replace("_", "-"): value for name, value in given.items()} | {"model": "tiny"})
+    assert build_config(None, {}, yaml_file(tmp_path, text)) == by_flags
+    assert build_config(None, {}, yaml_file(tmp_path, text.replace("-name", "_name"))) == by_flags
+    default = ServerConfig(ModelConfig("tiny"))
+    for flag in FLAGS.values():  # each flag changes something, so none is lost on the way
+        section = {type(part): part for part in sections_of(by_flags)}[flag.section]
+        unchanged = {type(part): part for part in sections_of(default)}[flag.section]
+        assert getattr(section, flag.field) != getattr(unchanged, flag.field), flag.name
+    assert by_flags.lora.modules == (("sql", str(adapter)),)
+
+
+def sections_of(config: ServerConfig) -> tuple[object, ...]:
+    return (config, config.model, config.cache, config.batch, config.lora, config.coexecution, config.api)
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "port: 1111\nseed: 3\nmodel: other\n")
+    config = build_config("tiny", {"port": 2222, "seed": None, "served_model_name": []}, file)
+    assert (config.api.port, config.model.seed, config.model.model) == (2222, 3, "tiny")
+
+
+def test_a_false_or_zero_flag_is_a_given_flag(tmp_path: Path) -> None:
+    config = build_config("tiny", {"fuse": False, "seed": 0, "port": 0}, yaml_file(tmp_path, "fuse: true\nseed: 5"))
+    assert (config.coexecution.fuse, config.model.seed, config.api.port) == (False, 0, 0)
+
+
+def test_the_key_comes_from_the_flag_then_the_file_then_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTENANT_API_KEY", "environment")
+    file = yaml_file(tmp_path, "api-key: file")
+    assert build_config("tiny", {}, None).api.api_key == "environment"
+    assert build_config("tiny", {}, file).api.api_key == "file"
+    assert build_config("tiny", {"api_key": "flag"}, file).api.api_key == "flag"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("prot: 8000", "unknown key 'prot'"),
+        ("enable-prefix-caching: true", "unknown key 'enable-prefix-caching'"),
+        ("port: eight", "--port: expected 'int', got 'str'"),
+        ("port: true", "--port: expected 'int', got 'bool'"),
+        ("port: 70000", "--port: must be between"),
+        ("max-queue: 1\nmax_queue: 2", "'max_queue' is there twice"),
+        ("- port", "must hold a mapping"),
+        ("port: [", "not valid YAML"),
+        ("lora-modules: {name: x}", "expected NAME=FOLDER"),
+        ("served-model-name: [1]", "--served-model-name: expected 'str', got 'int'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(complaint)):
+        build_config("tiny", {}, yaml_file(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"none\.yaml cannot be read"):
+        build_config("tiny", {}, tmp_path / "none.yaml")
+
+
+def test_lora_modules_in_every_form(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+    given = {"lora_modules": ["a=a", json.dumps({"name": "b", "path": "b", "base_model_name": "tiny"})]}
+    expected = (("a", str(tmp_path / "a")), ("b", str(tmp_path / "b")))
+    assert build_config("tiny", given, None).lora.modules == expected
+    file = yaml_file(tmp_path, "lora-modules:\n- a=a\n- {name: b, path: b}\n")
+    assert build_config("tiny", {}, file).lora.modules == expected
+    single = yaml_file(tmp_path, "lora-modules: c=c")
+    assert build_config("tiny", {}, single).lora.modules == (("c", str(tmp_path / "c")),)
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        ("x", "expected NAME=FOLDER, got 'x'"),
+        ("=x", "expected NAME=FOLDER"),
+        ("x=", "expected NAME=FOLDER"),
+        ("{broken", "not valid JSON"),
+        ('{"name": "x"}', "expected NAME=FOLDER"),
+        ("x=nowhere", "'x': there is no folder nowhere"),
+    ],
+)
+def test_a_wrong_lora_module_is_named(module: str, complaint: str) -> None:
+    with pytest.raises(InvalidInputError, match=re.escape(complaint)):
+        build_config("tiny", {"lora_modules": [module]}, None)
+
+
+def test_the_same_lora_name_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InvalidInputError, match="'x' is given twice"):
+        build_config("tiny", {"lora_modules": ["x=a", "x=a"]}, None)
+
+
+def test_serve_offers_exactly_the_flags_of_the_table() -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
+    offered = set(re.findall(r"--[a-z][a-z-]+", shown)) - {"--help", "--config", "--no-fuse"}
+    assert offered >= {f"--{flag.name}" for flag in FLAGS.values()}
+    assert "--enable-prefix-caching" not in offered

@@ -1,0 +1,183 @@
+"""A real server as its operator meets it: start, signals, kills, and what is said when it cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from serving import RunningServer, running_server, start_server
+
+FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """One server for the tests that leave it running."""
+    folder = tmp_path_factory.mktemp("serve")
+    with running_server(folder / "data", *FLAGS, env={"COTENANT_API_KEY": "open-sesame"}) as running:
+        yield running
+
+
+def client_of(server: RunningServer) -> httpx.Client:
+    return httpx.Client(base_url=server.base_url, headers={"Authorization": "Bearer open-sesame"}, timeout=60)
+
+
+def body(max_tokens: int, stream: bool = False) -> dict[str, object]:
+    return {"model": "tiny", "prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+
+
+class Stream:
+    """A streamed completion that a thread reads; ``events`` grows as they come."""
+
+    def __init__(self, server: RunningServer, max_tokens: int) -> None:
+        self.events: list[str] = []
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._read, args=(server, max_tokens), daemon=True)
+        self._thread.start()
+
+    def _read(self, server: RunningServer, max_tokens: int) -> None:
+        try:
+            with (
+                client_of(server) as client,
+                client.stream("POST", "/v1/completions", json=body(max_tokens, stream=True)) as response,
+            ):
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def wait_first(self) -> None:
+        wait_until(lambda: bool(self.events))
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+
+def wait_until(condition: object, timeout_s: float = 60) -> None:
+    assert callable(condition)
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
+    (line,) = re.findall(r"^cotenant is ready: .*$", server.log, re.MULTILINE)
+    assert server.base_url in line
+    assert re.search(r"model tiny +policy multitask +SLO TTFT 500\.0 ms TPOT 100\.0 ms$", line)
+
+
+def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: RunningServer) -> None:
+    assert httpx.get(f"{server.base_url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.base_url}/health").status_code == 200
+    with client_of(server) as client:
+        assert client.get("/v1/models").status_code == 200
+    assert "open-sesame" not in server.log
+
+
+def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: RunningServer) -> None:
+    stream = Stream(server, max_tokens=900)
+    stream.wait_first()
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with client_of(server) as client:
+            answers.append(client.post("/v1/completions", json=body(300)))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.1)
+    server.kill_worker()
+    stream.join()
+    asking.join(60)
+    assert answers[0].status_code == 200, answers[0].text
+    assert answers[0].json()["usage"]["completion_tokens"] == 300
+    assert stream.events[-1] != "[DONE]"
+    assert "error" in json.loads(stream.events[-1])
+    server.wait_ready()
+
+
+def test_a_port_in_use_is_exit_code_1_and_says_so(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        failed = start_server(tmp_path / "data", "--port", str(port), wait=False)
+        assert failed.wait_exit() == 1
+    assert f"error: port {port} on 127.0.0.1 is in use" in failed.log
+    assert "Traceback" not in failed.log
+
+
+def test_a_second_server_on_the_same_data_folder_is_refused(server: RunningServer) -> None:
+    second = start_server(server.data_dir, wait=False)
+    assert second.wait_exit() == 2
+    said = second.log[second.log.rindex("error:") :]
+    assert str(server.data_dir) in said
+    assert server.is_healthy()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_worker_that_cannot_start_says_why_and_ends_the_server(tmp_path: Path) -> None:
+    failed = start_server(tmp_path / "data", "--device", "cuda", wait=False)
+    assert failed.wait_exit() == 2
+    assert re.search(r"^error: .*cuda", failed.log, re.MULTILINE | re.IGNORECASE)
+    assert "Traceback" not in failed.log
+
+
+def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
+    with running_server(tmp_path / "data", *FLAGS) as server:
+        stream = Stream(server, max_tokens=900)
+        stream.wait_first()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not server.is_healthy())
+        stream.join()
+        assert stream.error is None
+        assert stream.events[-1] == "[DONE]"
+        assert server.wait_exit() == 0
+        assert "Traceback" not in server.log
+
+
+def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with running_server(tmp_path / "data", *FLAGS) as server:
+        worker_pid = server.worker_pid()
+        assert worker_pid is not None
+        stream = Stream(server, max_tokens=1000)
+        stream.wait_first()
+        os.kill(worker_pid, signal.SIGSTOP)  # so that the first signal alone could not end it
+        server.process.send_signal(signal.SIGINT)
+        wait_until(lambda: "draining" in server.log)
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_exit(10) == 128 + signal.SIGINT
+        wait_until(lambda: not psutil.pid_exists(worker_pid))
+
+
+def test_sigterm_while_the_model_is_loaded_ends_it_soon(tmp_path: Path) -> None:
+    with running_server(tmp_path / "data", wait=False) as server:
+        wait_until(lambda: "listening on" in server.log)
+        assert httpx.get(f"{server.base_url}/health").status_code == 503
+        assert server.stop(10) == 0
+        assert server.worker_pid() is None
+
+
+@pytest.mark.parametrize("moment", ["starting", "ready"])
+def test_the_worker_dies_with_a_killed_server(moment: str, tmp_path: Path) -> None:
+    with running_server(tmp_path / "data", *FLAGS, wait=moment == "ready") as server:
+        wait_until(lambda: server.worker_pid() is not None)
+        worker_pid = server.worker_pid()
+        assert worker_pid is not None
+        os.kill(server.process.pid, signal.SIGKILL)
+        wait_until(lambda: not psutil.pid_exists(worker_pid), 10)
