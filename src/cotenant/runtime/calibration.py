@@ -1,0 +1,55 @@
+"""The model's own speed, measured at start: it primes the predictor and gives the default targets on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from cotenant.core.plan import IterationRecord, Mode, Plan, Slo
+from cotenant.core.request import Request, SamplingParams
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.executor import Executor
+
+TARGET_FACTOR = 4.0
+_PROMPT_TOKENS = 64
+_NEW_TOKENS = 12
+_CONCURRENCY = (1, 4, 1, 4, 2, 4)
+
+
+def calibrate(
+    engine: OnlineEngine, executor: Executor, predictor: LatencyPredictor, vocab_size: int, max_model_len: int
+) -> Slo:
+    """Serve a few synthetic requests alone. Returns four times the median TTFT and step time seen, in milliseconds.
+
+    TTFT here is a request's time from being added to its first token while others like it run beside it.
+    """
+    prompt_tokens = min(_PROMPT_TOKENS, max_model_len // 2)
+    ttfts_ms: list[float] = []
+    steps_ms: list[float] = []
+    for number, concurrency in enumerate(_CONCURRENCY):
+        for index in range(concurrency):
+            prompt = tuple((7 * number + 13 * index + 3 * i + 1) % vocab_size for i in range(prompt_tokens))
+            sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+            engine.add(Request(f"calibration-{number}-{index}", prompt, sampling, time.time()))
+            ttfts_ms += _run_until_first_token(engine, executor, predictor, steps_ms)
+        while engine.has_work:
+            steps_ms.append(_step(executor, predictor).total_ms)
+    return Slo(TARGET_FACTOR * statistics.median(ttfts_ms), TARGET_FACTOR * statistics.median(steps_ms))
+
+
+def _run_until_first_token(
+    engine: OnlineEngine, executor: Executor, predictor: LatencyPredictor, steps_ms: list[float]
+) -> list[float]:
+    start = time.perf_counter()
+    while any(view.first_token_s is None for view in engine.views()):
+        record = _step(executor, predictor)
+        if record.batch.prefill_tokens == 0:
+            steps_ms.append(record.total_ms)
+    return [(time.perf_counter() - start) * 1e3]
+
+
+def _step(executor: Executor, predictor: LatencyPredictor) -> IterationRecord:
+    record = executor.execute(Plan(mode=Mode.NONE), lambda outputs: None, lambda: False)
+    predictor.observe(record)
+    return record

@@ -1,0 +1,133 @@
+"""Carries a plan out: the online batch, the tasklets fused into it, the tasklets beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from cotenant.core.plan import BatchShape, IterationRecord, Plan
+from cotenant.core.request import SequenceOutput
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.device import Device
+from cotenant.device.base import FinishedTasklet
+from cotenant.engine.engine import OnlineEngine, OnlineStep
+from cotenant.finetune.job import FusedInput
+from cotenant.models.batch import AdapterSpan, Batch
+from cotenant.models.decoder import Decoder
+from cotenant.runtime.training import TrainingTenant
+
+Emit = Callable[[list[SequenceOutput]], None]
+
+
+class Executor:
+    """Runs one iteration at a time.
+
+    ``emit`` gets the online outputs the moment they are known, before any tasklet beside the batch starts.
+    ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there.
+    """
+
+    def __init__(self, device: Device, decoder: Decoder, engine: OnlineEngine, training: TrainingTenant) -> None:
+        self._device = device
+        self._decoder = decoder
+        self._engine = engine
+        self._training = training
+
+    def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
+        """Do what the plan says and tell how long it took."""
+        start = time.perf_counter()
+        shape, fused, num_launched = BatchShape(), None, 0
+        if plan.run_online:
+            shape, fused = self._run_online(plan, emit)
+            num_launched = fused.count if fused else 0
+        online_end = time.perf_counter()
+        num_launched += self._run_tasklets(plan, num_launched, interrupted)
+        end = time.perf_counter()
+        return IterationRecord(
+            batch=shape,
+            mode=plan.mode,
+            online_ms=(online_end - start) * 1e3 if not shape.empty else 0.0,
+            total_ms=(end - start) * 1e3,
+            tasklets=_group(self._device.finished_tasklets()),
+            fused=fused,
+            predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and not shape.empty else None,
+        )
+
+    def _run_online(self, plan: Plan, emit: Emit) -> tuple[BatchShape, TaskletRun | None]:
+        step = self._engine.schedule()
+        if step is None:
+            return BatchShape(), None
+        fuse = plan.num_fused > 0 and self._training.fusable_layer is not None
+        with torch.no_grad(), self._device.fused() if fuse else self._device.online():
+            hidden, fused = self._forward(step, plan.num_fused if fuse else 0)
+            outputs = self._engine.finish(step, hidden)
+        emit(outputs)
+        return step.shape, fused
+
+    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
+        """All layers of the online batch; the first ``num_fused`` training layers that it meets run inside it.
+
+        LLMStation section 5.2: linear layers run over the tokens of both, attention over each alone.
+        """
+        if num_fused == 0:
+            return self._decoder.forward(step.batch, self._engine.kv_cache), None
+        hidden = self._decoder.embed(step.batch.token_ids)  # [tokens, hidden]
+        joint: Batch | None = None
+        fused: TaskletRun | None = None
+        for index in range(self._decoder.spec.num_layers):
+            if (fused is None or fused.count < num_fused) and self._training.fusable_layer == index:
+                piece = self._training.begin_fused()
+                joint = joint or join(step.batch, piece)
+                hidden = self._fused_layer(index, hidden, piece, joint)
+                shape = TaskletShape(TaskletKind.FORWARD, piece.segment.num_tokens, max(piece.segment.lengths))
+                fused = replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
+            else:
+                hidden = self._decoder.layer(index, hidden, step.batch, self._engine.kv_cache)
+        return hidden, fused
+
+    def _fused_layer(self, index: int, hidden: torch.Tensor, piece: FusedInput, joint: Batch) -> torch.Tensor:
+        num_online = hidden.shape[0]
+        with torch.enable_grad():
+            rows = torch.cat([hidden, piece.hidden])  # [online + training tokens, hidden]
+            output = self._decoder.layer(index, rows, joint, self._engine.kv_cache)
+            self._training.end_fused(output[num_online:])
+        return output[:num_online].detach()
+
+    def _run_tasklets(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
+        count = 0
+        while plan.until_step_end or num_launched + count < plan.num_tasklets:
+            if not self._training.runnable:
+                break
+            if plan.interruptible and interrupted():
+                break
+            self._device.run_tasklet(self._training.run_tasklet)
+            count += 1
+            if plan.until_step_end and self._training.at_step_end:
+                break
+        return count
+
+
+def join(batch: Batch, piece: FusedInput) -> Batch:
+    """The online batch with a training micro-batch behind it. Layers read hidden states, so its token ids are zeros."""
+    start = batch.num_tokens
+    stop = start + piece.segment.num_tokens
+    return Batch(
+        token_ids=torch.cat([batch.token_ids, torch.zeros_like(piece.positions)]),
+        positions=torch.cat([batch.positions, piece.positions]),
+        segments=(*batch.segments, piece.segment),
+        spans=(*batch.spans, AdapterSpan(start, stop, piece.adapter)),
+    )
+
+
+def _group(finished: list[FinishedTasklet]) -> tuple[tuple[TaskletRun, float], ...]:
+    """Neighbours of equal shape become one run with their summed time."""
+    runs: list[tuple[TaskletRun, float]] = []
+    for tasklet in finished:
+        if runs and runs[-1][0].shape == tasklet.shape:
+            run, elapsed_ms = runs[-1]
+            runs[-1] = (replace(run, count=run.count + 1), elapsed_ms + tasklet.elapsed_ms)
+        else:
+            runs.append((TaskletRun(tasklet.shape, 1), tasklet.elapsed_ms))
+    return tuple(runs)

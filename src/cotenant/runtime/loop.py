@@ -1,0 +1,141 @@
+"""The worker loop: observe, plan, execute, publish."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+from cotenant.core.errors import CotenantError
+from cotenant.core.plan import IterationRecord, Slo, Snapshot
+from cotenant.core.request import SequenceOutput
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.stats import LoopStats
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import Policy
+from cotenant.scheduler.slack import decode_slack_ms
+from cotenant.wire.channel import WorkerChannel
+from cotenant.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    CancelJob,
+    Drain,
+    Drained,
+    Outputs,
+    PauseJob,
+    RequestFailed,
+    StartJob,
+    ToWorker,
+)
+
+logger = logging.getLogger(__name__)
+
+_STATS_EVERY_S = 0.2
+_IDLE_WAIT_S = 0.05
+
+
+class WorkerLoop:
+    """Owns nothing but the order of things. Ends after a ``Drain``, or when the API process is gone."""
+
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        engine: OnlineEngine,
+        training: TrainingTenant,
+        policy: Policy,
+        executor: Executor,
+        predictor: LatencyPredictor,
+        slo: Slo,
+        can_fuse: bool,
+    ) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._training = training
+        self._policy = policy
+        self._executor = executor
+        self._predictor = predictor
+        self._slo = slo
+        self._can_fuse = can_fuse
+        self._stats = LoopStats()
+        self._next_stats_s = 0.0
+        self._parent_pid = os.getppid()
+        self._draining = False
+        self._finished = False
+
+    def run(self) -> None:
+        """Iterate until there is nothing more to serve."""
+        while not self._finished:
+            snapshot = self._observe()
+            plan = self._policy.plan(snapshot)
+            record = self._executor.execute(plan, self._emit, self._channel.pending)
+            self._publish(record, snapshot)
+
+    def _observe(self) -> Snapshot:
+        for message in self._channel.receive():
+            self._handle(message)
+        return Snapshot(
+            now_s=time.time(),
+            slo=self._slo,
+            batch=self._engine.next_shape(),
+            requests=self._engine.views(),
+            job=self._training.view(),
+            can_fuse=self._can_fuse,
+        )
+
+    def _publish(self, record: IterationRecord, snapshot: Snapshot) -> None:
+        self._predictor.observe(record)
+        self._stats.count(record)
+        for request_id, error in self._engine.take_failures():
+            self._channel.send(RequestFailed(request_id, error.message, error.code))
+        if time.monotonic() >= self._next_stats_s:
+            self._publish_progress(snapshot)
+        idle = record.batch.empty and not record.tasklets and not self._training.runnable
+        if self._draining and not self._engine.has_work:
+            self._channel.send(Drained())
+            self._finished = True
+        elif idle:
+            self._rest()
+
+    def _publish_progress(self, snapshot: Snapshot) -> None:
+        self._next_stats_s = time.monotonic() + _STATS_EVERY_S
+        self._training.publish()
+        step_ms = self._predictor.batch_ms(snapshot.batch)
+        has_slack = not snapshot.batch.empty and step_ms is not None
+        slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None
+        self._channel.send(self._stats.message(self._engine, self._training, self._predictor, slack_ms))
+        if os.getppid() != self._parent_pid:
+            logger.error("the API process is gone; the worker exits")
+            self._finished = True
+
+    def _rest(self) -> None:
+        """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""
+        if not self._engine.has_work:
+            self._engine.check_integrity()
+        if self._training.job_id is not None:
+            self._training.publish()
+        self._channel.wait(_IDLE_WAIT_S)
+
+    def _emit(self, outputs: list[SequenceOutput]) -> None:
+        if outputs:
+            self._channel.send(Outputs(tuple(outputs)))
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case AddRequest(request):
+                try:
+                    self._engine.add(request)
+                except CotenantError as error:
+                    self._channel.send(RequestFailed(request.request_id, error.message, error.code))
+            case AbortRequests(request_ids):
+                self._engine.abort(request_ids)
+            case StartJob(spec):
+                self._training.start(spec)
+            case PauseJob(job_id):
+                self._training.pause(job_id)
+            case CancelJob(job_id):
+                self._training.cancel(job_id)
+            case Drain():
+                self._draining = True
+                self._training.pause_running()

@@ -1,0 +1,54 @@
+"""Running totals of the loop, for `/metrics`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cotenant.core.plan import IterationRecord, Mode
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.training import TrainingTenant
+from cotenant.wire.messages import Stats
+
+
+class LoopStats:
+    """Counts iterations; ``message`` joins the counts with the gauges of the moment."""
+
+    def __init__(self) -> None:
+        self._num_iterations = 0
+        self._num_tasklets: Counter[str] = Counter()
+        self._num_fused = 0
+        self._tasklet_busy_ms = 0.0
+        self._online_busy_ms = 0.0
+        self._mode = Mode.NONE
+
+    def count(self, record: IterationRecord) -> None:
+        self._num_iterations += 1
+        self._mode = record.mode
+        self._online_busy_ms += record.online_ms
+        for run, elapsed_ms in record.tasklets:
+            self._num_tasklets[run.shape.kind.value] += run.count
+            self._tasklet_busy_ms += elapsed_ms
+        if record.fused is not None:
+            self._num_tasklets[record.fused.shape.kind.value] += record.fused.count
+            self._num_fused += record.fused.count
+
+    def message(
+        self, engine: OnlineEngine, training: TrainingTenant, predictor: LatencyPredictor, slack_ms: float | None
+    ) -> Stats:
+        return Stats(
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            kv_cache_usage=engine.kv_cache_usage,
+            num_preemptions=engine.num_preemptions,
+            num_iterations=self._num_iterations,
+            num_tasklets=dict(self._num_tasklets),
+            num_fused_tasklets=self._num_fused,
+            trained_tokens=training.trained_tokens,
+            tasklet_busy_s=self._tasklet_busy_ms / 1e3,
+            online_busy_s=self._online_busy_ms / 1e3,
+            mode=self._mode.value,
+            slack_ms=slack_ms,
+            prediction_error_ratio=predictor.error_ratio,
+            job_id=training.job_id,
+        )

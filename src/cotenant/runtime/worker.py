@@ -1,0 +1,144 @@
+"""The worker process: `python -m cotenant.runtime.worker --address … --config …`.
+
+Loads the model, says ``Ready``, and runs the loop. It dies with its parent, so two workers never share a data folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cotenant.config import ServerConfig
+from cotenant.core.errors import CotenantError
+from cotenant.core.plan import Slo
+from cotenant.device import Device, create_device
+from cotenant.engine.engine import OnlineEngine
+from cotenant.finetune.optimizer import warm_up
+from cotenant.models.decoder import Decoder
+from cotenant.models.loading import load_decoder
+from cotenant.models.registry import ResolvedModel, resolve_model
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.calibration import calibrate
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.sizing import num_pages
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import create_policy
+from cotenant.wire.channel import WorkerChannel
+from cotenant.wire.messages import Ready, StartFailed
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+_TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
+START_FAILED_EXIT_CODE = 2
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent ends, and exit if it has ended already (in the seconds that the
+    imports took, perhaps)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def choose_dtype(name: str, device: Device) -> torch.dtype:
+    """The dtype of weights and KV cache for `--dtype`."""
+    return device.default_dtype() if name == "auto" else getattr(torch, name)
+
+
+def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> WorkerLoop:
+    """Load everything and put it together. Sends ``Ready`` when requests can be served."""
+    device = create_device(config.model.device)
+    resolved = resolve_model(config.model)
+    dtype = choose_dtype(config.model.dtype, device)
+    decoder = load_decoder(resolved, device.torch_device, dtype, config.model.seed)
+    max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
+    tasklet_tokens = config.coexecution.tasklet_tokens or _TASKLET_TOKENS[device.torch_device.type]
+    pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
+    engine = _create_engine(config, decoder, resolved, pages, max_model_len)
+    predictor = LatencyPredictor(device.name, resolved.name)
+    training = TrainingTenant(device, decoder, resolved.folder, tasklet_tokens, channel.send)
+    executor = Executor(device, decoder, engine, training)
+    default_slo = calibrate(engine, executor, predictor, resolved.spec.vocab_size, max_model_len)
+    if device.torch_device.type != "cpu":
+        default_slo = _CUDA_SLO
+    slo = config.coexecution.slo(default_slo)
+    if config.coexecution.policy != "inference-only":
+        warm_up()
+    fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
+    policy = create_policy(config.coexecution.policy, predictor)
+    channel.send(
+        Ready(
+            max_model_len=max_model_len,
+            vocab_size=resolved.spec.vocab_size,
+            num_pages=pages,
+            page_tokens=config.cache.page_tokens,
+            device=device.name,
+            dtype=str(dtype).removeprefix("torch."),
+            policy=config.coexecution.policy,
+            slo=slo,
+            slo_measured=slo == default_slo and device.torch_device.type == "cpu",
+            load_s=time.monotonic() - started_s,
+        )
+    )
+    return WorkerLoop(channel, engine, training, policy, executor, predictor, slo, fuse)
+
+
+def _create_engine(
+    config: ServerConfig, decoder: Decoder, resolved: ResolvedModel, pages: int, max_model_len: int
+) -> OnlineEngine:
+    return OnlineEngine(
+        decoder,
+        pages,
+        config.cache.page_tokens,
+        config.batch,
+        max_model_len,
+        config.lora,
+        resolved.spec.eos_token_ids,
+    )
+
+
+def main() -> int:
+    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``."""
+    parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
+    parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
+    parser.add_argument("--parent-pid", required=True, type=int, help="the API process; this one ends with it")
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    # A terminal sends Ctrl-C to the whole group; the API process decides how this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started_s = time.monotonic()
+    config = msgspec.json.decode(arguments.config.read_bytes(), type=ServerConfig)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = WorkerChannel(arguments.address)
+    try:
+        loop = build_loop(config, channel, started_s)
+    except (CotenantError, torch.OutOfMemoryError) as error:
+        channel.send(StartFailed(str(error)))
+        channel.close()
+        return START_FAILED_EXIT_CODE
+    # What was loaded stays: keep the collector from walking it during an iteration.
+    gc.collect()
+    gc.freeze()
+    loop.run()
+    channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

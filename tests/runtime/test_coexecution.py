@@ -1,0 +1,78 @@
+"""Neither tenant's results change because of the other, under any policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from cotenant.core.request import Request
+from cotenant.models.decoder import Decoder
+from cotenant.wire.messages import JobFailed, JobSucceeded
+from finetune import support
+from finetune.conftest import save_llama
+from runtime.cotenancy import adapter_of, request, run
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder)
+    return support.load(folder)
+
+
+def arrivals() -> dict[int, Request]:
+    """Twelve requests that overlap, in prompts of 3 to 25 tokens."""
+    return {5 * n: request(f"r{n}", [3 + (7 * n + i) % 200 for i in range(3 + 2 * n)], 12 + n) for n in range(12)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[int]], bytes]:
+    """Tokens of the requests without a job, and the adapter of the job without requests."""
+    folder = tmp_path_factory.mktemp("alone")
+    alone = run(decoder, "multitask", {}, support.make_spec(folder, n_epochs=4))
+    assert any(isinstance(update, JobSucceeded) for update in alone.updates)
+    return run(decoder, "inference-only", arrivals(), None).tokens, adapter_of(folder)
+
+
+@pytest.mark.parametrize("policy", ["multitask", "whole-step", "temporal"])
+@pytest.mark.parametrize("interrupt_every", [0, 1, 3])
+def test_tokens_and_adapter_are_those_of_undisturbed_runs(
+    decoder: Decoder,
+    undisturbed: tuple[dict[str, list[int]], bytes],
+    tmp_path: Path,
+    policy: str,
+    interrupt_every: int,
+) -> None:
+    if interrupt_every == 1 and policy == "temporal":
+        pytest.skip("interrupted at every look it would wait for ever, as it should")
+    spec = support.make_spec(tmp_path, n_epochs=4)
+    if interrupt_every == 1 and policy == "multitask":
+        interrupt_every = 2
+    outcome = run(decoder, policy, arrivals(), spec, interrupt_every=interrupt_every)
+    assert outcome.tokens == undisturbed[0]
+    assert adapter_of(tmp_path) == undisturbed[1]
+    if policy != "temporal":
+        assert outcome.num_mixed_iterations > 5, "nothing was co-executed"
+
+
+def test_fused_forwards_change_no_token_and_the_adapter_by_rounding_alone(
+    decoder: Decoder, undisturbed: tuple[dict[str, list[int]], bytes], tmp_path: Path
+) -> None:
+    outcome = run(decoder, "multitask", arrivals(), support.make_spec(tmp_path, n_epochs=4), fuse=True)
+    assert outcome.num_fused > 10
+    assert outcome.tokens == undisturbed[0]
+    alone, fused = safetensors.torch.load(undisturbed[1]), safetensors.torch.load(adapter_of(tmp_path))
+    for name, tensor in alone.items():
+        assert torch.linalg.norm(fused[name] - tensor) <= 1e-4 * torch.linalg.norm(tensor), name
+
+
+def test_a_job_that_diverges_fails_alone(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path, learning_rate=1e30, max_grad_norm=1e30, warmup_steps=0, n_epochs=20)
+    outcome = run(decoder, "multitask", arrivals(), spec)
+    failures = [update for update in outcome.updates if isinstance(update, JobFailed)]
+    assert len(failures) == 1
+    assert "not finite at step" in failures[0].message
+    assert outcome.tokens == run(decoder, "inference-only", arrivals(), None).tokens
