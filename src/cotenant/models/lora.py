@@ -1,0 +1,290 @@
+"""LoRA adapters: low-rank additions to linear modules, for serving and for training.
+
+A module's output gets ``scale * dropout(x) @ A.T @ B.T`` on the rows that belong to the adapter (Hu et al., LoRA,
+section 4.1; with rsLoRA the scale is alpha / sqrt(rank) instead of alpha / rank).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import LINEAR_MODULES
+from cotenant.models.names import module_name
+from cotenant.models.peft_config import CONFIG_FILE, read_config, written_config
+from cotenant.models.spec import ModelSpec
+
+# Modules that read the same input, in the order in which the decoder fuses their weights.
+MODULE_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+ModuleKey = tuple[int, str]  # (layer, module)
+
+
+class LoraPair(NamedTuple):
+    """One module's matrices."""
+
+    a: torch.Tensor  # [rank, in]
+    b: torch.Tensor  # [out, rank]
+
+
+class PackedGroup(NamedTuple):
+    """The frozen matrices of one module group as two: one product down, one up.
+
+    ``b`` is block-diagonal and holds the scales; the rows of modules without LoRA are zero.
+    """
+
+    a: torch.Tensor  # [sum of ranks, in]
+    b: torch.Tensor  # [sum of the group's outs, sum of ranks]
+
+
+class LoraAdapter:
+    """An adapter for models of shape ``spec``: ``weights`` by (layer, module). Compared by identity.
+
+    ``rank`` and ``alpha`` are what PEFT calls r and lora_alpha; single modules may have another rank, which their
+    matrices show, and another alpha, which ``alphas`` lists.
+
+    Trainable adapters hold float32 master weights that require grad. Dropout acts while ``dropout_seed`` is set; a
+    module's mask depends on (``dropout_seed``, layer, module) and the shape of its input alone, so the same forward run
+    again gives the same bits. None: no dropout.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        rank: int,
+        alpha: float,
+        weights: Mapping[ModuleKey, LoraPair],
+        *,
+        alphas: Mapping[ModuleKey, float] | None = None,
+        use_rslora: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.spec = spec
+        self.rank = rank
+        self.alpha = alpha
+        self.weights = dict(weights)
+        self.alphas = dict(alphas or {})
+        self.use_rslora = use_rslora
+        self.dropout = dropout
+        self.dropout_seed: int | None = None
+        self._scales = {key: self._scale(self.alphas.get(key, alpha), len(a)) for key, (a, _) in self.weights.items()}
+        self._packed: dict[ModuleKey, PackedGroup] | None = None
+
+    @classmethod
+    def trainable(
+        cls,
+        spec: ModelSpec,
+        *,
+        r: int,
+        alpha: float,
+        target_modules: Sequence[str],
+        seed: int,
+        dropout: float = 0.0,
+        use_rslora: bool = False,
+        device: torch.device | str = "cpu",
+        name: str = "trainable",
+    ) -> LoraAdapter:
+        """A fresh adapter with PEFT's initialisation: A uniform in ±1/sqrt(in) (Kaiming with a = sqrt 5), B zero.
+
+        The values depend on ``seed`` only, not on ``device``. Raises InvalidInputError for unknown modules, none at
+        all, or a rank below 1.
+        """
+        unknown = sorted(set(target_modules) - set(LINEAR_MODULES))
+        if unknown or not target_modules:
+            raise InvalidInputError(
+                f"target_modules must be some of {', '.join(LINEAR_MODULES)}; got {', '.join(unknown) or 'none'}",
+                param="target_modules",
+            )
+        if r < 1:
+            raise InvalidInputError(f"r must be at least 1, not {r}", param="r")
+        generator = torch.Generator().manual_seed(seed)
+        weights = {}
+        for layer in range(spec.num_layers):
+            for module in LINEAR_MODULES:
+                if module in target_modules:
+                    num_out, num_in = spec.module_shape(module)
+                    bound = 1 / math.sqrt(num_in)
+                    a = torch.empty(r, num_in).uniform_(-bound, bound, generator=generator).to(device)
+                    b = torch.zeros(num_out, r, device=device)
+                    weights[layer, module] = LoraPair(a.requires_grad_(), b.requires_grad_())
+        return cls(name, spec, r, alpha, weights, use_rslora=use_rslora, dropout=dropout)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the deltas of modules with the usual rank and alpha."""
+        return self._scale(self.alpha, self.rank)
+
+    def scale_of(self, layer: int, module: str) -> float:
+        """The factor on this module's delta."""
+        return self._scales[layer, module]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All matrices, A before B, in a fixed order."""
+        return [matrix for pair in self.weights.values() for matrix in pair]
+
+    def snapshot(self) -> LoraAdapter:
+        """A copy on the CPU that later training steps leave alone, and that does not require grad."""
+        return self._copied(torch.device("cpu"), None)
+
+    def for_serving(self, device: torch.device, dtype: torch.dtype) -> LoraAdapter:
+        """A frozen copy in the decoder's dtype, packed: two products per module group."""
+        copy = self._copied(device, dtype)
+        copy._packed = copy._pack()
+        return copy
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether ``packed`` may be asked."""
+        return self._packed is not None
+
+    def packed(self, layer: int, first_module: str) -> PackedGroup | None:
+        """The packed group that begins with ``first_module``; None if no module of it has LoRA."""
+        assert self._packed is not None
+        return self._packed.get((layer, first_module))
+
+    def dropout_mask(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor | None:
+        """What to multiply ``x`` [tokens, in] by: 0 or 1 / (1 - p) for each element. None: no dropout to apply."""
+        if self.dropout_seed is None or self.dropout == 0.0:
+            return None
+        digest = hashlib.blake2b(f"{self.dropout_seed}/{layer}/{module}".encode(), digest_size=8).digest()
+        generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        keep = 1.0 - self.dropout
+        return torch.empty_like(x, requires_grad=False).bernoulli_(keep, generator=generator).div_(keep)
+
+    def _scale(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _copied(self, device: torch.device, dtype: torch.dtype | None) -> LoraAdapter:
+        def copied(matrix: torch.Tensor) -> torch.Tensor:
+            return matrix.detach().to(device=device, dtype=dtype or matrix.dtype, copy=True)
+
+        return LoraAdapter(
+            self.name,
+            self.spec,
+            self.rank,
+            self.alpha,
+            {key: LoraPair(copied(a), copied(b)) for key, (a, b) in self.weights.items()},
+            alphas=self.alphas,
+            use_rslora=self.use_rslora,
+            dropout=self.dropout,
+        )
+
+    def _pack(self) -> dict[ModuleKey, PackedGroup]:
+        packed = {}
+        for layer in sorted({layer for layer, _ in self.weights}):
+            for modules in MODULE_GROUPS:
+                if any((layer, module) in self.weights for module in modules):
+                    packed[layer, modules[0]] = self._pack_group(layer, modules)
+        return packed
+
+    def _pack_group(self, layer: int, modules: Sequence[str]) -> PackedGroup:
+        present = {module: self.weights[layer, module] for module in modules if (layer, module) in self.weights}
+        a = torch.cat([pair.a for pair in present.values()])  # [ranks, in]
+        b = a.new_zeros(sum(self.spec.module_shape(module)[0] for module in modules), len(a))  # [outs, ranks]
+        row = column = 0
+        for module in modules:
+            num_out = self.spec.module_shape(module)[0]
+            if module in present:
+                matrix = present[module].b
+                num_columns = matrix.shape[1]
+                b[row : row + num_out, column : column + num_columns] = matrix * self.scale_of(layer, module)
+                column += num_columns
+            row += num_out
+        return PackedGroup(a, b)
+
+
+def load_adapter(
+    folder: Path | str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_rank: int
+) -> LoraAdapter:
+    """A frozen adapter for serving, from a folder in PEFT's format.
+
+    Raises InvalidInputError, naming the file and what is wrong there, for anything but a whole LoRA adapter for a model
+    of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    path = folder / WEIGHTS_FILE
+    tensors = _read_weights(path)
+    weights, alphas = {}, {}
+    for layer, module in config.targets(spec):
+        name = module_name(layer, module)
+        rank, alpha = config.rank_of(name), config.alpha_of(name)
+        if rank > max_rank:
+            raise InvalidInputError(
+                f"{folder / CONFIG_FILE}: rank {rank} of {name} is over --max-lora-rank, which is {max_rank}"
+            )
+        num_out, num_in = spec.module_shape(module)
+        a = _take(tensors, path, f"{_PREFIX}{name}.lora_A.weight", (rank, num_in))
+        b = _take(tensors, path, f"{_PREFIX}{name}.lora_B.weight", (num_out, rank))
+        weights[layer, module] = LoraPair(a, b)
+        if alpha != config.alpha:
+            alphas[layer, module] = alpha
+    if tensors:
+        raise InvalidInputError(f"{path}: {min(tensors)} is no part of the adapter that {CONFIG_FILE} describes")
+    adapter = LoraAdapter(
+        folder.name,
+        spec,
+        config.r,
+        config.alpha,
+        weights,
+        alphas=alphas,
+        use_rslora=config.use_rslora,
+        dropout=config.dropout,
+    )
+    return adapter.for_serving(device, dtype)
+
+
+def save_adapter(adapter: LoraAdapter, folder: Path, base_model_name_or_path: str) -> None:
+    """Write PEFT's two files into ``folder``, which is made if need be. ``peft`` and vLLM load them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for (layer, module), (a, b) in adapter.weights.items():
+        name = f"{_PREFIX}{module_name(layer, module)}"
+        tensors[f"{name}.lora_A.weight"] = a.detach().cpu().contiguous()
+        tensors[f"{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = written_config(
+        base_model_name_or_path,
+        r=adapter.rank,
+        alpha=adapter.alpha,
+        use_rslora=adapter.use_rslora,
+        dropout=adapter.dropout,
+        num_layers=adapter.spec.num_layers,
+        ranks={key: len(a) for key, (a, _) in adapter.weights.items()},
+        alphas=adapter.alphas,
+    )
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+_PREFIX = "base_model.model."
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    if not path.is_file():
+        raise InvalidInputError(f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _take(tensors: dict[str, torch.Tensor], path: Path, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    if name not in tensors:
+        raise InvalidInputError(f"{path} lacks {name}, which {CONFIG_FILE} calls for")
+    tensor = tensors.pop(name)
+    if tuple(tensor.shape) != shape:
+        raise InvalidInputError(f"{path}: {name} has shape {list(tensor.shape)}; this model needs {list(shape)}")
+    return tensor

@@ -1,0 +1,99 @@
+"""The decoder's tensors, fused for few kernels, and which checkpoint tensor goes where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cotenant.models.linear import FusedLinear
+from cotenant.models.lora import MODULE_GROUPS
+from cotenant.models.names import module_name
+from cotenant.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. ``qk_norm``: the scales of q_norm and k_norm, one row per query and key head."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: FusedLinear
+    qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
+    output: FusedLinear
+    mlp_norm: torch.Tensor  # [hidden]
+    gate_up: FusedLinear
+    down: FusedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All of them. ``head`` is ``embedding`` itself in models that tie the two."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor  # [hidden]
+    head: torch.Tensor  # [vocab, hidden]
+
+
+class Target(NamedTuple):
+    """A checkpoint tensor's place. ``view`` may be wider than ``shape``: the tensor is then repeated over its rows."""
+
+    shape: tuple[int, ...]
+    view: torch.Tensor
+
+
+def allocate(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
+    """Uninitialised weights."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=device, dtype=dtype)
+
+    def fused(modules: tuple[str, ...], has_bias: bool) -> FusedLinear:
+        shapes = [spec.module_shape(module) for module in modules]
+        sizes = tuple(num_out for num_out, _ in shapes)
+        bias = empty(sum(sizes)) if has_bias else None
+        return FusedLinear(modules, sizes, empty(sum(sizes), shapes[0][1]), bias)
+
+    qkv, output, gate_up, down = MODULE_GROUPS
+    embedding = empty(spec.vocab_size, spec.hidden_size)
+    layers = tuple(
+        LayerWeights(
+            input_norm=empty(spec.hidden_size),
+            qkv=fused(qkv, spec.attention_bias),
+            qk_norm=empty(spec.num_heads + spec.num_kv_heads, spec.head_dim) if spec.qk_norm else None,
+            output=fused(output, spec.output_bias),
+            mlp_norm=empty(spec.hidden_size),
+            gate_up=fused(gate_up, False),
+            down=fused(down, False),
+        )
+        for _ in range(spec.num_layers)
+    )
+    head = embedding if spec.tie_word_embeddings else empty(spec.vocab_size, spec.hidden_size)
+    return DecoderWeights(embedding, layers, empty(spec.hidden_size), head)
+
+
+def targets(spec: ModelSpec, weights: DecoderWeights) -> dict[str, Target]:
+    """Every tensor that a checkpoint must hold, by its name there, and the place it goes to."""
+    named = _named(spec, weights)
+    return {name: to if isinstance(to, Target) else Target(tuple(to.shape), to) for name, to in named}
+
+
+def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torch.Tensor | Target]]:
+    yield "model.embed_tokens.weight", weights.embedding
+    for index, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", layer.input_norm
+        yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
+        for group in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for module, columns in group.columns():
+                yield f"{module_name(index, module)}.weight", group.weight[columns]
+                if group.bias is not None:
+                    yield f"{module_name(index, module)}.bias", group.bias[columns]
+        if layer.qk_norm is not None:
+            yield f"{prefix}.self_attn.q_norm.weight", Target((spec.head_dim,), layer.qk_norm[: spec.num_heads])
+            yield f"{prefix}.self_attn.k_norm.weight", Target((spec.head_dim,), layer.qk_norm[spec.num_heads :])
+    yield "model.norm.weight", weights.final_norm
+    if not spec.tie_word_embeddings:
+        yield "lm_head.weight", weights.head

@@ -1,0 +1,200 @@
+"""Training through the decoder: gradients, their cut at layer boundaries, dropout, and fusion with decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import PeftModel
+
+from cotenant.core.job import LINEAR_MODULES
+from cotenant.models.batch import AdapterSpan, Batch
+from cotenant.models.linear import FusedLinear, linear
+from cotenant.models.lora import LoraAdapter, save_adapter
+from models import support
+from models.support import PagedCache, Pair, tokens
+
+SEQUENCES = [tokens(11, seed=3), tokens(17, seed=3), tokens(4, seed=3)]
+QKV = ("q_proj", "k_proj", "v_proj")
+TARGETS = torch.tensor([token for sequence in SEQUENCES for token in [*sequence[1:], 0]])
+
+
+def _loss(logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, TARGETS)
+
+
+def _gradients(adapter: LoraAdapter) -> list[torch.Tensor]:
+    gradients = [parameter.grad for parameter in adapter.parameters()]
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
+    for parameter in adapter.parameters():
+        parameter.grad = None
+    return gradients  # type: ignore[return-value]
+
+
+def _whole(pair: Pair, adapter: LoraAdapter) -> list[torch.Tensor]:
+    """By one graph through all layers."""
+    _loss(pair.decoder.logits(pair.decoder.forward(support.training_batch(SEQUENCES, adapter)))).backward()
+    return _gradients(adapter)
+
+
+def _adapter(pair: Pair, dropout: float = 0.0) -> LoraAdapter:
+    adapter = support.random_adapter(pair.decoder, 2, target_modules=LINEAR_MODULES, dropout=dropout)
+    adapter.dropout_seed = 77 if dropout else None
+    return adapter
+
+
+def test_gradients_are_those_of_peft(pair: Pair, tmp_path: Path) -> None:
+    adapter = _adapter(pair)
+    save_adapter(adapter, tmp_path, str(pair.folder))
+    base = type(pair.reference).from_pretrained(pair.folder)
+    model = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
+    _loss(torch.cat([model(torch.tensor([sequence])).logits[0] for sequence in SEQUENCES])).backward()
+    theirs = dict(model.named_parameters())
+    ours = iter(_whole(pair, adapter))
+    for (layer, module), matrices in adapter.weights.items():
+        for letter, _ in zip("AB", matrices, strict=True):
+            (name,) = [n for n in theirs if f"layers.{layer}." in n and f"{module}.lora_{letter}." in n]
+            expected = theirs[name].grad
+            assert expected is not None
+            assert (next(ours) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_backward_layer_by_layer_gives_the_same_bits(pair: Pair, dropout: float) -> None:
+    adapter = _adapter(pair, dropout)
+    expected = _whole(pair, adapter)
+    batch = support.training_batch(SEQUENCES, adapter)
+    edge = pair.decoder.embed(batch.token_ids)
+    layers = []
+    for index in range(pair.decoder.spec.num_layers):
+        output = pair.decoder.layer(index, edge, batch)
+        layers.append((edge, output))
+        edge = output.detach().requires_grad_()
+    _loss(pair.decoder.logits(edge)).backward()
+    gradient = edge.grad
+    while layers:
+        edge, output = layers.pop()
+        torch.autograd.backward(output, gradient)
+        gradient = edge.grad
+    assert all(map(torch.equal, _gradients(adapter), expected))
+
+
+def test_only_lora_weights_and_hidden_states_get_gradients(llama: Pair) -> None:
+    adapter = support.random_adapter(llama.decoder, 2, target_modules=("q_proj",))
+    batch = support.training_batch(SEQUENCES, adapter)
+    hidden = llama.decoder.embed(batch.token_ids)
+    assert not hidden.requires_grad
+    frozen = support.training_batch(SEQUENCES, adapter.snapshot())
+    assert not llama.decoder.layer(0, hidden, frozen).requires_grad
+    hidden.requires_grad_()
+    llama.decoder.layer(0, hidden, frozen).sum().backward()
+    through_frozen = hidden.grad
+    hidden.grad = None
+    llama.decoder.layer(0, hidden, batch).sum().backward()
+    assert torch.equal(hidden.grad, through_frozen)
+    packed = support.training_batch(SEQUENCES, adapter.for_serving(support.CPU, torch.float32))
+    hidden.grad = None
+    llama.decoder.layer(0, hidden, packed).sum().backward()
+    assert torch.allclose(hidden.grad, through_frozen, atol=1e-5)
+
+
+def test_dropout_masks_depend_on_the_seed_alone(llama: Pair) -> None:
+    adapter = _adapter(llama, dropout=0.4)
+    first = _whole(llama, adapter)
+    torch.rand(5)  # the global generator has no say
+    assert all(map(torch.equal, _whole(llama, adapter), first))
+    adapter.dropout_seed = 78
+    assert not any(map(torch.equal, _whole(llama, adapter), first))
+    adapter.dropout_seed = None
+    plain = _adapter(llama)
+    assert all(map(torch.equal, _whole(llama, adapter), _whole(llama, plain)))
+
+
+@pytest.mark.parametrize("rows", [(0, 12), (3, 9)])
+def test_gradients_through_dropout(llama: Pair, rows: tuple[int, int]) -> None:
+    """Against autograd's own, with the same masks, for a span of all the rows and of some."""
+    adapter = _adapter(llama, dropout=0.4)
+    sizes = tuple(llama.decoder.spec.module_shape(module)[0] for module in QKV)
+    base = FusedLinear(QKV, sizes, torch.randn(sum(sizes), 48), torch.randn(sum(sizes)))
+    x = torch.randn(12, 48, requires_grad=True)
+    weight = torch.randn(12, sum(sizes))
+    used = [x] + [matrix for module in QKV for matrix in adapter.weights[1, module]]
+    ours = linear(x, base, 1, (AdapterSpan(*rows, adapter),))
+    gradients = torch.autograd.grad((ours * weight).sum(), used)
+    part = x[slice(*rows)]
+    deltas = []
+    for module in QKV:
+        a, b = adapter.weights[1, module]
+        mask = adapter.dropout_mask(1, module, part)
+        assert mask is not None
+        deltas.append(2.0 * ((part * mask) @ a.T @ b.T))
+    delta = F.pad(torch.cat(deltas, dim=1), (0, 0, rows[0], 12 - rows[1]))
+    expected = F.linear(x, base.weight, base.bias) + delta
+    assert torch.allclose(ours, expected, atol=1e-4)
+    for gradient, exact in zip(gradients, torch.autograd.grad((expected * weight).sum(), used), strict=True):
+        assert torch.allclose(gradient, exact, atol=1e-3)
+
+
+def test_dropout_masks_are_independent_and_keep_the_mean(llama: Pair) -> None:
+    adapter = _adapter(llama, dropout=0.4)
+    x = torch.ones(200, 300)
+    masks = [adapter.dropout_mask(layer, module, x) for layer in (0, 1) for module in ("q_proj", "k_proj")]
+    for index, mask in enumerate(masks):
+        assert mask is not None
+        assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
+        assert abs(mask.mean() - 1) < 0.01
+        for other in masks[:index]:
+            assert abs(torch.corrcoef(torch.stack([mask.flatten(), other.flatten()]))[0, 1]) < 0.02
+
+
+def _fused_batch(pair: Pair, adapter: LoraAdapter) -> tuple[Batch, PagedCache]:
+    served = support.random_adapter(pair.decoder, 5).for_serving(support.CPU, torch.float32)
+    cache = PagedCache(pair.decoder)
+    one, two, three = (cache.add(tokens(n), owner) for n, owner in ((9, None), (14, served), (10, None)))
+    cache.run([(one, 8), (two, 13)])
+    return cache.batch([[(one, 1), (two, 1)], [(three, 10)]], SEQUENCES, adapter), cache
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_fusion_changes_neither_side(pair: Pair, dropout: float) -> None:
+    """Training rows behind online rows in every layer: the same gradients, the same logits, the same cache."""
+    adapter = _adapter(pair, dropout)
+    expected = _whole(pair, adapter)
+    batch, cache = _fused_batch(pair, adapter)
+    num_online = batch.num_tokens - len(TARGETS)
+    online = training = None
+    embedded = pair.decoder.embed(batch.token_ids)
+    online, training = embedded[:num_online], embedded[num_online:]
+    for index in range(pair.decoder.spec.num_layers):
+        output = pair.decoder.layer(index, torch.cat([online, training]), batch, cache.cache)
+        online, training = output[:num_online].detach(), output[num_online:]
+    _loss(pair.decoder.logits(training)).backward()
+    for ours, alone in zip(_gradients(adapter), expected, strict=True):
+        assert (ours - alone).abs().max() < 1e-4 * alone.abs().max()
+    assert not cache.cache.requires_grad
+    plain, plain_cache = _fused_batch(pair, adapter)
+    with torch.no_grad():
+        hidden = pair.decoder.forward(plain, plain_cache.cache)
+    assert (pair.decoder.logits(online) - pair.decoder.logits(hidden[:num_online])).abs().max() < 1e-4
+    assert torch.allclose(cache.cache, plain_cache.cache, atol=1e-5, equal_nan=True)
+
+
+def test_activations_are_freed_by_backward(llama: Pair) -> None:
+    """A second backward through the same graph finds nothing left."""
+    adapter = _adapter(llama)
+    loss = _loss(llama.decoder.logits(llama.decoder.forward(support.training_batch(SEQUENCES, adapter))))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_half_precision_base_trains_float32_masters(pair: Pair) -> None:
+    decoder = support.load(pair.folder, torch.bfloat16)
+    adapter = _adapter(pair)
+    expected = _whole(pair, adapter)
+    _loss(decoder.logits(decoder.forward(support.training_batch(SEQUENCES, adapter)))).backward()
+    for ours, exact in zip(_gradients(adapter), expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert F.cosine_similarity(ours.flatten(), exact.flatten(), dim=0) > 0.98

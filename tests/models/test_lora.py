@@ -1,0 +1,280 @@
+"""Adapters: PEFT's format both ways, several adapters in one batch, and folders that must be refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import LINEAR_MODULES
+from cotenant.models.lora import LoraAdapter, load_adapter, save_adapter
+from cotenant.models.spec import ModelSpec
+from models import support
+from models.support import PagedCache, Pair, tokens
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def _load(folder: Path, spec: ModelSpec, max_rank: int = 64) -> LoraAdapter:
+    return load_adapter(folder, spec, support.CPU, torch.float32, max_rank)
+
+
+def _peft_logits(pair: Pair, folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    """By a fresh base model with the adapter of a folder."""
+    base = type(pair.reference).from_pretrained(pair.folder)
+    model = PeftModel.from_pretrained(base, folder).eval()
+    return torch.cat([pair.reference_logits(sequence, model) for sequence in sequences])
+
+
+def _our_logits(pair: Pair, adapter: LoraAdapter, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    with torch.no_grad():
+        return pair.decoder.logits(pair.decoder.forward(support.training_batch(sequences, adapter)))
+
+
+def _assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": LINEAR_MODULES},
+        {"target_modules": ("k_proj",), "r": 1, "alpha": 0.75},
+        {"target_modules": ("o_proj", "up_proj"), "r": 6, "alpha": 10, "use_rslora": True, "dropout": 0.3},
+    ],
+    ids=["all", "one", "rslora"],
+)
+def test_peft_loads_what_we_save(pair: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+    adapter = support.random_adapter(pair.decoder, 1, **options)
+    save_adapter(adapter, tmp_path, str(pair.folder))
+    sequences = [tokens(14), tokens(9)]
+    expected = _peft_logits(pair, tmp_path, sequences)
+    assert (expected - torch.cat([pair.reference_logits(s) for s in sequences])).abs().max() > 0.1
+    _assert_close(_our_logits(pair, adapter, sequences), expected)
+    _assert_close(_our_logits(pair, _load(tmp_path, pair.decoder.spec), sequences), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 8, "lora_alpha": 4, "target_modules": "all-linear"},
+        {"r": 3, "lora_alpha": 5, "target_modules": ["self_attn.q_proj", "down_proj"], "use_rslora": True},
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": r".*\.(v_proj|gate_proj|up_proj)",
+            "rank_pattern": {"layers.1.self_attn.v_proj": 2, "gate_proj": 7},
+            "alpha_pattern": {"up_proj": 20, r"layers\.[02]\.mlp\.gate_proj": 3},
+        },
+        {"r": 2, "target_modules": ["q_proj", "k_proj", "v_proj"], "layers_to_transform": [0, 2]},
+        {"r": 2, "target_modules": ["q_proj", "o_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    ],
+    ids=["all-linear", "ends-of-names", "patterns", "layers", "excluded"],
+)
+def test_we_load_what_peft_saves_and_save_it_again(llama: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(4)
+    base = type(llama.reference).from_pretrained(llama.folder)
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **options)).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    sequences = [tokens(21), tokens(5)]
+    expected = torch.cat([llama.reference_logits(sequence, model) for sequence in sequences])
+    adapter = _load(tmp_path / "theirs", llama.decoder.spec)
+    _assert_close(_our_logits(llama, adapter, sequences), expected)
+    save_adapter(adapter, tmp_path / "ours", str(llama.folder))
+    _assert_close(_peft_logits(llama, tmp_path / "ours", sequences), expected)
+    _assert_close(_our_logits(llama, _load(tmp_path / "ours", llama.decoder.spec), sequences), expected)
+
+
+def test_saved_files_hold_what_peft_and_vllm_expect(llama: Pair, tmp_path: Path) -> None:
+    adapter = support.random_adapter(llama.decoder, 1, target_modules=("v_proj", "q_proj"), r=4, alpha=8.0)
+    save_adapter(adapter, tmp_path / "made" / "here", "some/base")
+    config = json.loads((tmp_path / "made" / "here" / CONFIG).read_text())
+    expected = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "some/base",
+        "inference_mode": True,
+        "bias": "none",
+        "r": 4,
+        "lora_alpha": 8,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "v_proj"],
+        "modules_to_save": None,
+    }
+    assert expected.items() <= config.items()
+    assert isinstance(config["lora_alpha"], int)
+    tensors = load_file(tmp_path / "made" / "here" / WEIGHTS)
+    prefix = "base_model.model.model.layers"
+    assert set(tensors) == {
+        f"{prefix}.{layer}.self_attn.{module}.lora_{matrix}.weight"
+        for layer in range(3)
+        for module in ("q_proj", "v_proj")
+        for matrix in "AB"
+    }
+    assert tensors[f"{prefix}.0.self_attn.v_proj.lora_A.weight"].shape == (4, 48)
+    assert tensors[f"{prefix}.0.self_attn.v_proj.lora_B.weight"].shape == (32, 4)
+
+
+def _adapters(decoder: Any, make: Callable[[LoraAdapter], LoraAdapter]) -> list[LoraAdapter]:
+    options: list[dict[str, Any]] = [
+        {"r": 2, "target_modules": LINEAR_MODULES},
+        {"r": 7, "alpha": 3.0, "target_modules": ("o_proj", "gate_proj")},
+        {"r": 5, "target_modules": ("q_proj", "k_proj", "down_proj"), "use_rslora": True},
+    ]
+    return [make(support.random_adapter(decoder, seed, **option)) for seed, option in enumerate(options)]
+
+
+def test_a_mixed_batch_gives_each_its_own_result(pair: Pair) -> None:
+    """Decodes, prompt chunks and a training segment in one batch, base and three adapters side by side."""
+    served = _adapters(pair.decoder, lambda adapter: adapter.for_serving(support.CPU, torch.float32))
+    trained = support.random_adapter(pair.decoder, 9, target_modules=LINEAR_MODULES)
+    cache = PagedCache(pair.decoder)
+    texts = [tokens(length, seed=7) for length in (12, 20, 15, 31, 6)]
+    owners = [served[0], None, served[1], served[2], served[0]]
+    one, two, three, four, five = (cache.add(text, owner) for text, owner in zip(texts, owners, strict=True))
+    cache.run([(one, 11), (two, 19), (three, 14), (four, 3)])
+    examples = [tokens(8, seed=8), tokens(13, seed=8)]
+    batch = cache.batch([[(one, 1), (two, 1), (three, 1)], [(four, 28), (five, 6)]], examples, trained)
+    with torch.no_grad():
+        logits = pair.decoder.logits(pair.decoder.forward(batch, cache.cache))
+    alone = [
+        _our_logits(pair, owner, [text]) if owner else pair.reference_logits(text)
+        for text, owner in zip(texts, owners, strict=True)
+    ]
+    expected = [
+        alone[0][11:],
+        alone[1][19:],
+        alone[2][14:],
+        alone[3][3:],
+        alone[4],
+        _our_logits(pair, trained, examples),
+    ]
+    _assert_close(logits, torch.cat(expected))
+
+
+def test_adapters_alone_equal_peft_through_the_paged_cache(llama: Pair, tmp_path: Path) -> None:
+    for index, adapter in enumerate(_adapters(llama.decoder, lambda adapter: adapter)):
+        save_adapter(adapter, tmp_path / str(index), str(llama.folder))
+        text = tokens(18, seed=index)
+        cache = PagedCache(llama.decoder)
+        sequence = cache.add(text, _load(tmp_path / str(index), llama.decoder.spec))
+        logits = [cache.run([(sequence, 10)])] + [cache.run([(sequence, 1)]) for _ in range(8)]
+        _assert_close(torch.cat(logits), _peft_logits(llama, tmp_path / str(index), [text]))
+
+
+def test_a_snapshot_does_not_change_with_its_original(llama: Pair) -> None:
+    adapter = support.random_adapter(llama.decoder, 1)
+    before = _our_logits(llama, adapter, [tokens(9)])
+    copies = [adapter.snapshot(), adapter.for_serving(support.CPU, torch.float32)]
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.mul_(2)
+    assert (_our_logits(llama, adapter, [tokens(9)]) - before).abs().max() > 0.01
+    for copy in copies:
+        assert not any(parameter.requires_grad for parameter in copy.parameters())
+        _assert_close(_our_logits(llama, copy, [tokens(9)]), before)
+
+
+def test_initial_values_are_pefts(llama: Pair) -> None:
+    """A is uniform with PEFT's bound, B is zero, and the same seed gives the same bits."""
+    options: dict[str, Any] = {"r": 32, "alpha": 8.0, "target_modules": ("down_proj",)}
+    first = LoraAdapter.trainable(llama.decoder.spec, seed=1, **options)
+    model = get_peft_model(
+        type(llama.reference).from_pretrained(llama.folder), LoraConfig(r=32, target_modules=["down_proj"])
+    )
+    theirs = torch.cat([p for name, p in model.named_parameters() if "lora_A" in name])
+    ours = torch.cat([a for a, _ in first.weights.values()])
+    assert ours.shape == theirs.shape
+    bound = 80**-0.5
+    assert 0.98 * bound < ours.abs().max() < bound
+    assert abs(ours.std() / theirs.std() - 1) < 0.03
+    assert all(not b.any() for _, b in first.weights.values())
+    again = LoraAdapter.trainable(llama.decoder.spec, seed=1, **options)
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
+    other = LoraAdapter.trainable(llama.decoder.spec, seed=2, **options)
+    assert not torch.equal(first.parameters()[0], other.parameters()[0])
+
+
+def test_trainable_refuses_unknown_modules(llama: Pair) -> None:
+    for modules in (("q_proj", "lm_head"), ()):
+        with pytest.raises(InvalidInputError, match="target_modules"):
+            LoraAdapter.trainable(llama.decoder.spec, r=2, alpha=4, target_modules=modules, seed=0)
+
+
+def _edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def _edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    edit(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+_Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "dora": (lambda f: _edit_config(f, use_dora=True), f"{CONFIG}.*use_dora"),
+    "bias": (lambda f: _edit_config(f, bias="lora_only"), f"{CONFIG}.*bias 'lora_only'"),
+    "modules-to-save": (lambda f: _edit_config(f, modules_to_save=["lm_head"]), f"{CONFIG}.*modules_to_save"),
+    "pissa": (lambda f: _edit_config(f, init_lora_weights="pissa_niter_4"), f"{CONFIG}.*pissa"),
+    "other-kind": (lambda f: _edit_config(f, peft_type="IA3"), f"{CONFIG}.*'IA3'"),
+    "unknown-target": (lambda f: _edit_config(f, target_modules=["q_proj", "lm_head"]), f"{CONFIG}.*lm_head"),
+    "no-target": (lambda f: _edit_config(f, target_modules="nothing"), f"{CONFIG}.*selects none"),
+    "broken-pattern": (lambda f: _edit_config(f, target_modules="(q_proj"), f"{CONFIG}.*wrong kind"),
+    "broken-rank-pattern": (lambda f: _edit_config(f, rank_pattern={"(q_proj": 3}), f"{CONFIG}.*wrong kind"),
+    "no-rank": (lambda f: _edit_config(f, r="absent"), f"{CONFIG} lacks 'r'"),
+    "silly-rank": (lambda f: _edit_config(f, r="four"), f"{CONFIG}.*four"),
+    "other-rank": (lambda f: _edit_config(f, r=3), rf"{WEIGHTS}.*{_Q0}.*\[4, 48\].*\[3, 48\]"),
+    "rank-over-limit": (lambda f: _edit_config(f, r=65), f"{CONFIG}.*rank 65.*--max-lora-rank"),
+    "no-config": (lambda f: (f / CONFIG).unlink(), f"holds no {CONFIG}"),
+    "config-not-json": (lambda f: (f / CONFIG).write_text("{"), f"{CONFIG} cannot be read"),
+    "config-a-list": (lambda f: (f / CONFIG).write_text("[]"), f"{CONFIG} does not hold"),
+    "no-weights": (lambda f: (f / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
+    "torn-weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), f"{WEIGHTS} is not"),
+    "empty-weights": (lambda f: (f / WEIGHTS).write_bytes(b""), f"{WEIGHTS} is not"),
+    "missing-tensor": (lambda f: _edit_weights(f, lambda t: t.pop(f"{_Q0}.lora_B.weight")), f"lacks {_Q0}.lora_B"),
+    "extra-tensor": (
+        lambda f: _edit_weights(f, lambda t: t.update({"base_model.model.lm_head.weight": torch.zeros(2)})),
+        f"{WEIGHTS}.*lm_head",
+    ),
+    "wrong-shape": (
+        lambda f: _edit_weights(f, lambda t: t.update({f"{_Q0}.lora_B.weight": torch.zeros(63, 4)})),
+        rf"{WEIGHTS}.*{_Q0}.*\[63, 4\].*\[64, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_bad_folders_are_refused(llama: Pair, tmp_path: Path, name: str) -> None:
+    save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
+    _load(tmp_path, llama.decoder.spec)
+    spoil, message = BAD_FOLDERS[name]
+    spoil(tmp_path)
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        _load(tmp_path, llama.decoder.spec)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused(llama: Pair, pair_of: Callable[[str], Pair], tmp_path: Path) -> None:
+    save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
+    with pytest.raises(InvalidInputError, match="this model needs"):
+        _load(tmp_path, pair_of("qwen3").decoder.spec)
+
+
+def test_the_rank_limit_is_inclusive(llama: Pair, tmp_path: Path) -> None:
+    save_adapter(support.random_adapter(llama.decoder, 0, r=4), tmp_path, "base")
+    _load(tmp_path, llama.decoder.spec, max_rank=4)
+    with pytest.raises(InvalidInputError, match="rank 4"):
+        _load(tmp_path, llama.decoder.spec, max_rank=3)
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,142 @@
+"""Reading config.json, and refusing what would be computed wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.models.rope import RopeTables
+from cotenant.models.spec import ModelSpec, RopeScaling, spec_from_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_a_plain_config() -> None:
+    assert spec_from_config(BASE) == ModelSpec(
+        family="llama",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=50,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+    )
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "default"}])
+def test_both_spellings_of_rotary_settings(scaling: dict[str, Any]) -> None:
+    old = spec_from_config({**BASE, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = spec_from_config({**BASE, "rope_parameters": {"rope_theta": 5e5, **scaling}})
+    assert old == new
+    assert new.rope_theta == 5e5
+    assert (new.rope_scaling is None) == (scaling["rope_type"] == "default")
+
+
+def test_the_oldest_spelling_of_linear_scaling() -> None:
+    spec = spec_from_config({**BASE, "rope_scaling": {"type": "linear", "factor": 2}})
+    assert spec.rope_scaling == RopeScaling("linear", 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_tables_are_those_of_transformers(dtype: torch.dtype) -> None:
+    """At the real size of Llama 3.1, where slow, fast and in-between frequencies all occur."""
+    parameters = LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192}
+    config = {**BASE, "head_dim": 128, "max_position_embeddings": 20000, "rope_parameters": parameters}
+    positions = torch.tensor([0, 1, 77, 8191, 19999])
+    cos, signed_sin = RopeTables(spec_from_config(config), torch.device("cpu"), dtype).at(positions)
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**config))
+    expected_cos, expected_sin = theirs(torch.zeros(1, dtype=dtype), positions[None])
+    signs = torch.tensor([-1.0, 1.0], dtype=dtype).repeat_interleave(64)
+    tolerance = {"atol": 1e-4 if dtype == torch.float32 else 8e-3, "rtol": 0.0}
+    assert torch.allclose(cos[:, 0], expected_cos[0], **tolerance)
+    assert torch.allclose(signed_sin[:, 0] * signs, expected_sin[0], **tolerance)
+
+
+def test_end_of_sequence_ids() -> None:
+    assert spec_from_config({**BASE, "eos_token_id": 3}).eos_token_ids == (3,)
+    assert spec_from_config({**BASE, "eos_token_id": 3}, {"eos_token_id": [4, 5]}).eos_token_ids == (4, 5)
+    assert spec_from_config({**BASE, "eos_token_id": [3, 7]}, {}).eos_token_ids == (3, 7)
+    assert spec_from_config(BASE).eos_token_ids == ()
+
+
+def test_families_differ() -> None:
+    def spec(name: str, **changes: Any) -> ModelSpec:
+        return spec_from_config({**BASE, "architectures": [name], **changes})
+
+    assert spec("Qwen2ForCausalLM").attention_bias
+    assert not spec("Qwen2ForCausalLM").output_bias
+    assert spec("Qwen3ForCausalLM").qk_norm
+    assert spec("Qwen3ForCausalLM").head_dim == 128
+    assert spec("LlamaForCausalLM", attention_bias=True).output_bias
+    assert spec("MistralForCausalLM", sliding_window=32).sliding_window == 32
+    assert spec("MistralForCausalLM", sliding_window=None).sliding_window is None
+    assert spec("Qwen2ForCausalLM", sliding_window=32, use_sliding_window=False).sliding_window is None
+    windowed = {"sliding_window": 32, "use_sliding_window": True}
+    assert spec("Qwen2ForCausalLM", **windowed, max_window_layers=2).sliding_window is None
+    assert spec("Qwen2ForCausalLM", **windowed, max_window_layers=0).sliding_window == 32
+    assert spec("Qwen3ForCausalLM", **windowed, layer_types=["sliding_attention"] * 2).sliding_window == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            r"GPT2LMHeadModel; supported are LlamaForCausalLM, .*Qwen3ForCausalLM",
+        ),
+        ({"architectures": None, "model_type": "gemma"}, "gemma"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a positive number"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": "1"}}, "low_freq_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer, but is None"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
+            "some of the layers",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        spec_from_config({**BASE, **changes})
+
+
+def test_model_type_stands_in_for_architectures() -> None:
+    config = {key: value for key, value in BASE.items() if key != "architectures"}
+    assert spec_from_config({**config, "model_type": "qwen3"}).family == "qwen3"
