@@ -54,8 +54,10 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def choose_dtype(name: str, device: Device) -> torch.dtype:
-    """The dtype of weights and KV cache for `--dtype`."""
+def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> torch.dtype:
+    """The dtype of weights and KV cache for `--dtype`. ``auto`` keeps a checkpoint's half precision on a GPU."""
+    if name == "auto" and device.torch_device.type != "cpu" and checkpoint_dtype in ("bfloat16", "float16"):
+        name = checkpoint_dtype
     return device.default_dtype() if name == "auto" else getattr(torch, name)
 
 
@@ -63,7 +65,7 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
     """Load everything and put it together. Sends ``Ready`` when requests can be served."""
     device = create_device(config.model.device)
     resolved = resolve_model(config.model)
-    dtype = choose_dtype(config.model.dtype, device)
+    dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
     decoder = load_decoder(resolved, device.torch_device, dtype, config.model.seed)
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or _TASKLET_TOKENS[device.torch_device.type]
