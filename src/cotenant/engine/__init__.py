@@ -1,0 +1,1 @@
+"""Generation: sequences, their pages, the batch of each iteration, and the sampler."""

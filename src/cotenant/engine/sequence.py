@@ -1,0 +1,84 @@
+"""A request's state while it is live: its tokens, and how many of them the KV cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cotenant.core.plan import RequestView
+from cotenant.core.request import FinishReason, Request, TokenLogprobs
+from cotenant.engine.sampling_state import SamplingState
+from cotenant.models.lora import LoraAdapter
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One live request. ``number`` is unique in the engine's life and owns the sequence's pages.
+
+    Waiting: no seat, no pages, ``num_computed`` 0. Running: a seat in the block tables, and pages for at least
+    ``num_computed`` tokens, which are always the first ones of ``tokens``.
+    """
+
+    request: Request
+    number: int
+    max_length: int
+    eos_token_ids: frozenset[int]
+    sampling_state: SamplingState
+    tokens: list[int]
+    num_computed: int = 0
+    seat: int | None = None
+    adapter: LoraAdapter | None = None
+    was_admitted: bool = False
+    queue_s: float | None = None  # how long it waited for its first seat, until that is reported
+    first_token_s: float | None = None
+    aborted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    stop_token_ids: frozenset[int] = field(init=False)
+    key: tuple[int, float, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        ends = frozenset(sampling.stop_token_ids)
+        self.stop_token_ids = ends if sampling.ignore_eos else ends | self.eos_token_ids
+        self.key = (self.request.priority, self.request.arrival_s, self.number)
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # nothing precedes the first token
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that go through the decoder before the next one can be sampled; at least 1 while live."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only its newest generated token is left. A sequence that is recomputed after preemption is in prefill."""
+        return self.num_left == 1 and self.num_computed >= len(self.request.prompt)
+
+    def append(self, token_id: int, now_s: float) -> FinishReason | None:
+        """Take a sampled token; say whether it was the last."""
+        self.tokens.append(token_id)
+        self.sampling_state.observe(token_id)
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        if token_id in self.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_generated >= self.request.sampling.max_tokens or len(self.tokens) >= self.max_length:
+            return FinishReason.LENGTH
+        return None
+
+    def view(self) -> RequestView:
+        """What a policy sees; prompt tokens left include those that are recomputed after preemption."""
+        return RequestView(
+            request_id=self.request.request_id,
+            arrival_s=self.request.arrival_s,
+            first_token_s=self.first_token_s,
+            num_generated=self.num_generated,
+            num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
+        )

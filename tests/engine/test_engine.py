@@ -1,0 +1,257 @@
+"""The engine against transformers' greedy generation, and how requests end."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import BatchShape
+from cotenant.core.request import FinishReason
+
+
+def test_staggered_arrivals_give_the_tokens_of_transformers(small) -> None:
+    engine = small.engine(max_num_seqs=4, max_num_batched_tokens=16)
+    requests = [small.request(small.prompt(3 + 5 * index), max_tokens=12) for index in range(9)]
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    pending = list(requests)
+    while pending or engine.has_work:
+        for request in pending[:1]:
+            engine.add(request)
+        del pending[:1]
+        for _ in range(3):
+            for output in engine.step():
+                outputs[output.request_id] += output.token_ids
+            engine.check_integrity()
+    for request in requests:
+        assert outputs[request.request_id] == small.greedy(request.prompt, 12)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+@pytest.mark.parametrize("budget", [3, 7, 256])
+def test_chunked_prefill(small, page_tokens: int, budget: int) -> None:
+    engine = small.engine(page_tokens=page_tokens, max_num_seqs=3, max_num_batched_tokens=budget, num_pages=300)
+    requests = [small.request(small.prompt(length), max_tokens=6) for length in (41, 1, 16, 7, 30)]
+    outputs = small.run(engine, requests)
+    for request in requests:
+        assert small.tokens(outputs[request.request_id]) == small.greedy(request.prompt, 6)
+
+
+def test_preemption_loses_and_repeats_nothing(small) -> None:
+    engine = small.engine(num_pages=20, page_tokens=2, max_num_seqs=6, max_num_batched_tokens=12)
+    requests = [small.request(small.prompt(4, seed), max_tokens=25) for seed in range(6)]
+    outputs = small.run(engine, requests)
+    assert engine.num_preemptions > 3
+    for request in requests:
+        assert all(len(output.token_ids) == 1 for output in outputs[request.request_id])
+        assert small.tokens(outputs[request.request_id]) == small.greedy(request.prompt, 25)
+
+
+def test_seeded_text_survives_neighbours_and_preemption(small) -> None:
+    def request(seed: int):
+        return small.request(
+            small.prompt(5, seed), 25, temperature=1.5, seed=seed, top_p=0.95, repetition_penalty=1.1, logprobs=0
+        )
+
+    alone = [small.tokens(*small.run(small.engine(), [request(seed)]).values()) for seed in range(6)]
+    engine = small.engine(num_pages=20, page_tokens=2, max_num_seqs=6, max_num_batched_tokens=12)
+    together = small.run(engine, [request(seed) for seed in range(6)])
+    assert engine.num_preemptions > 3
+    assert sorted(map(small.tokens, together.values())) == sorted(alone)
+
+
+def test_stop_tokens(small) -> None:
+    prompt = small.prompt(6)
+    text = small.greedy(prompt, 20)
+    third = text.index(text[3])
+    cases = [
+        (small.request(prompt, 20, stop_token_ids=(text[3],)), (), third + 1, FinishReason.STOP),
+        (small.request(prompt, 20), (text[3],), third + 1, FinishReason.STOP),
+        (small.request(prompt, 20, ignore_eos=True), (text[3],), 20, FinishReason.LENGTH),
+        (
+            small.request(prompt, 20, ignore_eos=True, stop_token_ids=(text[3],)),
+            (text[3],),
+            third + 1,
+            FinishReason.STOP,
+        ),
+        (small.request(prompt, third + 1, stop_token_ids=(text[3],)), (), third + 1, FinishReason.STOP),
+    ]
+    for request, eos_token_ids, length, reason in cases:
+        (outputs,) = small.run(small.engine(eos_token_ids=eos_token_ids), [request]).values()
+        assert small.tokens(outputs) == text[:length]
+        assert [output.finish_reason for output in outputs] == [None] * (length - 1) + [reason]
+        assert outputs[-1].stop_token_id == (text[3] if reason is FinishReason.STOP else None)
+
+
+def test_the_context_ends_a_sequence(small) -> None:
+    prompt = small.prompt(10)
+    for engine in (small.engine(max_model_len=16), small.engine(num_pages=4, page_tokens=4)):
+        assert engine.max_model_len == 16
+        (outputs,) = small.run(engine, [small.request(prompt, 1000)]).values()
+        assert small.tokens(outputs) == small.greedy(prompt, 6)
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_requests_that_can_never_run_are_refused(small) -> None:
+    engine = small.engine(max_model_len=16)
+    neighbour = small.request(small.prompt(5), 5)
+    engine.add(neighbour)
+    refused = [
+        (small.request(small.prompt(16), 1), "the prompt has 16 tokens; .* at most 15 fit"),
+        (small.request(small.prompt(17), 0), "the prompt has 17 tokens; .* at most 16 fit"),
+        (small.request((), 1), "empty"),
+        (small.request((1, 97), 1), "outside 0 to 96"),
+        (small.request((-1, 2), 1), "outside 0 to 96"),
+        (small.request((1,), 1, logit_bias={97: 1.0}), "logit_bias"),
+        (small.request((1,), 1, request_id=neighbour.request_id), "in use"),
+    ]
+    for request, message in refused:
+        with pytest.raises(InvalidInputError, match=message):
+            engine.add(request)
+        engine.check_integrity()
+    outputs = small.run(engine, [small.request(small.prompt(16), 0), small.request(small.prompt(15), 5)])
+    assert small.tokens(outputs[neighbour.request_id]) == small.greedy(neighbour.prompt, 5)
+    assert [small.tokens(one) for one in outputs.values()].count([]) == 1
+
+
+def test_abort_frees_at_once_and_is_silent(small) -> None:
+    engine = small.engine(max_num_seqs=2)
+    running, kept, waiting = (small.request(small.prompt(9, seed), 9) for seed in range(3))
+    for request in (running, kept, waiting):
+        engine.add(request)
+    engine.step()
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    usage = engine.kv_cache_usage
+    engine.abort([running.request_id, waiting.request_id, "unknown", running.request_id])
+    engine.check_integrity()
+    assert engine.kv_cache_usage == usage / 2
+    assert [view.request_id for view in engine.views()] == [kept.request_id]
+    outputs = small.run(engine)
+    assert list(outputs) == [kept.request_id]
+    assert small.tokens(outputs[kept.request_id]) == small.greedy(kept.prompt, 9)[1:]
+
+
+def test_abort_while_the_batch_is_in_flight(small) -> None:
+    """Its pages must not go to another sequence before the batch that writes them has ended."""
+    engine = small.engine()
+    gone, kept, late = (small.request(small.prompt(9, seed), 5) for seed in range(3))
+    engine.add(gone)
+    engine.add(kept)
+    step = engine.schedule()
+    used = engine.kv_cache_usage
+    engine.abort([gone.request_id])
+    engine.add(late)
+    engine.next_shape()
+    engine.check_integrity()
+    assert engine.kv_cache_usage == used
+    outputs = engine.finish(step, small.decoder.forward(step.batch, engine.kv_cache))
+    assert [output.request_id for output in outputs] == [kept.request_id]
+    assert engine.kv_cache_usage == used / 2
+    rest = small.run(engine, [small.request(gone.prompt, 5, request_id=gone.request_id)])
+    assert small.tokens(rest[late.request_id]) == small.greedy(late.prompt, 5)
+    assert small.tokens(rest[gone.request_id]) == small.greedy(gone.prompt, 5)
+
+
+def test_a_step_that_is_never_finished_changes_nothing(small) -> None:
+    engine = small.engine(max_num_batched_tokens=8)
+    request = small.request(small.prompt(21), 6)
+    engine.add(request)
+    outputs = []
+    while engine.has_work:
+        lost = engine.schedule()
+        engine.check_integrity()
+        assert engine.next_shape() == lost.shape
+        step = engine.schedule()
+        assert step.shape == lost.shape
+        engine.next_shape()  # may be asked at any time
+        with pytest.raises(AssertionError):
+            engine.finish(lost, torch.zeros(1))
+        outputs += engine.finish(step, small.decoder.forward(step.batch, engine.kv_cache))
+    assert small.tokens(outputs) == small.greedy(request.prompt, 6)
+
+
+def test_pages_of_a_lost_step_are_free_for_the_next(small) -> None:
+    engine = small.engine(num_pages=4, page_tokens=4)
+    engine.add(small.request(small.prompt(13), 3, request_id="gone"))
+    assert engine.schedule() is not None
+    engine.abort(["gone"])
+    late = small.request(small.prompt(14), 2)
+    engine.add(late)
+    engine.next_shape()
+    first = engine.step()
+    assert first
+    assert small.tokens(first + small.run(engine)[late.request_id]) == small.greedy(late.prompt, 2)
+
+
+def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
+    engine = small.engine()
+    requests = [small.request(small.prompt(6, seed), 8, logprobs=1, temperature=float(seed)) for seed in range(3)]
+    kept = requests[0]
+    for request in requests:
+        engine.add(request)
+    outputs = engine.step() + engine.step()
+    step = engine.schedule()
+    hidden = small.decoder.forward(step.batch, engine.kv_cache).clone()
+    rows = {entry.sequence.request.request_id: entry.start for entry in step.entries}
+    hidden[rows[requests[1].request_id]] = float("nan")
+    hidden[rows[requests[2].request_id], 0] = float("inf")
+    finished = engine.finish(step, hidden)
+    engine.check_integrity()
+    assert [output.request_id for output in finished if output.finish_reason is FinishReason.ABORT] == [
+        request.request_id for request in requests[1:]
+    ]
+    outputs += [output for output in finished if output.request_id == kept.request_id]
+    outputs += small.run(engine)[kept.request_id]
+    assert small.tokens([one for one in outputs if one.request_id == kept.request_id]) == small.greedy(kept.prompt, 8)
+
+
+def test_rows_of_a_fused_segment_are_ignored(small) -> None:
+    engine = small.engine()
+    request = small.request(small.prompt(7), 4)
+    engine.add(request)
+    outputs = []
+    while engine.has_work:
+        step = engine.schedule()
+        hidden = small.decoder.forward(step.batch, engine.kv_cache)
+        outputs += engine.finish(step, torch.cat((hidden, torch.full((5, hidden.shape[1]), float("nan")))))
+    assert small.tokens(outputs) == small.greedy(request.prompt, 4)
+
+
+def test_shapes_and_views(small) -> None:
+    engine = small.engine(max_num_batched_tokens=12)
+    assert engine.schedule() is None
+    assert engine.next_shape() == BatchShape()
+    first, second = small.request(small.prompt(10), 5), small.request(small.prompt(20), 5)
+    engine.add(first)
+    assert engine.next_shape() == BatchShape(prefill_tokens=10, prefill_context_tokens=10)
+    engine.step()
+    engine.add(second)
+    assert engine.next_shape() == BatchShape(
+        num_decode=1, context_tokens=11, prefill_tokens=11, prefill_context_tokens=11
+    )
+    engine.step()
+    assert engine.next_shape() == BatchShape(
+        num_decode=1, context_tokens=12, prefill_tokens=9, prefill_context_tokens=20
+    )
+    views = engine.views()
+    assert [(view.request_id, view.num_generated, view.num_prompt_tokens_left) for view in views] == [
+        (first.request_id, 2, 0),
+        (second.request_id, 0, 9),
+    ]
+    assert views[0].first_token_s is not None
+    assert views[1].first_token_s is None
+    assert views[1].arrival_s == second.arrival_s
+
+
+def test_the_time_in_the_queue_is_reported_once_with_the_first_output(small) -> None:
+    now = [100.0]
+    engine = small.engine(max_num_seqs=1, clock=lambda: now[0])
+    first, second = (replace(small.request(small.prompt(3), max_tokens=3), arrival_s=99.5) for _ in range(2))
+    engine.add(first)
+    engine.add(second)
+    waited: list[tuple[str, float | None]] = []
+    while engine.has_work:
+        waited += [(output.request_id, output.queue_s) for output in engine.step()]
+        now[0] += 1.0
+    assert [queue_s for name, queue_s in waited if name == first.request_id] == [0.5, None, None]
+    assert [queue_s for name, queue_s in waited if name == second.request_id] == [3.5, None, None]
