@@ -1,0 +1,152 @@
+"""Checkpoints: a served adapter and everything that training needs to go on from it, bit for bit.
+
+``checkpoints/step-00000088/`` holds the adapter's and tokenizer's files, ``trainer_state.safetensors`` (float32 master
+weights and optimizer moments) and ``trainer_state.json`` with the digests of both tensor files. A folder appears in one
+rename; one that fails its digests is passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+
+from cotenant.core.job import StepMetrics
+from cotenant.durable import atomic_folder
+from cotenant.finetune.export import write_adapter_files
+from cotenant.models.lora import LoraAdapter
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "trainer_state.json"
+TENSOR_FILE = "trainer_state.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+_FOLDER_NAME = re.compile(r"step-(\d{8})")
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """``trainer_state.json``. Data order, schedule and dropout follow from ``step`` and the job's settings.
+
+    ``epoch``: how many epochs ``step`` steps are. ``announced``: a checkpoint to be served (end of an epoch,
+    ``save_steps``), not one made for a pause. ``needs_evaluation``: the step is taken, but the validation that belongs
+    to it is not over, so ``metrics`` is without it and not in ``metrics.jsonl`` yet. ``fingerprint``: of the job's
+    settings and data.
+    """
+
+    step: int
+    epoch: float
+    trained_tokens: int
+    announced: bool
+    metrics: StepMetrics
+    needs_evaluation: bool
+    fingerprint: str
+    digests: dict[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Copies of the training state after a step, for the writer's thread. ``tensors`` go into ``TENSOR_FILE``."""
+
+    state: TrainerState
+    adapter: LoraAdapter
+    tensors: dict[str, torch.Tensor]
+
+
+class CheckpointError(Exception):
+    """A checkpoint folder that cannot be used, and why."""
+
+
+class CheckpointStore:
+    """The checkpoints of one job, in ``folder``."""
+
+    def __init__(self, folder: Path, base_model: str, tokenizer_folder: Path | None) -> None:
+        self._folder = folder
+        self._base_model = base_model
+        self._tokenizer_folder = tokenizer_folder
+
+    def path(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}"
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint atomically, then remove the ones made for earlier pauses."""
+        target = self.path(snapshot.state.step)
+        with atomic_folder(target) as folder:
+            write_adapter_files(snapshot.adapter, folder, self._base_model, self._tokenizer_folder)
+            safetensors.torch.save_file(snapshot.tensors, folder / TENSOR_FILE)
+            digests = {name: _digest(folder / name) for name in (ADAPTER_FILE, TENSOR_FILE)}
+            state = msgspec.structs.replace(snapshot.state, digests=digests)
+            (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        for path in self._newest_first():
+            if path != target and not _announced(path):
+                shutil.rmtree(path, ignore_errors=True)
+        return target
+
+    def newest(self) -> tuple[TrainerState, dict[str, torch.Tensor]] | None:
+        """The newest checkpoint that is whole, with the tensors of ``TENSOR_FILE``; None if there is none."""
+        for path in self._newest_first():
+            try:
+                state = read_state(path)
+                for name, digest in state.digests.items():
+                    if _digest(path / name) != digest:
+                        raise CheckpointError(f"{name} is damaged")
+                return state, safetensors.torch.load_file(path / TENSOR_FILE)
+            except (CheckpointError, OSError, safetensors.SafetensorError) as error:
+                logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
+        return None
+
+    def announced(self) -> list[tuple[TrainerState, Path]]:
+        """The checkpoints to be served, oldest first, as far as their files are there."""
+        found = []
+        for path in reversed(list(self._newest_first())):
+            try:
+                state = read_state(path)
+            except CheckpointError:
+                continue  # ``newest`` has warned about it or will
+            if state.announced and (path / ADAPTER_FILE).is_file():
+                found.append((state, path))
+        return found
+
+    def _newest_first(self) -> Iterator[Path]:
+        if not self._folder.is_dir():
+            return
+        names = sorted(
+            (path.name for path in self._folder.iterdir() if _FOLDER_NAME.fullmatch(path.name)), reverse=True
+        )
+        for name in names:
+            yield self._folder / name
+
+
+def read_state(folder: Path) -> TrainerState:
+    """The ``trainer_state.json`` of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing or is not one of ours.
+    """
+    try:
+        state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=TrainerState)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{STATE_FILE} cannot be read: {error}") from error
+    if set(state.digests) != {ADAPTER_FILE, TENSOR_FILE}:
+        raise CheckpointError(f"{STATE_FILE} is incomplete")
+    return state
+
+
+def _announced(folder: Path) -> bool:
+    try:
+        return read_state(folder).announced
+    except CheckpointError:
+        return True  # unreadable: not ours to delete
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,364 @@
+"""A fine-tuning job in the worker: training that can be suspended, discarded, stopped, killed and taken up again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.durable import remove_leftovers
+from cotenant.finetune.checkpoint import CheckpointStore, Snapshot
+from cotenant.finetune.dataset import Dataset, load_dataset
+from cotenant.finetune.evaluation import ValidationSet
+from cotenant.finetune.export import export_adapter, is_exported
+from cotenant.finetune.metrics import MetricsLog
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.progress import Progress
+from cotenant.finetune.state import TrainingState, fingerprint
+from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
+from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
+
+__all__ = ["FusedInput", "TrainingJob"]
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS_FOLDER = "checkpoints"
+ADAPTER_FOLDER = "adapter"
+
+
+@dataclass(slots=True)
+class _Training:
+    """What an unfinished job holds."""
+
+    state: TrainingState
+    trainer: Trainer
+    order: DataOrder
+    progress: Progress
+
+
+class TrainingJob:
+    """One job as a state machine that runs one tasklet at a time; suspending it is not calling it.
+
+    Takes up ``spec.folder``'s newest whole checkpoint, or starts from the beginning. If the folder already holds the
+    finished adapter, ``finished_path`` is set and there is nothing to run.
+
+    Files are written in the background, so ``upcoming()`` may be empty while the job is not ``done`` yet: keep calling
+    ``take_updates()``. ``done`` turns true when a ``JobSucceeded`` or ``JobFailed`` has been handed out.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        spec: JobSpec,
+        max_tasklet_tokens: int,
+        tokenizer_folder: Path | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        ``max_tasklet_tokens``: tokens of a micro-batch at most (a longer example still is one).
+        ``clock``: seconds on a monotonic clock, for the estimate of the time left.
+
+        Raises:
+            InvalidInputError: the data or the settings cannot be used.
+            CotenantError: the job's folder cannot be read or written, or belongs to a different job.
+        """
+        folder = Path(spec.folder)
+        self._spec = spec
+        self._tokenizer_folder = tokenizer_folder
+        self._adapter_path = folder / ADAPTER_FOLDER
+        self._log = MetricsLog(folder / METRICS_FILE)
+        self._checkpoints = CheckpointStore(folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder)
+        self._recorded: list[StepMetrics] = []  # the steps before this object
+        self._new_steps: list[StepMetrics] = []
+        self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
+        self._failure: JobFailed | None = None
+        self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
+        self.finished_path: str | None = str(self._adapter_path) if is_exported(self._adapter_path) else None
+        self.done = self.finished_path is not None
+        self._writer = FileWriter(spec.job_id)
+        self._training: _Training | None = None
+        self._resumed_step = 0
+        try:
+            remove_leftovers(folder)
+            if self.finished_path is not None:
+                self._recorded = self._log.read()
+                self._resumed_step = len(self._recorded)
+            else:
+                self._training = self._load(decoder, max_tasklet_tokens, clock)
+                self._begin(self._training)
+        except OSError as error:
+            self._writer.close()
+            failure = as_write_error(error)
+            raise CotenantError(failure.message, code=failure.code) from error
+        except BaseException:
+            self._writer.close()
+            raise
+
+    # What the job is and where it stands
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self._training.state.step if self._training else len(self._recorded)
+
+    @property
+    def total_steps(self) -> int:
+        return self._training.order.total_steps if self._training else len(self._recorded)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens of all steps taken so far."""
+        return self._training.state.trained_tokens if self._training else sum(step.tokens for step in self._recorded)
+
+    @property
+    def order(self) -> DataOrder:
+        """Which examples make up which step."""
+        return self._running.order
+
+    @property
+    def adapter(self) -> LoraAdapter:
+        """The adapter in training; the optimizer changes it in place."""
+        return self._running.state.adapter
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a discard would free activations or gradients."""
+        return self._training is not None and self._training.trainer.in_flight
+
+    def start_updates(self) -> list[FromWorker]:
+        """What to report once, before the first tasklet: where the job stands, and all that happened before."""
+        updates: list[FromWorker] = [
+            JobStarted(self._spec.job_id, self.total_steps, self._resumed_step, self._mean_step_tokens())
+        ]
+        unknown = tuple(step for step in self._recorded if step.step > self._spec.recorded_step)
+        if unknown:
+            updates.append(JobMetrics(self._spec.job_id, unknown, self.trained_tokens, None))
+        for state, path in self._checkpoints.announced():
+            if state.step <= self._resumed_step:
+                updates.append(CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics))
+        if self.finished_path is not None:
+            updates.append(self._succeeded())
+        return updates
+
+    # Running
+
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        """The tasklets up to the end of the current step, optimizer and evaluation included. Does no tensor work."""
+        if self._training is None or self._failure is not None:
+            return ()
+        return self._training.trainer.upcoming()
+
+    def run_tasklet(self) -> TaskletShape:
+        """Run the next tasklet of ``upcoming()``. A loss that is not finite ends the job with ``JobFailed``."""
+        shape = self.upcoming()[0].shape
+        try:
+            self._running.trainer.run_tasklet()
+        except TrainingError as error:
+            self._fail("training_diverged", f"{error} The last checkpoint is kept; try a lower learning rate.")
+        return shape
+
+    @property
+    def fusable_layer(self) -> int | None:
+        """The layer of the next tasklet, if it is a training forward and can run inside another batch."""
+        return self._training.trainer.fusable_layer if self._training and self._failure is None else None
+
+    def begin_fused(self) -> FusedInput:
+        """Hand the next forward tasklet out to be computed inside another batch, outside inference mode."""
+        return self._running.trainer.begin_fused()
+
+    def end_fused(self, output: torch.Tensor) -> TaskletShape:
+        """Take the layer's output for the training tokens [tokens, hidden], still attached to the graph."""
+        return self._running.trainer.end_fused(output)
+
+    def discard_step(self) -> None:
+        """Drop graph, activations and gradients of the step in flight; the same samples run again, exactly once."""
+        if self._training is not None:
+            self._training.trainer.discard()
+
+    # Reporting and stopping
+
+    def take_updates(self) -> list[FromWorker]:
+        """What happened since the last call, in order. A checkpoint or the end is reported once it is on disk."""
+        updates: list[FromWorker] = []
+        if self._new_steps and self._training is not None:
+            remaining_s = self._training.progress.remaining_s(self.total_steps - self.step)
+            updates.append(JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s))
+            self._new_steps.clear()
+        try:
+            updates.extend(self._writer.take())
+        except WriteError as error:
+            logger.error("Job %s: %s", self._spec.job_id, error.message)
+            self._fail(error.code, error.message)
+        if any(isinstance(update, JobSucceeded) for update in updates):
+            self.finished_path = str(self._adapter_path)
+            self.done = True
+        if self._failure is not None and self._writer.idle and not self.done:
+            updates.append(self._failure)
+            self.done = True
+        return updates
+
+    def checkpoint(self) -> list[FromWorker]:
+        """Discard the step in flight and return once a checkpoint of the last finished step is on disk.
+
+        For a pause, a cancellation or the end of the worker. Returns the outstanding updates, which may include
+        ``JobFailed`` if the disk is full, or ``JobSucceeded`` if the job was only writing its result.
+        """
+        self.discard_step()
+        if self._training is not None and self._failure is None:
+            pending = self._training.trainer.pending
+            metrics = self._last if pending is None else pending
+            if metrics is not None and self._saved != (metrics.step, pending is not None):
+                self._save(metrics, announced=False, needs_evaluation=pending is not None)
+        self.wait_for_writes()
+        return self.take_updates()
+
+    def wait_for_writes(self) -> None:
+        """Block until everything that is being written is on disk (or has failed)."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Let go of the step in flight and end the writing thread, after what it was given."""
+        self.discard_step()
+        self._writer.close()
+
+    # Inside
+
+    @property
+    def _running(self) -> _Training:
+        assert self._training is not None, "the job is finished"
+        return self._training
+
+    def _mean_step_tokens(self) -> float:
+        return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)
+
+    def _load(self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float]) -> _Training:
+        hyper = self._spec.hyperparameters
+        max_length = min(hyper.max_length, decoder.spec.max_position_embeddings)
+        dataset = self._load_trainable(decoder, max_length)
+        order = DataOrder(dataset.lengths, hyper)
+        adapter = LoraAdapter.trainable(
+            decoder.spec,
+            r=hyper.r,
+            alpha=hyper.lora_alpha,
+            target_modules=hyper.target_modules,
+            seed=hyper.seed,
+            dropout=hyper.lora_dropout,
+            use_rslora=hyper.use_rslora,
+            device=decoder.device,
+            name=self._spec.adapter_name,
+        )
+        state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
+        pending = self._resume(state)
+        self._resumed_step = state.step
+        trainer = Trainer(
+            decoder,
+            state,
+            dataset,
+            order,
+            self._load_validation(decoder, max_length, max_tasklet_tokens),
+            hyper,
+            max_tasklet_tokens=max_tasklet_tokens,
+            pending=pending,
+            on_step=self._on_step,
+        )
+        return _Training(state, trainer, order, Progress(clock))
+
+    def _load_trainable(self, decoder: Decoder, max_length: int) -> Dataset:
+        dataset = load_dataset(Path(self._spec.dataset_path), max_length, decoder.spec.vocab_size)
+        if not dataset.trainable:
+            raise InvalidInputError(
+                f"No token of the training file counts in the loss once examples are cut to max_length={max_length}: "
+                "all loss weights are 0. Check the 'weight' of the assistant messages, or raise max_length.",
+                code="invalid_training_file",
+            )
+        return dataset
+
+    def _load_validation(self, decoder: Decoder, max_length: int, max_tasklet_tokens: int) -> ValidationSet | None:
+        if self._spec.validation_path is None:
+            return None
+        hyper = self._spec.hyperparameters
+        dataset = load_dataset(Path(self._spec.validation_path), max_length, decoder.spec.vocab_size)
+        if not dataset.trainable:
+            logger.warning("Job %s: nothing to measure in the validation file; going without", self._spec.job_id)
+            return None
+        return ValidationSet(
+            dataset, batch_size=hyper.batch_size, seed=hyper.seed, max_tasklet_tokens=max_tasklet_tokens
+        )
+
+    def _resume(self, state: TrainingState) -> StepMetrics | None:
+        """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
+        newest = self._checkpoints.newest()
+        if newest is None:
+            self._recorded = self._log.keep(0)
+            return None
+        checkpoint, tensors = newest
+        state.restore(checkpoint, tensors)
+        logger.info("Job %s goes on from its checkpoint at step %d", self._spec.job_id, checkpoint.step)
+        self._last = None if checkpoint.needs_evaluation else checkpoint.metrics
+        self._saved = (checkpoint.step, checkpoint.needs_evaluation)
+        self._recorded = self._log.keep(checkpoint.step - checkpoint.needs_evaluation)
+        return checkpoint.metrics if checkpoint.needs_evaluation else None
+
+    def _begin(self, training: _Training) -> None:
+        only_export_left = training.trainer.pending is None and training.state.step == training.order.total_steps
+        training.trainer.start()
+        if only_export_left:
+            self._finish()
+
+    def _on_step(self, metrics: StepMetrics) -> None:
+        training, hyper = self._running, self._spec.hyperparameters
+        training.progress.step_finished()
+        self._last = metrics
+        self._new_steps.append(metrics)
+        self._writer.submit(partial(self._write_metrics, metrics))
+        if training.order.ends_epoch(metrics.step) or (hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0):
+            self._save(metrics, announced=True, needs_evaluation=False)
+        if metrics.step == training.order.total_steps:
+            self._finish()
+
+    def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
+        snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)
+        self._saved = (metrics.step, needs_evaluation)
+        self._writer.submit(partial(self._write_checkpoint, snapshot))
+
+    def _finish(self) -> None:
+        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot()))
+
+    def _fail(self, code: str, message: str) -> None:
+        self.discard_step()
+        if self._failure is None:
+            self._failure = JobFailed(self._spec.job_id, code, message, self.step)
+
+    def _succeeded(self) -> JobSucceeded:
+        return JobSucceeded(self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps)
+
+    # On the writer's thread
+
+    def _write_metrics(self, metrics: StepMetrics) -> list[FromWorker]:
+        self._log.append(metrics)
+        return []
+
+    def _write_checkpoint(self, snapshot: Snapshot) -> list[FromWorker]:
+        self._log.sync()  # the checkpoint's steps must be readable before the checkpoint is
+        path = self._checkpoints.write(snapshot)
+        state = snapshot.state
+        if not state.announced:
+            return []
+        return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
+
+    def _write_result(self, adapter: LoraAdapter) -> list[FromWorker]:
+        export_adapter(adapter, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
+        return [self._succeeded()]

@@ -1,0 +1,90 @@
+"""Weighted cross entropy from the last hidden state, in chunks of rows: no [tokens, vocabulary] logits ever exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.models.decoder import Decoder
+
+# Float32 logits of one chunk take at most this much memory (and their gradient as much again).
+CHUNK_BYTES = 32 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class LossSums:
+    """Sums over target tokens, kept on the device so that adding to them waits for nothing.
+
+    ``weighted_nll``: sum(weight * nll); ``num_correct``: targets that are the most likely token; ``num_targets``.
+    """
+
+    weighted_nll: torch.Tensor  # [], float64
+    num_correct: torch.Tensor  # [], int64
+    num_targets: int = 0
+
+    @staticmethod
+    def zero(device: torch.device) -> LossSums:
+        return LossSums(
+            torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
+        )
+
+    def add(self, nll: torch.Tensor, weights: torch.Tensor, correct: torch.Tensor) -> None:
+        self.weighted_nll += (nll.detach().double() * weights).sum()
+        self.num_correct += correct.sum()
+        self.num_targets += len(nll)
+
+    def __iadd__(self, other: LossSums) -> LossSums:
+        self.weighted_nll += other.weighted_nll
+        self.num_correct += other.num_correct
+        self.num_targets += other.num_targets
+        return self
+
+    def accuracy(self) -> float:
+        """Share of the target tokens that were the most likely token."""
+        return float(self.num_correct) / max(1, self.num_targets)
+
+
+def loss_and_gradient(
+    decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
+) -> tuple[LossSums, torch.Tensor]:
+    """The micro-batch's loss sums, and the gradient of sum(weight * nll) / ``total_weight`` at ``hidden``.
+
+    ``hidden``: the last layer's output [tokens, hidden], outside any graph. ``total_weight`` is that of the whole
+    optimizer step, so gradients of its micro-batches simply add up. A step without weight has gradient 0.
+    """
+    sums = LossSums.zero(hidden.device)
+    gradient = torch.zeros_like(hidden)  # [tokens, hidden]
+    scale = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
+    for start, stop in _chunks(decoder, micro_batch):
+        rows = micro_batch.rows[start:stop]
+        with torch.enable_grad():
+            inputs = hidden[rows].requires_grad_()  # [rows, hidden]
+            nll, correct = _nll(decoder, inputs, micro_batch.targets[start:stop])
+            (chunk_gradient,) = torch.autograd.grad((nll * scale[start:stop]).sum(), inputs)
+        gradient[rows] = chunk_gradient
+        sums.add(nll, micro_batch.weights[start:stop], correct)
+    return sums, gradient
+
+
+@torch.no_grad()
+def evaluation_loss(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> LossSums:
+    """The micro-batch's loss sums, without gradients. ``hidden``: the last layer's output [tokens, hidden]."""
+    sums = LossSums.zero(hidden.device)
+    for start, stop in _chunks(decoder, micro_batch):
+        nll, correct = _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
+        sums.add(nll, micro_batch.weights[start:stop], correct)
+    return sums
+
+
+def _chunks(decoder: Decoder, micro_batch: MicroBatch) -> list[tuple[int, int]]:
+    size = max(1, CHUNK_BYTES // (4 * decoder.spec.vocab_size))
+    num_targets = len(micro_batch.rows)
+    return [(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
+
+
+def _nll(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = decoder.logits(inputs)  # [rows, vocabulary], float32
+    return F.cross_entropy(logits, targets, reduction="none"), logits.detach().argmax(dim=-1) == targets

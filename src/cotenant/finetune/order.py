@@ -1,0 +1,90 @@
+"""Which examples make up which optimizer step: a pure function of the example lengths, the settings and the seed."""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cotenant.core.job import Hyperparameters
+
+# Examples of similar length are put together within windows of this many batches.
+GROUPING_BATCHES = 4
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: put items into bins of at most ``capacity``; an item larger than that has a bin alone.
+
+    Returns the bins as lists of item indices, in the order in which they were opened. Equal lengths keep their order,
+    so the result depends on nothing but the arguments.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), sorted
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[item]
+        place = bisect.bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            room, chosen = rooms.pop(place)
+        bins[chosen].append(item)
+        bisect.insort(rooms, (room - length, chosen))
+    return bins
+
+
+class DataOrder:
+    """The examples of every step of a job.
+
+    With ``packing`` the unit of data is a row: whole examples filled into ``max_length`` tokens, the same rows in every
+    epoch. Without, it is an example. An epoch shuffles the units with a generator seeded from (seed, epoch). Without
+    packing it then sorts by length within windows of ``GROUPING_BATCHES`` batches, cuts the batches, and shuffles the
+    full batches, so that a step's examples are alike in length and the lengths follow no trend. The last batch of an
+    epoch may be smaller than the others and comes last.
+    """
+
+    def __init__(self, lengths: Sequence[int], hyper: Hyperparameters) -> None:
+        self._lengths = tuple(lengths)
+        self._hyper = hyper
+        self._rows: list[list[int]] = (
+            pack(lengths, hyper.max_length) if hyper.packing else [[index] for index in range(len(lengths))]
+        )
+        self.steps_per_epoch = -(-len(self._rows) // hyper.batch_size)
+        self.total_steps = hyper.max_steps if hyper.max_steps > 0 else hyper.n_epochs * self.steps_per_epoch
+        self.batches = lru_cache(maxsize=2)(self._batches)
+
+    @property
+    def mean_step_tokens(self) -> float:
+        """Training tokens of an average step."""
+        return sum(self._lengths) / self.steps_per_epoch
+
+    def step(self, index: int) -> tuple[int, ...]:
+        """The examples of optimizer step ``index``, counted from 0."""
+        epoch, position = divmod(index, self.steps_per_epoch)
+        return self.batches(epoch)[position]
+
+    def ends_epoch(self, num_steps: int) -> bool:
+        """Whether an epoch, or the job, is over after ``num_steps`` steps."""
+        return num_steps % self.steps_per_epoch == 0 or num_steps == self.total_steps
+
+    def _batches(self, epoch: int) -> tuple[tuple[int, ...], ...]:
+        """The example indices of each step of an epoch, in order."""
+        generator = random.Random(f"order/{self._hyper.seed}/{epoch}")
+        size = self._hyper.batch_size
+        units = list(range(len(self._rows)))
+        generator.shuffle(units)
+        if not self._hyper.packing:
+            window = size * GROUPING_BATCHES
+            units = [
+                unit
+                for start in range(0, len(units), window)
+                for unit in sorted(units[start : start + window], key=lambda unit: -self._lengths[unit])
+            ]
+        batches = [units[start : start + size] for start in range(0, len(units), size)]
+        num_full = len(units) // size
+        full = batches[:num_full]
+        generator.shuffle(full)
+        return tuple(
+            tuple(example for unit in batch for example in self._rows[unit]) for batch in full + batches[num_full:]
+        )

@@ -1,0 +1,83 @@
+"""The training state of a job: what an optimizer step changes, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from cotenant.core.errors import ConflictError
+from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.finetune.checkpoint import Snapshot, TrainerState
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.optimizer import Optimizer
+from cotenant.models.lora import LoraAdapter
+
+_MASTER = "master"
+
+
+class TrainingState:
+    """The adapter's master weights, the optimizer's moments, and how many steps and tokens went into them."""
+
+    def __init__(self, adapter: LoraAdapter, spec: JobSpec, fingerprint: str) -> None:
+        self.adapter = adapter
+        self.step = 0
+        self.trained_tokens = 0
+        self._fingerprint = fingerprint
+        self._parameters = _named_parameters(adapter)
+        self.optimizer = Optimizer(self._parameters, spec.hyperparameters)
+
+    def snapshot(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> Snapshot:
+        """Copies of everything, for a checkpoint of the last step, whose ``metrics`` these are."""
+        state = TrainerState(
+            step=self.step,
+            epoch=metrics.epoch,
+            trained_tokens=self.trained_tokens,
+            announced=announced,
+            metrics=metrics,
+            needs_evaluation=needs_evaluation,
+            fingerprint=self._fingerprint,
+        )
+        masters = {f"{_MASTER}.{name}": parameter for name, parameter in self._parameters.items()}
+        tensors = {name: _copy(tensor) for name, tensor in (masters | self.optimizer.moments()).items()}
+        return Snapshot(state, self.adapter.snapshot(), tensors)
+
+    def restore(self, state: TrainerState, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            ConflictError: the checkpoint was written by a job with other settings or other data.
+        """
+        if state.fingerprint != self._fingerprint:
+            raise ConflictError(
+                f"The checkpoint at step {state.step} was written with other settings or training data than the job "
+                "has now, so the job cannot go on from it. Create a new job.",
+                code="checkpoint_mismatch",
+            )
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(tensors[f"{_MASTER}.{name}"])
+        self.optimizer.load_moments(tensors, state.step)
+        self.step = state.step
+        self.trained_tokens = state.trained_tokens
+
+
+def fingerprint(spec: JobSpec, dataset: Dataset) -> str:
+    """Tells jobs apart that would train differently: base model, settings and data (SHA-256)."""
+    settings = msgspec.json.encode((spec.base_model, spec.hyperparameters))
+    return hashlib.sha256(settings + dataset.digest().encode()).hexdigest()
+
+
+def _named_parameters(adapter: LoraAdapter) -> dict[str, torch.Tensor]:
+    """The adapter's matrices by the names that checkpoints use."""
+    return {
+        f"{layer}.{module}.{matrix}": tensor
+        for (layer, module), pair in adapter.weights.items()
+        for matrix, tensor in zip(("A", "B"), pair, strict=True)
+    }
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

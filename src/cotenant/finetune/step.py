@@ -1,0 +1,134 @@
+"""The micro-batches of one optimizer step in flight: tasklets that change no training state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.loss import LossSums
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build, split
+from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, forward_and_loss_runs
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+_RUNS_PER_MICRO_BATCH = 3  # forward layers, loss, backward layers
+
+
+class TrainingStep:
+    """Accumulates the gradient of one effective batch in the adapter's weights, tasklet by tasklet.
+
+    ``examples`` are the step's examples in the dataset. ``discard`` forgets all of it, and the step starts again. The
+    gradient comes out multiplied by ``gradient_scale``.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        dataset: Dataset,
+        examples: Sequence[int],
+        *,
+        step_index: int,
+        seed: int,
+        max_tasklet_tokens: int,
+    ) -> None:
+        self._decoder = decoder
+        self._adapter = adapter
+        self._dataset = dataset
+        self._step_index = step_index
+        self._seed = seed
+        self._micro_batches = split(dataset, examples, max_tasklet_tokens)
+        self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
+        self._pass: TrainingPass | None = None
+        self.total_weight = sum(dataset.loss_weights[example] for example in examples)
+        self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
+        self.num_tokens = sum(shape.num_tokens for shape in self._micro_batches)
+        self.sums = LossSums.zero(decoder.device)
+
+    @property
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        return self._cursor.remaining
+
+    @property
+    def done(self) -> bool:
+        """Whether the gradient is complete."""
+        return self._cursor.done
+
+    @property
+    def started(self) -> bool:
+        return self._cursor.run > 0 or self._pass is not None
+
+    @property
+    def loss(self) -> float:
+        """sum(weight * nll) / sum(weight) of the micro-batches done; 0 for a step without weight."""
+        return float(self.sums.weighted_nll) / self.total_weight if self.total_weight > 0 else 0.0
+
+    @property
+    def next_forward_layer(self) -> int | None:
+        """The layer, if the next tasklet is a forward one."""
+        if self.done or self._cursor.shape.kind is not TaskletKind.FORWARD:
+            return None
+        return self._cursor.within
+
+    def run_tasklet(self) -> TaskletShape:
+        shape = self._cursor.shape
+        current = self._current_pass()
+        if shape.kind is TaskletKind.FORWARD:
+            current.forward()
+        elif shape.kind is TaskletKind.LOSS:
+            self.sums += current.loss(self.total_weight / self.gradient_scale)
+        else:
+            current.backward()
+        self._advance()
+        return shape
+
+    def begin_forward(self) -> tuple[MicroBatch, torch.Tensor]:
+        """For a forward tasklet that someone else computes: its micro-batch and the layer's input [tokens, hidden]."""
+        assert self.next_forward_layer is not None, "the next tasklet is not a forward one"
+        current = self._current_pass()
+        return current.micro_batch, current.begin_forward()
+
+    def end_forward(self, output: torch.Tensor) -> TaskletShape:
+        """The output [tokens, hidden] of the tasklet that ``begin_forward`` began."""
+        shape = self._cursor.shape
+        self._current_pass().end_forward(output)
+        self._advance()
+        return shape
+
+    def discard(self) -> None:
+        """Drop the graph, the activations and the gradients, and start again from the first micro-batch."""
+        self._pass = None
+        self._cursor.seek(0)
+        self.sums = LossSums.zero(self._decoder.device)
+        for parameter in self._adapter.parameters():
+            parameter.grad = None
+
+    def _current_pass(self) -> TrainingPass:
+        index = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        if self._pass is None:
+            micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
+            self._pass = TrainingPass(self._decoder, micro_batch)
+            # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
+            self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, index)
+        return self._pass
+
+    def _advance(self) -> None:
+        micro_batch = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        self._cursor.advance()
+        if self._cursor.run // _RUNS_PER_MICRO_BATCH != micro_batch:
+            self._pass = None
+
+    def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
+        num_layers = self._decoder.spec.num_layers
+        forward, loss = forward_and_loss_runs(TaskletKind.FORWARD, TaskletKind.LOSS, num_layers, shape)
+        backward = TaskletRun(TaskletShape(TaskletKind.BACKWARD, shape.num_tokens, shape.max_length), num_layers)
+        return forward, loss, backward
+
+
+def _gradient_scale(dtype: torch.dtype, total_weight: float) -> float:
+    """1, but in float16 a power of 2 near the step's weight: gradients per token would vanish in it otherwise."""
+    return 2.0 ** math.floor(math.log2(total_weight)) if dtype == torch.float16 and total_weight > 0 else 1.0

@@ -1,0 +1,149 @@
+"""A training micro-batch cut into tasklets: one layer forward, the loss, one layer backward at a time.
+
+The backward pass is cut at the layer boundaries. Each layer gets its input as a fresh leaf (the *edge*), so its graph
+ends there; backward runs one layer's graph with the gradient of its output and leaves the gradient of its input at the
+edge. Nothing is parked between tasklets, so suspending is simply not running the next one. The gradients are bit for
+bit those of one backward pass through all layers. (LLMStation, section 5.1, gets there with coroutines.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.loss import LossSums, evaluation_loss, loss_and_gradient
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
+from cotenant.models.decoder import Decoder
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+class Cursor:
+    """A place in a fixed sequence of tasklets, given as runs of equal ones: ``run`` is the run that the next tasklet
+    belongs to, ``within`` how many tasklets of it are done."""
+
+    def __init__(self, runs: tuple[TaskletRun, ...]) -> None:
+        self._runs = runs
+        self._shape = runs[0].shape
+        self.run = 0
+        self.within = 0
+
+    @property
+    def remaining(self) -> tuple[TaskletRun, ...]:
+        """What is left to run, in order."""
+        rest = self._runs[self.run :]
+        if self.within == 0:
+            return rest
+        return (TaskletRun(self._shape, rest[0].count - self.within), *rest[1:])
+
+    @property
+    def done(self) -> bool:
+        return self.run == len(self._runs)
+
+    @property
+    def shape(self) -> TaskletShape:
+        """The next tasklet."""
+        return self._shape
+
+    def advance(self) -> None:
+        self.within += 1
+        if self.within == self._runs[self.run].count:
+            self.seek(self.run + 1)
+
+    def seek(self, run: int) -> None:
+        """Move to the first tasklet of a run, or with the number of runs to the end."""
+        self.run, self.within = run, 0
+        if not self.done:
+            self._shape = self._runs[run].shape
+
+
+class TrainingPass:
+    """Forward, loss and backward of one micro-batch. Gradients add up in the adapter's weights."""
+
+    def __init__(self, decoder: Decoder, micro_batch: MicroBatch) -> None:
+        self._decoder = decoder
+        self._micro_batch = micro_batch
+        self._edge: torch.Tensor | None = None  # [tokens, hidden], the next layer's input, a leaf
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # (edge, output) of the layers done, first to last
+        self._gradient: torch.Tensor | None = None  # [tokens, hidden], at the output of the last of them
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        return self._micro_batch
+
+    @property
+    def layer(self) -> int:
+        """The layer that the next forward tasklet runs."""
+        return len(self._layers)
+
+    def begin_forward(self) -> torch.Tensor:
+        """The next layer's input [tokens, hidden]. The first one embeds, and needs no gradient."""
+        if self._edge is None:
+            self._edge = self._decoder.embed(self._micro_batch.batch.token_ids)
+        return self._edge
+
+    def end_forward(self, output: torch.Tensor) -> None:
+        """Keep a layer's output [tokens, hidden], attached to the graph that began at its edge."""
+        assert self._edge is not None, "begin_forward comes first"
+        self._layers.append((self._edge, output))
+        self._edge = output.detach().requires_grad_()
+
+    def forward(self) -> None:
+        """Run the next layer."""
+        edge = self.begin_forward()
+        with torch.enable_grad():
+            output = self._decoder.layer(self.layer, edge, self._micro_batch.batch)
+        self.end_forward(output)
+
+    def loss(self, total_weight: float) -> LossSums:
+        """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
+        assert self._edge is not None, "the layers come first"
+        sums, self._gradient = loss_and_gradient(self._decoder, self._edge.detach(), self._micro_batch, total_weight)
+        self._edge = None
+        return sums
+
+    def backward(self) -> None:
+        """Run one layer's backward, from the last to the first, and free its activations."""
+        edge, output = self._layers.pop()
+        # What torch.autograd.backward calls after its checks, which cost a small model more than all else does here.
+        _ENGINE.run_backward(
+            (output,), (self._gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        self._gradient = edge.grad
+
+
+class EvaluationPass:
+    """Forward and loss of one micro-batch, a layer at a time, without gradients."""
+
+    def __init__(self, decoder: Decoder, micro_batch: MicroBatch) -> None:
+        self._decoder = decoder
+        self._micro_batch = micro_batch
+        self._hidden: torch.Tensor | None = None  # [tokens, hidden]
+
+    @torch.no_grad()
+    def forward(self, layer: int) -> None:
+        if self._hidden is None:
+            self._hidden = self._decoder.embed(self._micro_batch.batch.token_ids)
+        self._hidden = self._decoder.layer(layer, self._hidden, self._micro_batch.batch)
+
+    def loss(self) -> LossSums:
+        assert self._hidden is not None, "the layers come first"
+        return evaluation_loss(self._decoder, self._hidden, self._micro_batch)
+
+
+def dropout_seed(seed: int, step_index: int, micro_batch_index: int) -> int:
+    """The seed of a micro-batch's dropout masks: the same whenever and however often it runs."""
+    digest = hashlib.sha256(f"dropout/{seed}/{step_index}/{micro_batch_index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def forward_and_loss_runs(
+    forward: TaskletKind, loss: TaskletKind, num_layers: int, shape: MicroBatchShape
+) -> tuple[TaskletRun, TaskletRun]:
+    """The tasklets of a micro-batch up to its loss, whose latency depends on the target tokens alone."""
+    return (
+        TaskletRun(TaskletShape(forward, shape.num_tokens, shape.max_length), num_layers),
+        TaskletRun(TaskletShape(loss, shape.num_targets), 1),
+    )

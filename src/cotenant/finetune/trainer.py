@@ -1,0 +1,217 @@
+"""Training as a sequence of tasklets: micro-batches, optimizer step, the evaluation that follows it, the next step.
+
+Knows nothing of files and messages; ``job`` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.job import Hyperparameters, StepMetrics
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.evaluation import Evaluation, ValidationSet
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.schedule import learning_rate
+from cotenant.finetune.state import TrainingState
+from cotenant.finetune.step import TrainingStep
+from cotenant.models.batch import TrainingSegment
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+_OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
+
+
+class TrainingError(Exception):
+    """Training cannot go on. The training state is that of the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedInput:
+    """A forward tasklet for someone else to compute: layer ``layer`` over a batch that has these tokens among others.
+
+    ``hidden`` [tokens, hidden] requires a gradient (except at layer 0); the output must stay attached to it.
+    ``segment``, ``adapter`` and ``positions`` [tokens] are what the training tokens bring into the batch.
+    """
+
+    layer: int
+    hidden: torch.Tensor
+    segment: TrainingSegment
+    adapter: LoraAdapter
+    positions: torch.Tensor
+
+
+class Trainer:
+    """Runs one tasklet at a time. ``on_step`` is called with each step's metrics once its evaluation is over.
+
+    ``pending``: metrics of a step that was taken before, whose evaluation is still to run.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        state: TrainingState,
+        dataset: Dataset,
+        order: DataOrder,
+        validation: ValidationSet | None,
+        hyper: Hyperparameters,
+        *,
+        max_tasklet_tokens: int,
+        pending: StepMetrics | None,
+        on_step: Callable[[StepMetrics], None],
+    ) -> None:
+        self._decoder = decoder
+        self._state = state
+        self._dataset = dataset
+        self._order = order
+        self._validation = validation
+        self._hyper = hyper
+        self._max_tasklet_tokens = max_tasklet_tokens
+        self._on_step = on_step
+        self._pending = pending
+        self._step: TrainingStep | None = None
+        self._evaluation = self._evaluation_after(state.step) if pending is not None else None
+        self._fusing = False
+        self._upcoming: tuple[TaskletRun, ...] | None = None
+
+    def start(self) -> None:
+        """Get ready for the first tasklet."""
+        if self._pending is None:
+            self._begin_step()
+        elif self._evaluation is None:  # the validation file is gone since
+            self._finish_step(self._pending)
+
+    @property
+    def pending(self) -> StepMetrics | None:
+        """The metrics, so far, of a step whose optimizer has run and whose evaluation has not."""
+        return self._pending
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether there are activations or gradients that a discard would free."""
+        step_started = self._step is not None and self._step.started
+        return step_started or (self._evaluation is not None and self._evaluation.started)
+
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        """The tasklets up to the end of the current step, its evaluation included; empty when all steps are taken."""
+        if self._upcoming is None:
+            evaluation = self._evaluation.upcoming if self._evaluation is not None else ()
+            if self._step is not None:
+                self._upcoming = (*self._step.upcoming, TaskletRun(_OPTIMIZER, 1), *evaluation)
+            else:
+                self._upcoming = evaluation
+        return self._upcoming
+
+    def run_tasklet(self) -> TaskletShape:
+        """Run the next tasklet.
+
+        Raises:
+            TrainingError: the loss or the gradient is not finite; the optimizer has not run.
+        """
+        assert not self._fusing, "end_fused or a discard comes first"
+        self._upcoming = None
+        if self._step is not None:
+            if not self._step.done:
+                return self._step.run_tasklet()
+            self._run_optimizer(self._step)
+            return _OPTIMIZER
+        assert self._evaluation is not None, "there is nothing left to run"
+        assert self._pending is not None
+        shape = self._evaluation.run_tasklet()
+        if self._evaluation.done:
+            self._finish_step(self._evaluation.add_to(self._pending))
+        return shape
+
+    @property
+    def fusable_layer(self) -> int | None:
+        """The layer of the next tasklet if it is a training forward."""
+        return self._step.next_forward_layer if self._step is not None and not self._fusing else None
+
+    def begin_fused(self) -> FusedInput:
+        """Hand the next forward tasklet out; ``end_fused`` takes its output, or a discard calls it off."""
+        layer = self.fusable_layer
+        assert layer is not None, "the next tasklet is not a forward one"
+        assert self._step is not None
+        micro_batch, hidden = self._step.begin_forward()
+        self._fusing = True
+        return FusedInput(layer, hidden, micro_batch.segment, self._state.adapter, micro_batch.batch.positions)
+
+    def end_fused(self, output: torch.Tensor) -> TaskletShape:
+        """``output``: the layer's output for the training tokens [tokens, hidden], attached to the graph."""
+        assert self._fusing, "begin_fused comes first"
+        assert self._step is not None
+        self._fusing = False
+        self._upcoming = None
+        return self._step.end_forward(output)
+
+    def discard(self) -> None:
+        """Drop what the step in flight has computed, or the evaluation's micro-batch. No training state changes."""
+        self._fusing = False
+        self._upcoming = None
+        if self._step is not None:
+            self._step.discard()
+        if self._evaluation is not None:
+            self._evaluation.discard()
+
+    def _begin_step(self) -> None:
+        self._upcoming = None
+        index = self._state.step
+        if index >= self._order.total_steps:
+            return
+        self._step = TrainingStep(
+            self._decoder,
+            self._state.adapter,
+            self._dataset,
+            self._order.step(index),
+            step_index=index,
+            seed=self._hyper.seed,
+            max_tasklet_tokens=self._max_tasklet_tokens,
+        )
+        self._evaluation = self._evaluation_after(index + 1)
+
+    def _run_optimizer(self, step: TrainingStep) -> None:
+        state = self._state
+        number = state.step + 1
+        loss = step.loss
+        if not math.isfinite(loss):
+            raise TrainingError(f"The loss is not finite at step {number} ({loss}).")
+        grad_norm = state.optimizer.clip(step.gradient_scale)
+        if not math.isfinite(grad_norm):
+            raise TrainingError(f"The gradient is not finite at step {number} (its norm is {grad_norm}).")
+        rate = learning_rate(self._hyper, state.step, self._order.total_steps)
+        state.optimizer.step(rate)
+        state.step = number
+        state.trained_tokens += step.num_tokens
+        self._step = None
+        metrics = StepMetrics(
+            step=number,
+            epoch=number / self._order.steps_per_epoch,
+            train_loss=loss,
+            train_mean_token_accuracy=step.sums.accuracy(),
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            tokens=step.num_tokens,
+        )
+        if self._evaluation is None:
+            self._finish_step(metrics)
+        else:
+            self._pending = metrics
+
+    def _finish_step(self, metrics: StepMetrics) -> None:
+        self._pending = None
+        self._evaluation = None
+        self._on_step(metrics)
+        self._begin_step()
+
+    def _evaluation_after(self, step: int) -> Evaluation | None:
+        """The evaluation due after ``step`` steps: all of the validation set where an epoch ends."""
+        if self._validation is None:
+            return None
+        full = self._order.ends_epoch(step)
+        if not full and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
+            return None
+        return Evaluation(self._decoder, self._state.adapter, self._validation, full=full)

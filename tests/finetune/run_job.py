@@ -1,0 +1,41 @@
+"""Runs the job in a folder to its end, as the worker would; the test kills this process.
+
+Usage: MODEL_FOLDER JOB_FOLDER. Prints the number of steps taken, at the start and after each.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from finetune import support
+
+# Checkpoints at epoch ends, every 4 steps, and on demand, with evaluations between: every kind of write gets killed.
+CHANGES = {"n_epochs": 4, "eval_steps": 3, "save_steps": 4, "lora_dropout": 0.1}
+
+
+def main(model_folder: Path, job_folder: Path) -> None:
+    torch.set_num_threads(1)
+    decoder = support.load(model_folder)
+    job = support.make_job(decoder, support.make_spec(job_folder, **CHANGES))
+    reported = -1
+    num_tasklets = 0
+    while not job.done:
+        if job.step != reported:
+            reported = job.step
+            print(reported, flush=True)
+        if job.upcoming():
+            job.run_tasklet()
+            num_tasklets += 1
+        else:
+            job.wait_for_writes()
+        if num_tasklets % 31 == 0:
+            job.checkpoint()
+        job.take_updates()
+    job.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

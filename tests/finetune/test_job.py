@@ -1,0 +1,280 @@
+"""What a job reports, and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from cotenant import durable
+from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.tasklet import TaskletKind
+from cotenant.finetune import export
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.writer import as_write_error
+from cotenant.models.decoder import Decoder
+from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
+from finetune import support
+
+VALIDATION = support.random_examples(9, seed=5)
+
+
+def _steps(updates: list[FromWorker]) -> list:
+    return [step for update in updates if isinstance(update, JobMetrics) for step in update.steps]
+
+
+def test_reports_of_a_whole_job(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path, validation=VALIDATION, eval_steps=2)
+    job = support.make_job(decoder, spec)
+    assert job.start_updates() == [JobStarted("ftjob-1", 10, 0, job.order.mean_step_tokens)]
+    updates = support.run_to_end(job)
+    steps = _steps(updates)
+    assert [step.step for step in steps] == list(range(1, 11))
+    assert [step.step for step in steps if step.valid_loss is not None] == [2, 4, 5, 6, 8, 10]
+    assert [step.step for step in steps if step.full_valid_loss is not None] == [5, 10]
+    assert [step.epoch for step in steps] == pytest.approx([step / 5 for step in range(1, 11)])
+    assert all(0 <= step.train_mean_token_accuracy <= 1 for step in steps)
+    lengths = [len(token_ids) for token_ids, _ in support.random_examples(18)]
+    assert sum(step.tokens for step in steps) == job.trained_tokens == 2 * sum(lengths)
+
+    checkpoints = [update for update in updates if isinstance(update, CheckpointSaved)]
+    assert [checkpoint.step for checkpoint in checkpoints] == [5, 10]
+    assert [checkpoint.metrics for checkpoint in checkpoints] == [steps[4], steps[9]]
+    assert updates[-1] == JobSucceeded("ftjob-1", str(tmp_path / "adapter"), job.trained_tokens, 10)
+    assert job.finished_path == str(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == (
+        Path(checkpoints[-1].path) / "adapter_model.safetensors"
+    ).read_bytes()
+    assert not (tmp_path / "adapter" / "trainer_state.json").exists()
+    job.close()
+
+
+def test_steps_are_reported_in_one_message(decoder: Decoder, tmp_path: Path) -> None:
+    now_s = 100.0
+    job = support.make_job(decoder, support.make_spec(tmp_path), clock=lambda: now_s)
+    assert job.take_updates() == []
+    for _ in range(3):
+        now_s += 2.0
+        support.run_step(job)
+    (metrics,) = job.take_updates()
+    assert isinstance(metrics, JobMetrics)
+    assert [step.step for step in metrics.steps] == [1, 2, 3]
+    assert metrics.trained_tokens == job.trained_tokens
+    assert metrics.remaining_s == pytest.approx(2.0 * 7)
+    now_s += 30.0  # suspended for a while: the job is slower than it was
+    support.run_step(job)
+    (metrics,) = job.take_updates()
+    assert isinstance(metrics, JobMetrics)
+    assert metrics.remaining_s == pytest.approx((3 * 2.0 + 30.0) / 4 * 6)
+    job.close()
+
+
+def test_validation_loss_is_a_weighted_mean_whatever_the_micro_batches(decoder: Decoder, tmp_path: Path) -> None:
+    figures = []
+    for tokens in (16, 64, 1000):
+        folder = tmp_path / str(tokens)
+        job = TrainingJob(
+            decoder, support.make_spec(folder, validation=VALIDATION, max_steps=1, warmup_steps=0), tokens, None
+        )
+        (step,) = _steps(support.run_to_end(job))
+        job.close()
+        figures.append((step.train_loss, step.grad_norm, step.valid_loss, step.full_valid_loss))
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+    assert figures[0] == pytest.approx(figures[2], rel=1e-5)
+    assert figures[0][2] != pytest.approx(figures[0][3])  # the batch is not the whole set
+
+
+def test_validation_with_nothing_to_measure_is_left_out(decoder: Decoder, tmp_path: Path) -> None:
+    for name, validation in (("empty", []), ("weightless", [([5, 6, 7], [0.0, 0.0, 0.0])])):
+        job = support.make_job(decoder, support.make_spec(tmp_path / name, validation=validation, max_steps=1))
+        assert [run.shape.kind for run in job.upcoming()][-1] is TaskletKind.OPTIMIZER
+        assert _steps(support.run_to_end(job))[0].valid_loss is None
+        job.close()
+
+
+def test_one_example(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path, [([5, 6, 7], [0.0, 1.0, 0.5])]))
+    assert job.total_steps == 2
+    assert isinstance(support.run_to_end(job)[-1], JobSucceeded)
+    job.close()
+
+
+def test_a_step_without_weight_changes_nothing_but_the_count(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [([5, 6, 7], [0.0, 0.0, 0.0]), ([8, 9, 10], [0.0, 1.0, 1.0])]
+    job = support.make_job(
+        decoder, support.make_spec(tmp_path, examples, batch_size=1, n_epochs=3, lr_scheduler_type="constant")
+    )
+    steps = _steps(support.run_to_end(job))
+    job.close()
+    weightless = [step for step in steps if step.train_loss == 0.0]
+    assert len(weightless) == 3
+    assert all(step.grad_norm == 0.0 and step.tokens == 3 for step in weightless)
+
+
+def test_an_example_longer_than_max_length_is_cut(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [(list(range(3, 103)), [0.0] * 10 + [1.0] * 90)]
+    job = support.make_job(decoder, support.make_spec(tmp_path, examples, max_steps=1))
+    assert job.upcoming()[0].shape.num_tokens == 40
+    assert _steps(support.run_to_end(job))[0].tokens == 40
+    job.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reports_float32s_figures(
+    decoder: Decoder, model_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """In float16 the gradient is computed with a scale, which must not be seen outside."""
+    figures = []
+    for model in (decoder, support.load(model_folder, dtype)):
+        job = support.make_job(model, support.make_spec(tmp_path / str(model.dtype), max_steps=4, learning_rate=1e-3))
+        assert all(parameter.dtype == torch.float32 for parameter in job.adapter.parameters())
+        steps = _steps(support.run_to_end(job))
+        figures.append([figure for step in steps for figure in (step.train_loss, step.grad_norm)])
+        job.close()
+    assert figures[1] == pytest.approx(figures[0], rel=0.05)
+
+
+def test_nothing_to_train_on_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [(list(range(3, 103)), [0.0] * 50 + [1.0] * 50)]  # the weight lies beyond max_length
+    with pytest.raises(InvalidInputError, match="max_length=40") as error:
+        support.make_job(decoder, support.make_spec(tmp_path, examples))
+    assert error.value.code == "invalid_training_file"
+
+
+def test_tokenizer_files_are_exported(decoder: Decoder, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "tokenizer_config.json").write_text('{"a": 1}')
+    (tokenizer / "model.safetensors").write_text("not a tokenizer's file")
+    job = TrainingJob(decoder, support.make_spec(tmp_path / "job", max_steps=1), support.TASKLET_TOKENS, tokenizer)
+    support.run_to_end(job)
+    job.close()
+    for folder in (tmp_path / "job" / "adapter", tmp_path / "job" / "checkpoints" / "step-00000001"):
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == {"a": 1}
+        assert (folder / "tokenizer.json").exists()
+        assert not (folder / "model.safetensors").exists()
+
+
+def _snapshot_of_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["adapter", "fsync"])
+def test_a_full_disk_fails_the_job_and_leaves_the_folder_intact(
+    decoder: Decoder, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=2)
+    job = support.make_job(decoder, spec)
+    support.run_step(job)
+    support.run_step(job)
+    job.wait_for_writes()
+    job.take_updates()
+    before = _snapshot_of_files(tmp_path / "checkpoints")
+    with monkeypatch.context() as patch:
+        if where == "adapter":
+            patch.setattr("cotenant.finetune.checkpoint.write_adapter_files", _full_disk)
+        else:
+            patch.setattr(durable, "fsync_path", _full_disk)
+        updates = support.run_to_end(job)
+    failed = updates[-1]
+    assert isinstance(failed, JobFailed)
+    assert failed.code == "disk_full"
+    assert "No space left" in failed.message
+    assert job.done
+    assert job.upcoming() == ()
+    assert job.checkpoint() == []
+    job.close()
+    assert _snapshot_of_files(tmp_path / "checkpoints") == before
+    assert not (tmp_path / "adapter").exists()
+
+    job = support.make_job(decoder, spec)  # there is room again
+    assert job.step == 2
+    assert isinstance(support.run_to_end(job)[-1], JobSucceeded)
+    job.close()
+
+
+def test_a_full_disk_at_a_pause_fails_the_job(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    support.run_step(job)
+    monkeypatch.setattr("cotenant.finetune.checkpoint.write_adapter_files", _full_disk)
+    updates = job.checkpoint()
+    assert [type(update) for update in updates] == [JobMetrics, JobFailed]
+    assert job.done
+    job.close()
+
+
+def test_a_result_that_cannot_be_written_fails_the_job(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(export, "write_adapter_files", denied)
+    job = support.make_job(decoder, support.make_spec(tmp_path, max_steps=1))
+    updates = support.run_to_end(job)
+    assert [type(update) for update in updates] == [JobMetrics, CheckpointSaved, JobFailed]
+    assert updates[-1].code == "io_error"  # type: ignore[union-attr]
+    assert job.finished_path is None
+    job.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
+        (OSError(errno.EIO, "Input/output error"), "io_error"),
+        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk_full"),
+        (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "io_error"),
+    ],
+)
+def test_codes_of_write_errors(error: OSError | SafetensorError, code: str) -> None:
+    failure = as_write_error(error)
+    assert failure.code == code
+    assert str(error) in failure.message
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path / "job")
+    (tmp_path / "job" / "metrics.jsonl").mkdir()
+    with pytest.raises(CotenantError) as error:
+        support.make_job(decoder, spec)
+    assert error.value.code == "io_error"
+
+
+def test_a_loss_that_is_not_finite_fails_the_job(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
+    support.run_step(job)
+    for parameter in job.adapter.parameters():
+        parameter.data.mul_(float("inf"))
+    updates = support.run_to_end(job)
+    failed = updates[-1]
+    assert isinstance(failed, JobFailed)
+    assert failed.step == 1
+    assert "loss is not finite at step 2" in failed.message
+    assert [update.step for update in updates if isinstance(update, CheckpointSaved)] == [1]
+    job.close()
+    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
+    assert job.step == 1  # the last good checkpoint is still there
+    job.close()
+
+
+def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path)
+    leftover = tmp_path / "checkpoints" / ".tmp-abc"
+    leftover.mkdir(parents=True)
+    (leftover / "file").write_text("half")
+    support.make_job(decoder, spec).close()
+    assert not leftover.exists()
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,147 @@
+"""Training here equals training with PEFT: same data, same order, same initial weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import transformers
+
+from cotenant.core.job import Hyperparameters, StepMetrics
+from cotenant.finetune.dataset import load_dataset
+from cotenant.finetune.order import DataOrder
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import save_adapter
+from cotenant.wire.messages import JobMetrics
+from finetune import support
+
+NUM_STEPS = 50
+ACCUMULATED = 2  # examples of one forward pass in the reference
+
+
+def _reference_loss(model: torch.nn.Module, examples: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """sum(weight * nll) of a padded batch."""
+    longest = max(len(ids) for ids, _ in examples)
+    token_ids = torch.stack([F.pad(ids.long(), (0, longest - len(ids))) for ids, _ in examples])
+    mask = torch.stack([F.pad(torch.ones(len(ids)), (0, longest - len(ids))) for ids, _ in examples])
+    weights = torch.stack([F.pad(weights, (0, longest - len(weights))) for _, weights in examples])
+    logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
+    nll = F.cross_entropy(logits.flatten(0, 1), token_ids[:, 1:].flatten(), reduction="none")
+    return (nll * weights[:, 1:].flatten()).sum()
+
+
+def _train_reference(
+    model: torch.nn.Module, data_path: Path, hyper: Hyperparameters
+) -> tuple[list[tuple[float, float, float]], torch.nn.Module]:
+    """(loss, gradient norm, learning rate) of each step, with torch's optimizer and transformers' schedule."""
+    dataset = load_dataset(data_path, hyper.max_length, support.VOCAB_SIZE)
+    order = DataOrder(dataset.lengths, hyper)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
+    schedule = transformers.get_scheduler(hyper.lr_scheduler_type, optimizer, hyper.warmup_steps, order.total_steps)
+    figures = []
+    for epoch in range(NUM_STEPS):
+        for batch in order.batches(epoch):
+            examples = [(dataset[index].token_ids, dataset[index].weights) for index in batch]
+            total_weight = sum(weights.sum() for _, weights in examples)
+            loss = 0.0
+            for start in range(0, len(examples), ACCUMULATED):
+                part = _reference_loss(model, examples[start : start + ACCUMULATED]) / total_weight
+                part.backward()
+                loss += part.item()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm).item()
+            figures.append((loss, norm, schedule.get_last_lr()[0]))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if len(figures) == order.total_steps:
+                return figures, model
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"packing": True, "lr_scheduler_type": "linear", "use_rslora": True},
+        {"target_modules": ("q_proj", "v_proj"), "batch_size": 5, "max_grad_norm": 0.1},
+    ],
+    ids=["all-modules", "packed", "two-modules"],
+)
+def test_trajectory_and_adapter_equal_peft(
+    decoder: Decoder, model_folder: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    spec = support.make_spec(tmp_path / "job", support.random_examples(30), max_steps=NUM_STEPS, **changes)
+    hyper = spec.hyperparameters
+    job = support.make_job(decoder, spec)
+    (tmp_path / "initial").mkdir()
+    save_adapter(job.adapter, tmp_path / "initial", str(model_folder))
+
+    base = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    reference = peft.PeftModel.from_pretrained(base, tmp_path / "initial", is_trainable=True)
+    expected, reference = _train_reference(reference, Path(spec.dataset_path), hyper)
+    updates = support.run_to_end(job)
+    steps = [step for update in updates if isinstance(update, JobMetrics) for step in update.steps]
+    job.close()
+
+    assert len(steps) == NUM_STEPS
+    losses = [loss for loss, _, _ in expected]
+    assert sum(losses[-8:]) < 0.95 * sum(losses[:8])  # it does learn
+    assert max(norm for _, norm, _ in expected) > hyper.max_grad_norm  # and clipping does happen
+    for step, (loss, norm, rate) in zip(steps, expected, strict=True):
+        assert _figures(step) == pytest.approx((loss, norm, rate), rel=1e-4)
+    trained = safetensors.torch.load_file(tmp_path / "job" / "adapter" / "adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(reference)
+    assert trained.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert float((trained[name] - tensor).norm() / tensor.norm()) < 1e-4, name
+
+
+def _figures(step: StepMetrics) -> tuple[float, float, float]:
+    return step.train_loss, step.grad_norm, step.learning_rate
+
+
+def test_validation_equals_the_base_model_before_the_first_change(
+    decoder: Decoder, model_folder: Path, tmp_path: Path
+) -> None:
+    """The warm-up's first step has learning rate 0, so what is measured after it is the base model."""
+    validation = support.random_examples(9, seed=5)
+    job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, max_steps=1, lora_dropout=0.5))
+    updates = support.run_to_end(job)
+    job.close()
+    (step,) = (step for update in updates if isinstance(update, JobMetrics) for step in update.steps)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    nll = num_correct = num_targets = 0.0
+    for token_ids, weights in validation:
+        targets = torch.tensor(weights[1:]) > 0
+        with torch.no_grad():
+            logits = model(torch.tensor([token_ids])).logits[0, :-1][targets]
+        wanted = torch.tensor(token_ids[1:])[targets]
+        nll += F.cross_entropy(logits, wanted, reduction="sum").item()
+        num_correct += (logits.argmax(-1) == wanted).sum().item()
+        num_targets += len(wanted)
+    assert step.full_valid_loss == pytest.approx(nll / num_targets, rel=1e-5)
+    assert step.full_valid_mean_token_accuracy == pytest.approx(num_correct / num_targets)
+
+
+def test_initial_weights_are_distributed_as_pefts(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path / "job", r=16))
+    save_adapter(job.adapter, tmp_path, str(model_folder))
+    job.close()
+    ours = safetensors.torch.load_file(tmp_path / "adapter_model.safetensors")
+    base = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = peft.LoraConfig(r=16, target_modules=list(support.HYPER.target_modules), task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model_state_dict(peft.get_peft_model(base, config))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if "lora_B" in name:
+            assert not ours[name].any()
+            continue
+        bound = tensor.shape[1] ** -0.5
+        assert ours[name].abs().max() <= bound
+        assert float(ours[name].abs().max()) == pytest.approx(float(tensor.abs().max()), rel=0.05)
+        assert float(ours[name].std()) == pytest.approx(float(tensor.std()), rel=0.15)

@@ -1,0 +1,230 @@
+"""A job that is killed, or stopped and taken up again, ends with the same bytes as one that was left alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cotenant.core.errors import ConflictError
+from cotenant.core.tasklet import TaskletKind
+from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.metrics import MetricsLog
+from cotenant.models.decoder import Decoder
+from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobSucceeded
+from finetune import run_job, support
+
+VALIDATION = support.random_examples(9, seed=5)
+
+
+def _reference(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
+    job = support.make_job(decoder, support.make_spec(folder, validation=VALIDATION, **changes))
+    support.run_to_end(job)
+    job.close()
+    return job
+
+
+def _assert_same_result(folder: Path, reference: Path, num_steps: int) -> None:
+    assert support.adapter_bytes(folder) == support.adapter_bytes(reference)
+    assert (folder / "metrics.jsonl").read_bytes() == (reference / "metrics.jsonl").read_bytes()
+    steps = MetricsLog(folder / "metrics.jsonl").read()
+    assert [step.step for step in steps] == list(range(1, num_steps + 1))
+    assert not list(folder.rglob(".tmp-*"))
+
+
+def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
+    reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES)
+    killed = tmp_path / "killed"
+    support.make_spec(killed, validation=VALIDATION)
+    generator = random.Random(4)
+    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed)]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", "")
+    }
+    resumed_steps = []
+    for num_steps in (3, 5, 2, 4, 100):  # how far to let it go before the kill; at last to the end
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
+        resumed_steps.append(int(process.stdout.readline()))
+        for _ in range(num_steps):
+            process.stdout.readline()
+        if num_steps < 100:
+            time.sleep(generator.uniform(0.0, 0.02))
+            process.send_signal(signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+    assert process.returncode == 0
+    assert sum(step > 0 for step in resumed_steps) >= 3, "the kills came too early to test anything"
+    _assert_same_result(killed, tmp_path / "reference", reference.total_steps)
+
+
+@pytest.mark.parametrize("kind", list(TaskletKind))
+def test_paused_before_any_kind_of_tasklet(decoder: Decoder, tmp_path: Path, kind: TaskletKind) -> None:
+    changes = {"eval_steps": 2, "save_steps": 3}
+    reference = _reference(decoder, tmp_path / "reference", **changes)
+    spec = support.make_spec(tmp_path / "paused", validation=VALIDATION, **changes)
+    for _ in range(4):
+        job = support.make_job(decoder, spec)
+        for _ in range(40):
+            if job.upcoming():
+                job.run_tasklet()
+        while job.upcoming() and job.upcoming()[0].shape.kind is not kind:
+            job.run_tasklet()
+        job.checkpoint()
+        job.close()
+    job = support.make_job(decoder, spec)
+    support.run_to_end(job)
+    job.close()
+    _assert_same_result(tmp_path / "paused", tmp_path / "reference", reference.total_steps)
+
+
+def test_a_pause_right_after_the_start_needs_no_checkpoint(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    support.run(job, 2)
+    assert job.checkpoint() == []
+    job.close()
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    assert job.step == 0
+    job.close()
+
+
+def test_only_announced_checkpoints_and_the_newest_pause_are_kept(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path, save_steps=4)
+    job = support.make_job(decoder, spec)
+    saved = []
+    for _ in range(7):
+        support.run_step(job)
+        saved += [update.step for update in job.checkpoint() if isinstance(update, CheckpointSaved)]
+    job.close()
+    assert saved == [4, 5]  # save_steps and the end of the first epoch of 5 steps
+    assert _checkpoints(tmp_path) == [4, 5, 7]
+    job = support.make_job(decoder, spec)
+    assert job.step == 7
+    announced = [update.step for update in job.start_updates() if isinstance(update, CheckpointSaved)]
+    assert announced == [4, 5]
+    support.run_to_end(job)
+    job.close()
+    assert _checkpoints(tmp_path) == [4, 5, 8, 10]
+
+
+def _checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def _tear(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (STATE_FILE, _tear),
+        (STATE_FILE, Path.unlink),
+        (TENSOR_FILE, _tear),
+        (TENSOR_FILE, _flip),
+        (TENSOR_FILE, Path.unlink),
+        ("adapter_model.safetensors", _flip),
+        ("adapter_model.safetensors", Path.unlink),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    decoder: Decoder, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=2)
+    job = support.make_job(decoder, spec)
+    for _ in range(4):
+        support.run_step(job)
+    job.wait_for_writes()
+    job.close()
+    damage(tmp_path / "checkpoints" / "step-00000004" / name)
+    job = support.make_job(decoder, spec)
+    assert job.step == 2
+    assert [step.step for step in MetricsLog(tmp_path / "metrics.jsonl").read()] == [1, 2]
+    assert [update.step for update in job.start_updates() if isinstance(update, CheckpointSaved)] == [2]
+    assert "step-00000004" in caplog.text
+    support.run_to_end(job)
+    job.close()
+    assert _checkpoints(tmp_path) == [2, 4, 5, 6, 8, 10]
+
+
+def test_resumed_job_reports_what_the_store_does_not_have(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path)
+    job = support.make_job(decoder, spec)
+    for _ in range(7):
+        support.run_step(job)
+    job.checkpoint()
+    trained_tokens = job.trained_tokens
+    job.close()
+    spec = support.make_spec(tmp_path, recorded_step=4)
+    job = support.make_job(decoder, spec)
+    started, metrics, *checkpoints = job.start_updates()
+    assert started == JobStarted("ftjob-1", 10, 7, job.order.mean_step_tokens)
+    assert isinstance(metrics, JobMetrics)
+    assert [step.step for step in metrics.steps] == [5, 6, 7]
+    assert metrics.trained_tokens == job.trained_tokens == trained_tokens
+    assert [type(update) for update in checkpoints] == [CheckpointSaved]
+    job.close()
+
+
+def test_a_finished_job_has_nothing_to_run(decoder: Decoder, tmp_path: Path) -> None:
+    reference = _reference(decoder, tmp_path)
+    (tmp_path / "train.safetensors").unlink()  # it isn't needed any more
+    job = TrainingJob(decoder, _finished_spec(tmp_path), support.TASKLET_TOKENS, None)
+    assert job.done
+    assert job.finished_path == str(tmp_path / "adapter")
+    assert job.upcoming() == ()
+    assert job.fusable_layer is None
+    started, metrics, *rest = job.start_updates()
+    assert isinstance(started, JobStarted)
+    assert (started.total_steps, started.resumed_step) == (10, 10)
+    assert isinstance(metrics, JobMetrics)
+    assert len(metrics.steps) == 10
+    assert [type(update) for update in rest] == [CheckpointSaved, CheckpointSaved, JobSucceeded]
+    assert rest[-1] == JobSucceeded("ftjob-1", job.finished_path, reference.trained_tokens, 10)
+    assert job.checkpoint() == []
+    job.close()
+
+
+def _finished_spec(folder: Path) -> object:
+    shutil.copyfile(folder / "valid.safetensors", folder / "train.safetensors")
+    spec = support.make_spec(folder)
+    (folder / "train.safetensors").unlink()
+    return spec
+
+
+def test_killed_between_the_last_checkpoint_and_the_result(decoder: Decoder, tmp_path: Path) -> None:
+    reference = _reference(decoder, tmp_path)
+    expected = support.adapter_bytes(tmp_path)
+    shutil.rmtree(tmp_path / "adapter")
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    assert job.upcoming() == ()
+    assert not job.done
+    assert [type(update) for update in support.run_to_end(job)] == [JobSucceeded]
+    assert job.trained_tokens == reference.trained_tokens
+    assert support.adapter_bytes(tmp_path) == expected
+    job.close()
+
+
+def test_a_checkpoint_of_other_settings_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    support.run_step(job)
+    job.checkpoint()
+    job.close()
+    with pytest.raises(ConflictError, match="other settings"):
+        support.make_job(decoder, support.make_spec(tmp_path, learning_rate=1.0))

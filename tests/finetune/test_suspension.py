@@ -1,0 +1,226 @@
+"""Suspending, discarding and fusing change nothing that a job produces."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+from cotenant.core.job import JobSpec
+from cotenant.core.tasklet import TaskletKind
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.loss import loss_and_gradient
+from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
+from finetune import support
+
+WITH_DROPOUT = {"lora_dropout": 0.1}
+
+
+def _undisturbed(decoder: Decoder, folder: Path, **changes: object) -> bytes:
+    job = support.make_job(decoder, _spec(folder, **changes))
+    support.run_to_end(job)
+    job.close()
+    return support.adapter_bytes(folder)
+
+
+def _spec(folder: Path, **changes: object) -> JobSpec:
+    return support.make_spec(folder, validation=support.random_examples(9, seed=5), eval_steps=3, **changes)
+
+
+def _num_left(job: TrainingJob) -> int:
+    return sum(tasklets.count for tasklets in job.upcoming())
+
+
+@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT], ids=["plain", "dropout"])
+def test_discarding_at_random_points_changes_no_bit(
+    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=70, **changes)
+    job = support.make_job(decoder, _spec(tmp_path / "discarded", max_steps=70, **changes))
+    generator = random.Random(1)
+    discarded_kinds = set()
+    num_discards = 0
+    while not job.done:
+        if not job.upcoming():
+            job.wait_for_writes()
+        elif num_discards < 200 and generator.random() < 0.8:
+            support.run(job, generator.randint(0, _num_left(job) - 1))
+            discarded_kinds.add(job.upcoming()[0].shape.kind)
+            job.discard_step()
+            assert not job.in_flight
+            num_discards += 1
+        else:
+            support.run_step(job)
+        job.take_updates()
+    job.close()
+    assert num_discards == 200
+    assert discarded_kinds == set(TaskletKind)
+    assert support.adapter_bytes(tmp_path / "discarded") == expected
+    assert _metrics(tmp_path / "discarded") == _metrics(tmp_path / "undisturbed")
+
+
+def _metrics(folder: Path) -> str:
+    return (folder / "metrics.jsonl").read_text()
+
+
+def test_discard_restores_everything_a_step_touches(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, _spec(tmp_path))
+    support.run_step(job)
+    support.run_step(job)
+    before = [parameter.clone() for parameter in job.adapter.parameters()]
+    upcoming = job.upcoming()
+    kinds = [run.shape.kind for run in upcoming for _ in range(run.count)]
+    support.run(job, kinds.index(TaskletKind.OPTIMIZER))
+    assert job.in_flight
+    job.discard_step()
+    assert job.upcoming() == upcoming
+    assert all(parameter.grad is None for parameter in job.adapter.parameters())
+    assert all(torch.equal(now, then) for now, then in zip(job.adapter.parameters(), before, strict=True))
+    job.close()
+
+
+def test_other_work_between_tasklets_changes_no_bit(decoder: Decoder, tmp_path: Path) -> None:
+    """Suspension: the same decoder serves other batches, without gradients, between any two tasklets."""
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", **WITH_DROPOUT)
+    job = support.make_job(decoder, _spec(tmp_path / "suspended", **WITH_DROPOUT))
+    other = _other_batch()
+    generator = random.Random(2)
+    while not job.done:
+        if job.upcoming():
+            job.run_tasklet()
+        else:
+            job.wait_for_writes()
+        if generator.random() < 0.3:
+            with torch.inference_mode():
+                decoder.layer(0, decoder.embed(other.token_ids), other)
+        job.take_updates()
+    job.close()
+    assert support.adapter_bytes(tmp_path / "suspended") == expected
+
+
+def _other_batch() -> Batch:
+    return Batch(torch.arange(3, 10), torch.arange(7), (TrainingSegment((7,)),))
+
+
+def _join(first: Batch, second: Batch) -> Batch:
+    shift = first.num_tokens
+    spans = tuple(AdapterSpan(span.start + shift, span.stop + shift, span.adapter) for span in second.spans)
+    return Batch(
+        torch.cat([first.token_ids, second.token_ids]),
+        torch.cat([first.positions, second.positions]),
+        first.segments + second.segments,
+        first.spans + spans,
+    )
+
+
+def test_fused_forward_gives_the_same_adapter(decoder: Decoder, tmp_path: Path) -> None:
+    """Unrelated rows before the training rows, in a random half of the forward tasklets, with discards in between."""
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=40)
+    job = support.make_job(decoder, _spec(tmp_path / "fused", max_steps=40))
+    generator = random.Random(3)
+    num_fused = 0
+    while not job.done:
+        layer = job.fusable_layer
+        if layer is not None and generator.random() < 0.5:
+            _run_fused(job, decoder, layer, call_off=generator.random() < 0.02)
+            num_fused += 1
+        elif job.upcoming():
+            job.run_tasklet()
+        else:
+            job.wait_for_writes()
+        job.take_updates()
+    job.close()
+    assert num_fused > 100
+    trained, wanted = (_flat(folder) for folder in (tmp_path / "fused", tmp_path / "undisturbed"))
+    assert len(expected) == len(support.adapter_bytes(tmp_path / "fused"))
+    assert float((trained - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def _run_fused(job: TrainingJob, decoder: Decoder, layer: int, *, call_off: bool) -> None:
+    fused = job.begin_fused()
+    assert fused.layer == layer
+    assert fused.hidden.requires_grad == (layer > 0)
+    num_tokens = fused.segment.num_tokens
+    training = Batch(
+        torch.zeros(num_tokens, dtype=torch.int64),
+        fused.positions,
+        (fused.segment,),
+        (AdapterSpan(0, num_tokens, fused.adapter),),
+    )
+    other = _other_batch()
+    hidden = torch.cat([decoder.embed(other.token_ids), fused.hidden])
+    if call_off:
+        job.discard_step()
+        return
+    output = decoder.layer(layer, hidden, _join(other, training))
+    shape = job.end_fused(output[other.num_tokens :])
+    assert shape.kind is TaskletKind.FORWARD
+    assert shape.num_tokens == num_tokens
+
+
+def _flat(folder: Path) -> torch.Tensor:
+    tensors = safetensors.torch.load_file(folder / "adapter" / "adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_evaluation_cannot_be_fused(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, _spec(tmp_path))
+    while job.upcoming()[0].shape.kind is not TaskletKind.EVAL_FORWARD:
+        layer = job.fusable_layer
+        assert (layer is not None) == (job.upcoming()[0].shape.kind is TaskletKind.FORWARD)
+        job.run_tasklet()
+    assert job.fusable_layer is None
+    job.close()
+
+
+def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, _spec(tmp_path))
+    for _ in range(4):
+        announced = [run.shape for run in job.upcoming() for _ in range(run.count)]
+        step = job.step
+        assert announced.count(announced[-1]) >= 1
+        for position, shape in enumerate(announced):
+            left = [run.shape for run in job.upcoming() for _ in range(run.count)]
+            assert left == announced[position:]
+            assert job.run_tasklet() == shape
+        assert job.step == step + 1
+    job.close()
+
+
+@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT], ids=["plain", "dropout"])
+def test_cut_backward_equals_whole_backward_bit_for_bit(
+    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path, learning_rate=0.05, warmup_steps=0, **changes))
+    support.run_step(job)  # so that B is not 0 and every weight has a gradient
+    kinds = [run.shape.kind for run in job.upcoming()]
+    first_backward_end = sum(run.count for run in job.upcoming()[: kinds.index(TaskletKind.BACKWARD) + 1])
+    job.discard_step()
+    whole = _whole_backward(job, decoder)
+    support.run(job, first_backward_end)
+    cut = [parameter.grad for parameter in job.adapter.parameters()]
+    assert len(cut) == len(whole)
+    for ours, expected in zip(cut, whole, strict=True):
+        assert ours is not None
+        assert expected.any()
+        assert torch.equal(ours, expected)
+    job.close()
+
+
+def _whole_backward(job: TrainingJob, decoder: Decoder) -> list[torch.Tensor]:
+    """The gradient of the next micro-batch by one graph through all layers, from the same gradient at its end."""
+    step = job._training.trainer._step  # the micro-batch and its scale have no public door
+    adapter: LoraAdapter = job.adapter
+    micro_batch = step._current_pass().micro_batch
+    hidden = decoder.embed(micro_batch.batch.token_ids)
+    for layer in range(decoder.spec.num_layers):
+        hidden = decoder.layer(layer, hidden, micro_batch.batch)
+    _, gradient = loss_and_gradient(decoder, hidden.detach(), micro_batch, step.total_weight)
+    gradients = torch.autograd.grad(hidden, list(adapter.parameters()), gradient)
+    job.discard_step()
+    return list(gradients)
