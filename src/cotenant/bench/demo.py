@@ -46,7 +46,7 @@ class DemoOptions:
 
 
 # Enough for the built-in model to learn the lesson by heart.
-_HYPERPARAMETERS = {"batch_size": 8, "learning_rate": 1e-3, "r": 16, "warmup_steps": 5, "eval_steps": 50}
+_HYPERPARAMETERS = {"batch_size": 8, "learning_rate": 2e-3, "r": 16, "warmup_steps": 5, "eval_steps": 50}
 _MIN_STEPS = 150
 
 
