@@ -1,0 +1,174 @@
+"""openai-python goes through all of it against a real server with the built-in model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai.types.fine_tuning import FineTuningJob
+
+from serving import RunningServer, start_server
+
+KEY = "sk-test-of-the-key"
+EXAMPLES = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What does word {number} mean?"},
+            {"role": "assistant", "content": f"Word {number} means a red boat number {number}."},
+        ]
+    }
+    for number in range(24)
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = start_server(tmp_path_factory.mktemp("openai") / "data", "--api-key", KEY)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture
+def file_id(client: openai.OpenAI, tmp_path: Path) -> str:
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(json.dumps(example) for example in EXAMPLES), encoding="utf-8")
+    with path.open("rb") as content:
+        return client.files.create(file=content, purpose="fine-tune").id
+
+
+def wait_for(get: Callable[[], FineTuningJob], *statuses: str, timeout_s: float = 60.0) -> FineTuningJob:
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        job = get()
+        if job.status in statuses:
+            return job
+        assert job.status not in ("failed", "succeeded", "cancelled"), (job.status, job.error)
+        time.sleep(0.05)
+    raise AssertionError(f"the job is {get().status}, not {statuses}, after {timeout_s:g} s")
+
+
+def method(**hyperparameters: object) -> dict[str, object]:
+    return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+
+
+def test_chat_stream_and_logprobs(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Hello, who are you?"}]
+    whole = client.chat.completions.create(model="tiny", messages=messages, temperature=0, max_tokens=12)  # type: ignore[arg-type]
+    assert whole.choices[0].message.content
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=messages,  # type: ignore[arg-type]
+        temperature=0,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=2,
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    logprobs = [
+        entry
+        for chunk in chunks
+        if chunk.choices and chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert len(logprobs) == whole.usage.completion_tokens
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in logprobs), "greedy takes the likeliest"
+
+
+def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None:
+    assert client.files.retrieve(file_id).status == "processed"
+    assert len(client.files.content(file_id).text.splitlines()) == len(EXAMPLES)
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file_id,
+        suffix="boats",
+        seed=3,
+        metadata={"team": "harbour"},
+        method=method(n_epochs=10, batch_size=8, learning_rate=3e-3, r=8),  # type: ignore[arg-type]
+    )
+    assert job.status == "validating_files"
+    job = wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id), "succeeded", timeout_s=120)
+    assert job.fine_tuned_model
+    assert job.fine_tuned_model.startswith("ft:tiny:")
+    assert ":boats:" in job.fine_tuned_model
+    assert job.trained_tokens > 0
+    assert job.finished_at >= job.created_at
+
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=20))
+    messages = [event.message for event in events][::-1]
+    assert messages[0].startswith("Created fine-tuning job")
+    assert "The job has successfully completed" in messages
+    steps = [event.data["step"] for event in events if event.type == "metrics"]
+    assert sorted(steps) == list(range(1, 31))
+
+    result = client.files.content(job.result_files[0]).text.splitlines()
+    assert result[0] == "step,train_loss,train_accuracy,valid_loss,valid_mean_token_accuracy"
+    assert len(result) == 31
+    assert float(result[-1].split(",")[1]) < float(result[1].split(",")[1])
+
+    checkpoints = list(client.fine_tuning.jobs.checkpoints.list(job.id))
+    assert [checkpoint.step_number for checkpoint in checkpoints] == list(range(30, 0, -3))
+    cards = {card.id: card for card in client.models.list()}
+    assert cards[job.fine_tuned_model].root != cards["tiny"].root  # type: ignore[attr-defined]
+
+    question = EXAMPLES[5]["messages"][:1]
+    for model in (job.fine_tuned_model, checkpoints[0].fine_tuned_model_checkpoint, "tiny"):
+        answer = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=24)  # type: ignore[arg-type]
+        assert ("red boat" in (answer.choices[0].message.content or "")) == (model != "tiny")
+
+
+def test_pause_resume_and_cancel_act_within_a_second(client: openai.OpenAI, file_id: str) -> None:
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file_id,
+        method=method(max_steps=100_000, batch_size=8),  # type: ignore[arg-type]
+    )
+    wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id), "running")
+
+    def timed(act: Callable[[str], FineTuningJob], status: str) -> None:
+        start_s = time.monotonic()
+        act(job.id)
+        wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id), status)
+        assert time.monotonic() - start_s < 1.0
+
+    timed(client.fine_tuning.jobs.pause, "paused")
+    timed(client.fine_tuning.jobs.resume, "running")
+    timed(client.fine_tuning.jobs.cancel, "cancelled")
+    with pytest.raises(openai.BadRequestError, match="cancelled"):
+        client.fine_tuning.jobs.cancel(job.id)
+
+
+def test_jobs_run_one_after_the_other(client: openai.OpenAI, file_id: str) -> None:
+    first, second = (
+        client.fine_tuning.jobs.create(
+            model="tiny",
+            training_file=file_id,
+            method=method(max_steps=steps, batch_size=8),  # type: ignore[arg-type]
+        )
+        for steps in (100_000, 3)
+    )
+    wait_for(lambda: client.fine_tuning.jobs.retrieve(first.id), "running")
+    wait_for(lambda: client.fine_tuning.jobs.retrieve(second.id), "queued")
+    with pytest.raises(openai.APIStatusError, match=r"in use|job"):
+        client.files.delete(file_id)
+    client.fine_tuning.jobs.cancel(first.id)
+    wait_for(lambda: client.fine_tuning.jobs.retrieve(second.id), "succeeded")
+
+
+def test_a_wrong_key_is_refused(server: RunningServer) -> None:
+    stranger = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="sk-other", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        stranger.models.list()

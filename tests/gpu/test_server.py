@@ -1,0 +1,97 @@
+"""A server on the GPU with the shapes of an 8B model: it serves, trains beside requests, and ends with an adapter."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors
+
+from serving import RunningServer, start_server
+
+_ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"question {number} " + "of some length " * 20},
+            {"role": "assistant", "content": f"answer {number} " + "that is longer " * 40},
+        ]
+    }
+    for number in range(32)
+]
+
+
+def _chat(client: httpx.Client, model: str, text: str, max_tokens: int) -> dict[str, Any]:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    response = client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@pytest.mark.timeout(540)
+@pytest.mark.parametrize("fuse", ["--fuse", "--no-fuse"])
+def test_llama_8b_shapes_serve_and_train(tmp_path: Path, fuse: str) -> None:
+    flags = ["--load-format", "dummy", "--max-model-len", "4096", "--max-num-seqs", "32", "--tasklet-tokens", "1024"]
+    server = start_server(tmp_path / "data", *flags, fuse, model="llama-3.1-8b", wait=False)
+    try:
+        server.wait_ready(300)
+        with httpx.Client(base_url=server.base_url, timeout=120) as client:
+            _serve_and_train(server, client, tmp_path)
+    finally:
+        server.kill()
+
+
+def _serve_and_train(server: RunningServer, client: httpx.Client, folder: Path) -> None:
+    alone = _chat(client, "llama-3.1-8b", "hello", 32)["choices"][0]["message"]["content"]
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in _ROWS), encoding="utf-8")
+    file_id = client.post("/v1/files", files={"file": path.open("rb")}, data={"purpose": "fine-tune"}).json()["id"]
+    settings = {"max_steps": 12, "batch_size": 4, "learning_rate": 1e-4, "r": 16}
+    body = {
+        "model": "llama-3.1-8b",
+        "training_file": file_id,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": settings}},
+    }
+    job = client.post("/v1/fine_tuning/jobs", json=body).json()
+    answers: list[str] = []
+    done = threading.Event()
+
+    def keep_asking() -> None:
+        with httpx.Client(base_url=server.base_url, timeout=120) as other:
+            while not done.is_set():
+                answers.append(_chat(other, "llama-3.1-8b", "hello", 32)["choices"][0]["message"]["content"])
+
+    asker = threading.Thread(target=keep_asking)
+    asker.start()
+    try:
+        deadline_s = time.monotonic() + 240
+        while job["status"] not in ("succeeded", "failed", "cancelled") and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+            job = client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()
+    finally:
+        done.set()
+        asker.join()
+    assert job["status"] == "succeeded", (job, server.log[-3000:])
+    cards = {card["id"]: card for card in client.get("/v1/models").json()["data"]}
+    with safetensors.safe_open(
+        Path(cards[job["fine_tuned_model"]]["root"]) / "adapter_model.safetensors", framework="pt"
+    ) as adapter:
+        assert len(adapter.keys()) == 32 * 7 * 2
+    assert len(answers) > 3, "nothing was served beside the job"
+    assert _chat(client, job["fine_tuned_model"], "hello", 8)["usage"]["completion_tokens"] == 8
+    samples = client.get("/metrics").text
+    trained = [line for line in samples.splitlines() if line.startswith("cotenant:")]
+    print("\n".join(line for line in trained if "bucket" not in line))
+    # bf16 rounds by the shape of the batch, so beside the job an answer may differ late; it starts the same.
+    assert all(answer[:4] == alone[:4] for answer in answers)
