@@ -90,8 +90,17 @@ def _serve_and_train(server: RunningServer, client: httpx.Client, folder: Path) 
         assert len(adapter.keys()) == 32 * 7 * 2
     assert len(answers) > 3, "nothing was served beside the job"
     assert _chat(client, job["fine_tuned_model"], "hello", 8)["usage"]["completion_tokens"] == 8
-    samples = client.get("/metrics").text
-    trained = [line for line in samples.splitlines() if line.startswith("cotenant:")]
-    print("\n".join(line for line in trained if "bucket" not in line))
+    wanted = (
+        "slo_",
+        "tasklets_total",
+        "trained_tokens_total",
+        "tokens_total",
+        "busy_seconds_total",
+        "iterations_total",
+    )
+    samples = client.get("/metrics").text.splitlines()
+    print(
+        *(line for line in samples if line.startswith("cotenant:") and any(name in line for name in wanted)), sep="\n"
+    )
     # bf16 rounds by the shape of the batch, so beside the job an answer may differ late; it starts the same.
     assert all(answer[:4] == alone[:4] for answer in answers)

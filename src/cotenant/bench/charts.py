@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,17 +40,15 @@ def line_chart(
     y_label: str,
     series: Sequence[Series],
     markers: Sequence[Marker] = (),
-    *,
-    y_from_zero: bool = True,
 ) -> str:
-    """One chart as an SVG element with axes, ticks and a legend. Empty series are left out."""
+    """One chart as an SVG element with axes from zero, ticks and a legend. Empty series are left out."""
     drawn = [line for line in series if line.points]
     xs = [x for line in drawn for x, _ in line.points] + [marker.x for marker in markers]
     ys = [y for line in drawn for _, y in line.points]
     if not xs or not ys:
         return f"<figure><figcaption>{html.escape(title)}: nothing was measured</figcaption></figure>"
-    x_axis = _Axis(min(0.0, min(xs)), max(xs) * 1.04 or 1.0, _LEFT, WIDTH - _RIGHT)
-    y_axis = _Axis(0.0 if y_from_zero else min(ys), max(ys) * 1.05 or 1.0, HEIGHT - _BOTTOM, _TOP)
+    x_axis = _Axis(0.0, max(xs) * 1.02 or 1.0, _LEFT, WIDTH - _RIGHT)
+    y_axis = _Axis(0.0, max(ys) * 1.02 or 1.0, HEIGHT - _BOTTOM, _TOP)
     parts = [*_grid(x_axis, y_axis, x_label, y_label)]
     for marker in markers:
         x = x_axis.at(marker.x)
@@ -81,7 +80,11 @@ class _Axis:
         return self.start_px + (value - self.low) / span * (self.end_px - self.start_px)
 
     def ticks(self) -> list[float]:
-        return [self.low + (self.high - self.low) * step / 4 for step in range(5)]
+        """Multiples of 1, 2 or 5 times a power of ten, about five of them."""
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+        return [number * step for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str, y_label: str) -> list[str]:

@@ -10,7 +10,7 @@ from cotenant.core.plan import RequestView, Slo
 
 # Targets are aimed at with this share of them. The rest covers what the worker cannot see (HTTP, the client) and the
 # error of its predictions.
-SAFETY = 0.8
+SAFETY = 0.7
 # No planned gap between two tokens is longer than this many TPOT targets.
 MAX_GAP_TARGETS = 3.0
 
