@@ -228,3 +228,18 @@ def test_a_checkpoint_of_other_settings_is_refused(decoder: Decoder, tmp_path: P
     job.close()
     with pytest.raises(ConflictError, match="other settings"):
         support.make_job(decoder, support.make_spec(tmp_path, learning_rate=1.0))
+
+
+def test_old_checkpoints_are_served_but_keep_no_training_state(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path, save_steps=1, max_steps=6)
+    job = support.make_job(decoder, spec)
+    support.run_to_end(job)
+    job.close()
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == [f"step-{step:08d}" for step in range(1, 7)]
+    assert all((folder / "adapter_model.safetensors").is_file() for folder in folders)
+    assert [(folder / "trainer_state.safetensors").is_file() for folder in folders] == [False] * 4 + [True] * 2
+    again = support.make_job(decoder, spec)
+    announced = [update.step for update in again.start_updates() if isinstance(update, CheckpointSaved)]
+    again.close()
+    assert announced == list(range(1, 7))

@@ -78,6 +78,19 @@ def test_one_frozen_second_does_not_become_the_expectation() -> None:
     assert record.mean_ms < 4.0
 
 
+def test_one_frozen_second_does_not_rule_a_tasklet_out_where_it_is_new() -> None:
+    predictor, batch = LatencyPredictor("h", "m"), decode(4, 256)
+    shape = TaskletShape(TaskletKind.BACKWARD, 256, 64)
+    learn(predictor, batch, 5.0)
+    for _ in range(20):  # alone
+        predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 3.0, ((TaskletRun(shape, 1), 3.0),)))
+    for elapsed_ms in (3.0, 2000.0, 3.0):  # beside a batch
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 5.0, 8.0, ((TaskletRun(shape, 1), elapsed_ms),)))
+    expected_ms = predictor.tasklet_ms(shape, beside=batch)
+    assert expected_ms is not None
+    assert expected_ms < 30.0
+
+
 def test_fused_tasklets_are_learned_as_what_they_add_to_the_step() -> None:
     predictor = LatencyPredictor("h", "m")
     batch, shape = decode(4, 400), TaskletShape(TaskletKind.FORWARD, 256, 64)

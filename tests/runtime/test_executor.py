@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.plan import Mode, Plan
@@ -13,8 +19,10 @@ from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
 from cotenant.engine.engine import OnlineEngine
+from cotenant.models.lora import LoraAdapter
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.training import TrainingTenant
+from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
@@ -28,10 +36,20 @@ class Bench:
         decoder = support.load(folder / "model")
         device = create_device("cpu")
         self.engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
-        self.training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, lambda update: None)
+        self.updates: list[FromWorker] = []
+        self.updates: list[FromWorker] = []
+        self.training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, self.updates.append)
         self.training.start(support.make_spec(folder / "job"))
         self.executor = Executor(device, decoder, self.engine, self.training)
         self.emitted: list[SequenceOutput] = []
+
+    def pause(self) -> None:
+        """Stop the job and wait until that is answered."""
+        self.training.pause_running()
+        deadline_s = time.monotonic() + 30
+        while self.training.job_id is not None:
+            self.training.publish()
+            assert time.monotonic() < deadline_s
 
     def run(self, plan: Plan, looks_before_arrival: int = 1_000_000) -> int:
         """Execute the plan; a request 'arrives' after so many looks. Returns the tasklets that ran."""
@@ -44,7 +62,7 @@ class Bench:
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
-    bench.training.pause_running()
+    bench.pause()
 
 
 @pytest.mark.parametrize("before", [0, 1, 5])
@@ -87,7 +105,107 @@ def test_fused_tasklets_count_against_the_plan(bench: Bench) -> None:
 
 
 def test_without_a_job_a_plan_for_tasklets_is_only_the_online_batch(bench: Bench) -> None:
-    bench.training.pause_running()
+    bench.pause()
     bench.engine.add(request("r", [5, 6, 7], 1))
     assert bench.run(Plan(num_tasklets=4, mode=Mode.TEMPORAL)) == 0
     assert [output.request_id for output in bench.emitted] == ["r"]
+
+
+def test_an_error_in_a_fused_layer_ends_the_job_and_not_the_batch(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_fused(output: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    bench.engine.add(request("r", [5, 6, 7], 2))
+    monkeypatch.setattr(bench.training, "end_fused", end_fused)
+    assert bench.run(Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)) == 0
+    assert [output.request_id for output in bench.emitted] == ["r"]
+    failure = bench.updates[-1]
+    assert isinstance(failure, JobFailed)
+    assert failure.code == "out_of_memory"
+    assert bench.training.job_id is None
+
+
+def test_an_error_at_a_jobs_start_ends_the_job_alone(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trainable(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    bench.pause()
+    monkeypatch.setattr(LoraAdapter, "trainable", trainable)
+    bench.training.start(support.make_spec(tmp_path / "other"))
+    failure = bench.updates[-1]
+    assert isinstance(failure, JobFailed)
+    assert failure.code == "out_of_memory"
+
+
+def test_a_paused_job_leaves_no_adapter_in_memory(bench: Bench) -> None:
+    bench.run(Plan(run_online=False, num_tasklets=1))
+    adapter = weakref.ref(bench.training.begin_fused().adapter.parameters()[0])
+    gc.disable()
+    try:
+        bench.pause()
+        assert adapter() is None
+    finally:
+        gc.enable()
+
+
+def test_a_pause_does_not_wait_for_the_disk_and_is_answered_when_the_checkpoint_is_there(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    may_write = threading.Event()
+    fsync = os.fsync
+
+    def slow_fsync(descriptor: int) -> None:
+        assert may_write.wait(30)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    job_id = bench.training.job_id
+    assert job_id is not None
+    bench.training.pause(job_id)
+    bench.training.publish()
+    assert not any(isinstance(update, JobPaused) for update in bench.updates)
+    assert bench.training.view() is None, "no tasklet runs any more"
+    bench.engine.add(request("r", [5, 6, 7], 2))
+    assert bench.run(Plan(num_tasklets=4, mode=Mode.TEMPORAL)) == 0
+    assert [output.request_id for output in bench.emitted] == ["r"], "requests are served meanwhile"
+    may_write.set()
+    bench.pause()
+    assert [update for update in bench.updates if isinstance(update, JobPaused)] == [JobPaused(job_id, 1)]
+    assert (tmp_path / "job" / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_a_cancel_during_a_pause_is_what_is_answered(bench: Bench) -> None:
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    job_id = bench.training.job_id
+    assert job_id is not None
+    bench.training.pause(job_id)
+    bench.training.cancel(job_id)
+    bench.pause()
+    answers = [update for update in bench.updates if isinstance(update, JobPaused | JobCancelled)]
+    assert answers == [JobCancelled(job_id, 1)]
+
+
+def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.run(Plan(run_online=False, num_tasklets=3, mode=Mode.TEMPORAL))
+    bench.engine.add(request("r", [5, 6, 7], 2))
+    decoder = bench.engine._decoder
+    forward, failures = decoder.forward, iter([True])
+
+    def short_of_memory(*arguments: object) -> torch.Tensor:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("no memory")
+        return forward(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoder, "forward", short_of_memory)
+    bench.run(Plan())
+    assert [output.request_id for output in bench.emitted] == ["r"]
+    view = bench.training.view()
+    assert view is not None, "the job goes on"
+    assert view.upcoming[0].count == 3, "from the beginning of its step"

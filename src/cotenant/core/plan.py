@@ -101,7 +101,7 @@ class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
-    ``tasklet_ms``: time of each run of equal tasklets, fused ones included in ``online_ms`` and not repeated here.
+    ``tasklets``: each run of equal tasklets with its time in milliseconds; fused ones are in ``online_ms`` instead.
     """
 
     batch: BatchShape

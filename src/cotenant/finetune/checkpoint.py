@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 TENSOR_FILE = "trainer_state.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
+# The newest, and one to fall back on if that is damaged.
+_NUM_RESUMABLE = 2
 _FOLDER_NAME = re.compile(r"step-(\d{8})")
 
 
@@ -77,7 +79,8 @@ class CheckpointStore:
         return self._folder / f"step-{step:08d}"
 
     def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint atomically, then remove the ones made for earlier pauses."""
+        """Write a checkpoint atomically. Then remove the ones made for earlier pauses, and from all but the newest
+        ``_NUM_RESUMABLE`` what only training needs: they stay to be served."""
         target = self.path(snapshot.state.step)
         with atomic_folder(target) as folder:
             write_adapter_files(snapshot.adapter, folder, self._base_model, self._tokenizer_folder)
@@ -85,9 +88,14 @@ class CheckpointStore:
             digests = {name: _digest(folder / name) for name in (ADAPTER_FILE, TENSOR_FILE)}
             state = msgspec.structs.replace(snapshot.state, digests=digests)
             (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-        for path in self._newest_first():
+        kept = 0
+        for path in list(self._newest_first()):
             if path != target and not _announced(path):
                 shutil.rmtree(path, ignore_errors=True)
+                continue
+            kept += 1
+            if kept > _NUM_RESUMABLE:
+                (path / TENSOR_FILE).unlink(missing_ok=True)
         return target
 
     def newest(self) -> tuple[TrainerState, dict[str, torch.Tensor]] | None:

@@ -211,10 +211,20 @@ class TrainingJob:
         return updates
 
     def checkpoint(self) -> list[FromWorker]:
-        """Discard the step in flight and return once a checkpoint of the last finished step is on disk.
+        """``begin_checkpoint``, and return once it is on disk.
 
-        For a pause, a cancellation or the end of the worker. Returns the outstanding updates, which may include
-        ``JobFailed`` if the disk is full, or ``JobSucceeded`` if the job was only writing its result.
+        Returns the outstanding updates, which may include ``JobFailed`` if the disk is full, or ``JobSucceeded`` if the
+        job was only writing its result.
+        """
+        self.begin_checkpoint()
+        self.wait_for_writes()
+        return self.take_updates()
+
+    def begin_checkpoint(self) -> None:
+        """Discard the step in flight and begin to write a checkpoint of the last finished step.
+
+        For a pause, a cancellation or the end of the worker. Run no tasklet after it; it is over when ``writing`` is
+        False and the updates have been taken.
         """
         self.discard_step()
         if self._training is not None and self._failure is None:
@@ -222,8 +232,11 @@ class TrainingJob:
             metrics = self._last if pending is None else pending
             if metrics is not None and self._saved != (metrics.step, pending is not None):
                 self._save(metrics, announced=False, needs_evaluation=pending is not None)
-        self.wait_for_writes()
-        return self.take_updates()
+
+    @property
+    def writing(self) -> bool:
+        """Whether files are being written, or what that gave was not taken yet."""
+        return not self._writer.idle
 
     def wait_for_writes(self) -> None:
         """Block until everything that is being written is on disk (or has failed)."""
@@ -231,7 +244,8 @@ class TrainingJob:
 
     def close(self) -> None:
         """Let go of the step in flight and end the writing thread, after what it was given."""
-        self.discard_step()
+        if self._training is not None:
+            self._training.trainer.close()
         self._writer.close()
 
     # Inside

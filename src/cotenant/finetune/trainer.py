@@ -157,6 +157,12 @@ class Trainer:
         if self._evaluation is not None:
             self._evaluation.discard()
 
+    def close(self) -> None:
+        """Let go of the step in flight and of whom ``on_step`` belongs to: else the two would keep each other alive,
+        and the memory would wait for the garbage collector."""
+        self.discard()
+        self._on_step = _ignore
+
     def _begin_step(self) -> None:
         self._upcoming = None
         index = self._state.step
@@ -215,3 +221,7 @@ class Trainer:
         if not full and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
             return None
         return Evaluation(self._decoder, self._state.adapter, self._validation, full=full)
+
+
+def _ignore(metrics: StepMetrics) -> None:
+    """Nobody listens any more."""

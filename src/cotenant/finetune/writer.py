@@ -44,7 +44,7 @@ class FileWriter:
         """The messages of the tasks done since the last call, in order.
 
         Raises:
-            WriteError: a task failed because of the file system; the messages before it have been taken earlier.
+            WriteError: a task failed; the messages before it have been taken earlier.
         """
         messages: list[FromWorker] = []
         while self._tasks and self._tasks[0].done():
@@ -74,9 +74,10 @@ class FileWriter:
         except (OSError, safetensors.SafetensorError) as error:
             self._failed = True
             raise as_write_error(error) from error
-        except BaseException:
+        except Exception as error:
             self._failed = True
-            raise
+            logger.exception("a file of the job could not be written")
+            raise WriteError("internal_error", f"{type(error).__name__}: {error}") from error
 
 
 def as_write_error(error: OSError | safetensors.SafetensorError) -> WriteError:

@@ -117,6 +117,7 @@ class LatencyPredictor:
             self.error_ratio = previous + _ERROR_WEIGHT * (error - previous)
 
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
+        each_ms = self._bounded(shape, each_ms)
         self._records.add(self._base_group, ("tasklet", _tasklet_key(shape)), each_ms)
         if not batch.empty:
             self._records.add(self._group(batch), ("beside", _batch_key(batch), _tasklet_key(shape)), each_ms)
@@ -127,9 +128,15 @@ class LatencyPredictor:
         solo_ms = self.batch_ms(record.batch)
         if record.fused is None or solo_ms is None:
             return
-        added_ms = max(0.0, record.online_ms - solo_ms) / record.fused.count
+        added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - solo_ms) / record.fused.count)
         key = ("fused", _batch_key(record.batch), _tasklet_key(record.fused.shape))
         self._records.add(self._group(record.batch), key, added_ms)
+
+    def _bounded(self, shape: TaskletShape, each_ms: float) -> float:
+        """An outlier cut to what this tasklet may take at worst. Uncut, it would rule the tasklet out beside a batch
+        where it was never measured before, and so keep it from being measured there again."""
+        known = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
+        return each_ms if known is None else known.bounded(each_ms)
 
     def _group(self, batch: BatchShape) -> tuple[str, str, int]:
         return (*self._base_group, batch.num_adapters)

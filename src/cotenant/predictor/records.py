@@ -25,12 +25,15 @@ class Record:
 
     def add(self, latency_ms: float) -> None:
         """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does."""
-        bounded = min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 5 else latency_ms
         weight = max(_WEIGHT_OF_NEWEST, 1.0 / (self.count + 1))
-        error = bounded - self.mean_ms
+        error = self.bounded(latency_ms) - self.mean_ms
         self.mean_ms += weight * error
         self.deviation_ms += weight * (abs(error) - self.deviation_ms)
         self.count += 1
+
+    def bounded(self, latency_ms: float) -> float:
+        """A measurement of this shape as it is believed: once it is known well, not many times the mean."""
+        return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 5 else latency_ms
 
     @property
     def cautious_ms(self) -> float:

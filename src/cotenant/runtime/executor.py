@@ -67,12 +67,25 @@ class Executor:
         return step.shape, fused
 
     def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
+        """All layers of the online batch. What goes wrong because of the training layers in it ends the job alone: the
+        batch is run again without them, and writes the same rows of the KV cache."""
+        if num_fused > 0:
+            try:
+                return self._forward_fused(step, num_fused)
+            except Exception as error:
+                self._training.fail(error)
+        try:
+            return self._decoder.forward(step.batch, self._engine.kv_cache), None
+        except torch.OutOfMemoryError:
+            if not self._training.discard():
+                raise
+        return self._decoder.forward(step.batch, self._engine.kv_cache), None
+
+    def _forward_fused(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
         """All layers of the online batch; the first ``num_fused`` training layers that it meets run inside it.
 
         LLMStation section 5.2: linear layers run over the tokens of both, attention over each alone.
         """
-        if num_fused == 0:
-            return self._decoder.forward(step.batch, self._engine.kv_cache), None
         hidden = self._decoder.embed(step.batch.token_ids)  # [tokens, hidden]
         joint: Batch | None = None
         fused: TaskletRun | None = None

@@ -7,7 +7,7 @@ import os
 import time
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Plan, Slo, Snapshot
 from cotenant.core.request import SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -60,6 +60,7 @@ class WorkerLoop:
         self._can_fuse = can_fuse
         self._stats = LoopStats()
         self._next_stats_s = 0.0
+        self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
         self._draining = False
         self._finished = False
@@ -70,7 +71,7 @@ class WorkerLoop:
             snapshot = self._observe()
             plan = self._policy.plan(snapshot)
             record = self._executor.execute(plan, self._emit, self._channel.pending)
-            self._publish(record, snapshot)
+            self._publish(record, snapshot, plan)
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
@@ -84,15 +85,17 @@ class WorkerLoop:
             can_fuse=self._can_fuse,
         )
 
-    def _publish(self, record: IterationRecord, snapshot: Snapshot) -> None:
+    def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         self._predictor.observe(record)
         self._stats.count(record)
         for request_id, error in self._engine.take_failures():
             self._channel.send(RequestFailed(request_id, error.message, error.code))
         if time.monotonic() >= self._next_stats_s:
             self._publish_progress(snapshot)
-        idle = record.batch.empty and not record.tasklets and not self._training.runnable
-        if self._draining and not self._engine.has_work:
+        trains = plan.num_tasklets > 0 or plan.until_step_end
+        idle = record.batch.empty and not (trains and self._training.runnable)
+        self._unchecked = self._unchecked or not record.batch.empty
+        if self._draining and not self._engine.has_work and self._training.job_id is None:
             self._channel.send(Drained())
             self._finished = True
         elif idle:
@@ -111,8 +114,9 @@ class WorkerLoop:
 
     def _rest(self) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""
-        if not self._engine.has_work:
+        if self._unchecked and not self._engine.has_work:
             self._engine.check_integrity()
+            self._unchecked = False
         if self._training.job_id is not None:
             self._training.publish()
         self._channel.wait(_IDLE_WAIT_S)

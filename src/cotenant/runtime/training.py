@@ -40,6 +40,7 @@ class TrainingTenant:
         self._job_id = ""
         self._tokens_before = 0
         self._tokens_at_start = 0
+        self._ending: type[JobPaused] | type[JobCancelled] | None = None
         self.at_step_end = False
 
     @property
@@ -53,21 +54,24 @@ class TrainingTenant:
 
     @property
     def runnable(self) -> bool:
-        return self._job is not None and bool(self._job.upcoming())
+        return self._job is not None and self._ending is None and bool(self._job.upcoming())
 
     @property
     def fusable_layer(self) -> int | None:
-        return self._job.fusable_layer if self._job is not None else None
+        return self._job.fusable_layer if self._job is not None and self._ending is None else None
 
     def view(self) -> JobView | None:
         """The running job for the snapshot; None when there is none or it waits for its files to be written."""
-        if self._job is None:
+        if self._job is None or self._ending is not None:
             return None
         upcoming = self._job.upcoming()
         return JobView(self._job_id, upcoming) if upcoming else None
 
     def start(self, spec: JobSpec) -> None:
         """Begin a job, or go on with it from its newest checkpoint."""
+        if self._job is not None and self._ending is not None:
+            self._job.wait_for_writes()
+            self.publish()
         if self._job is not None:
             if self._job_id == spec.job_id:
                 return
@@ -75,10 +79,9 @@ class TrainingTenant:
             return
         try:
             job = TrainingJob(self._decoder, spec, self._max_tasklet_tokens, self._tokenizer_folder)
-        except (CotenantError, OSError, ValueError) as error:
-            logger.warning("job %s cannot start: %s", spec.job_id, error)
-            code = error.code if isinstance(error, CotenantError) and error.code else "invalid_job"
-            self._send(JobFailed(spec.job_id, code, str(error), 0))
+        except Exception as error:
+            logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
+            self._send(JobFailed(spec.job_id, *_code_and_message(error), step=0))
             return
         for update in job.start_updates():
             self._send(update)
@@ -89,15 +92,16 @@ class TrainingTenant:
         self._tokens_at_start = job.trained_tokens
 
     def pause(self, job_id: str) -> None:
-        """Discard the step in flight, write a checkpoint and free everything."""
-        step = self._suspend(job_id)
-        if step is not None:
-            self._send(JobPaused(job_id, step))
+        """Discard the step in flight and begin a checkpoint; ``publish`` answers ``JobPaused`` when it is on disk."""
+        if self._job is not None and self._job_id == job_id:
+            self._stop(self._ending or JobPaused)
 
     def cancel(self, job_id: str) -> None:
         """Like ``pause``, for good. A job that is not running is confirmed as well: it has nothing left to stop."""
-        step = self._suspend(job_id)
-        self._send(JobCancelled(job_id, step or 0))
+        if self._job is not None and self._job_id == job_id:
+            self._stop(JobCancelled)
+        else:
+            self._send(JobCancelled(job_id, 0))
 
     def pause_running(self) -> None:
         if self._job is not None:
@@ -110,9 +114,18 @@ class TrainingTenant:
             shape = self._job.run_tasklet()
         except Exception as error:
             shape = TaskletShape(TaskletKind.OPTIMIZER, 0)
-            self._fail(error)
+            self.fail(error)
         self.at_step_end = shape.kind is TaskletKind.OPTIMIZER
         return shape
+
+    def discard(self) -> bool:
+        """Drop the step in flight to give its memory back. False if there was none."""
+        if self._job is None or not self._job.in_flight:
+            return False
+        logger.warning("job %s gives up its step in flight: memory is short", self._job_id)
+        self._device.synchronize()
+        self._job.discard_step()
+        return True
 
     def begin_fused(self) -> FusedInput:
         assert self._job is not None
@@ -122,49 +135,57 @@ class TrainingTenant:
         assert self._job is not None
         self._job.end_fused(output)
 
+    def fail(self, error: Exception) -> None:
+        """End the running job, if there is one, because of ``error``."""
+        if self._job is None:
+            return
+        logger.error("job %s failed at step %d", self._job_id, self._job.step, exc_info=error)
+        self._job.wait_for_writes()  # a checkpoint that is on disk is reported before the end
+        for update in self._job.take_updates():
+            self._send(update)
+        if not self._job.done:
+            self._send(JobFailed(self._job_id, *_code_and_message(error), step=self._job.step))
+        self._forget()
+
     def publish(self) -> None:
-        """Send what the job has to say; forget it once it has ended."""
+        """Send what the job has to say; forget it once it has ended, or has stopped and its checkpoint is on disk."""
         if self._job is None:
             return
         for update in self._job.take_updates():
             self._send(update)
-        if self._job.done:
-            self._forget()
-
-    def _suspend(self, job_id: str) -> int | None:
-        """Stop this job with a checkpoint and return its step; None if it is not running (or has just ended)."""
-        if self._job is None or self._job_id != job_id:
-            return None
-        job = self._job
-        self._device.synchronize()
-        job.discard_step()
-        try:
-            for update in job.checkpoint():
-                self._send(update)
-        except OSError as error:
-            logger.error("job %s: no checkpoint at step %d: %s; it goes on from the last one", job_id, job.step, error)
-        for update in job.take_updates():
-            self._send(update)
-        step = None if job.done else job.step
+        if not self._job.done and (self._ending is None or self._job.writing):
+            return
+        if self._ending is JobCancelled or (self._ending is JobPaused and not self._job.done):
+            self._send(self._ending(self._job_id, self._job.step))
         self._forget()
-        return step
 
-    def _fail(self, error: Exception) -> None:
+    def _stop(self, answer: type[JobPaused] | type[JobCancelled]) -> None:
+        """Run no more tasklets and begin a checkpoint. The files are written beside the loop, which goes on serving."""
         assert self._job is not None
-        out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        logger.exception("job %s failed at step %d", self._job_id, self._job.step)
-        for update in self._job.take_updates():
-            self._send(update)
-        message = str(error) if isinstance(error, CotenantError) else f"{type(error).__name__}: {error}"
-        if out_of_memory:
-            message = f"not enough memory for a micro-batch; lower --tasklet-tokens or max_length ({message})"
-        self._send(
-            JobFailed(self._job_id, "out_of_memory" if out_of_memory else "internal_error", message, self._job.step)
-        )
-        self._forget()
+        if self._ending is None:
+            self._device.synchronize()
+            try:
+                self._job.begin_checkpoint()
+            except Exception as error:
+                self.fail(error)
+                return
+        self._ending = answer
 
     def _forget(self) -> None:
+        """Free all that the job holds, once the device has stopped using it."""
         assert self._job is not None
         self._tokens_before = self.trained_tokens
+        self._device.synchronize()
         self._job.close()
         self._job = None
+        self._ending = None
+
+
+def _code_and_message(error: Exception) -> tuple[str, str]:
+    """The error code of a job that ``error`` ended, and what its owner reads."""
+    if isinstance(error, CotenantError):
+        return error.code or "invalid_job", error.message
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out_of_memory", f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
+    return "internal_error", message

@@ -1,0 +1,74 @@
+"""The loop waits when there is nothing to run, and answers what it was asked before it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cotenant.config import BatchConfig, LoraConfig
+from cotenant.core.plan import Slo
+from cotenant.device import create_device
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import create_policy
+from cotenant.wire.messages import AddRequest, Drain, Drained, FromWorker, JobPaused, Outputs, StartJob, ToWorker
+from finetune import support
+from finetune.conftest import save_llama
+from runtime.cotenancy import request
+
+
+class Channel:
+    """Holds what the API process sends; when the loop waits for more, it is drained."""
+
+    def __init__(self, *messages: ToWorker) -> None:
+        self.inbox = list(messages)
+        self.sent: list[FromWorker] = []
+        self.num_looks_before_wait = 0
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> list[ToWorker]:
+        messages, self.inbox = self.inbox, []
+        self.num_looks_before_wait += 1
+        assert self.num_looks_before_wait < 1000, "the loop never waits"
+        return messages
+
+    def pending(self) -> bool:
+        return bool(self.inbox)
+
+    def wait(self, timeout_s: float) -> bool:
+        self.inbox.append(Drain())
+        self.num_looks_before_wait = 0
+        return True
+
+
+@pytest.mark.parametrize("policy", ["inference-only", "multitask", "temporal", "whole-step"])
+def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path) -> None:
+    save_llama(tmp_path / "model")
+    decoder, device = support.load(tmp_path / "model"), create_device("cpu")
+    channel = Channel(StartJob(support.make_spec(tmp_path / "job")), AddRequest(request("r", [5, 6, 7], 3)))
+    engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
+    training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    predictor = LatencyPredictor("test", "test")
+    executor = Executor(device, decoder, engine, training)
+    loop = WorkerLoop(
+        channel,  # type: ignore[arg-type]
+        engine,
+        training,
+        create_policy(policy, predictor),
+        executor,
+        predictor,
+        Slo(1000.0, 100.0),
+        can_fuse=False,
+    )
+    loop.run()
+    outputs = [output for message in channel.sent if isinstance(message, Outputs) for output in message.outputs]
+    assert sum(len(output.token_ids) for output in outputs) == 3
+    paused = any(isinstance(message, JobPaused) for message in channel.sent)
+    assert paused == (policy == "inference-only"), "only there is the job still to do"
+    assert isinstance(channel.sent[-1], Drained)
