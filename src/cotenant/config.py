@@ -153,6 +153,14 @@ class ServerConfig:
         _require(self.log_level in LOG_LEVELS, "log-level", f"must be one of {', '.join(LOG_LEVELS)}")
 
 
+_API_KEY_VARIABLE = "COTENANT_API_KEY"
+
+
 def api_key_from_environment() -> str:
     """``COTENANT_API_KEY``, or an empty string."""
-    return os.environ.get("COTENANT_API_KEY", "")
+    return os.environ.get(_API_KEY_VARIABLE, "")
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for processes of ours: everything but the API key, which they have no use for."""
+    return {name: value for name, value in os.environ.items() if name != _API_KEY_VARIABLE}

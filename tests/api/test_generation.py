@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.api.generation import ChoiceText, Piece, TextOptions
+from cotenant.api.generation import Choice, ChoiceText, Piece, TextOptions, collect_choice
+from cotenant.api.metrics import Metrics
+from cotenant.api.worker_client import WorkerClient
+from cotenant.config import ModelConfig, ServerConfig
+from cotenant.core.errors import WorkerLostError
 from cotenant.core.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cotenant.text.byte_tokenizer import EOS, ByteTokenizer
 
@@ -108,3 +118,21 @@ def test_the_text_does_not_depend_on_how_tokens_are_grouped(text: str, stops: li
     assert text_of(grouped) == text_of(whole)
     assert grouped[-1].finish_reason == whole[-1].finish_reason
     assert not any(stop in text_of(grouped) for stop in stops)
+
+
+@pytest.mark.parametrize(("num_before", "num_runs"), [(0, 1), (1, 2)])
+def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(num_before: int, num_runs: int) -> None:
+    """Before the first token ``WorkerClient`` runs it again itself, a limited number of times."""
+    runs: list[str] = []
+
+    async def generate(asked: Request) -> AsyncIterator[SequenceOutput]:
+        runs.append(asked.request_id)
+        for output in outputs(singles("ab"), FinishReason.LENGTH)[:num_before]:
+            yield output
+        raise WorkerLostError("The model's worker was killed.")
+
+    metrics = Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny"))))
+    state: Any = SimpleNamespace(metrics=metrics, tokenizer=TOKENIZER, worker=SimpleNamespace(generate=generate))
+    with pytest.raises(WorkerLostError):
+        asyncio.run(collect_choice(state, Choice(request(), TextOptions(), time.monotonic())))
+    assert len(set(runs)) == len(runs) == num_runs

@@ -19,7 +19,7 @@ SLO = Slo(ttft_ms=100, tpot_ms=10)
 def worker() -> WorkerClient:
     """A client whose worker was never started: it has no requests, and the statistics that a test gives it."""
     client = WorkerClient(ServerConfig(ModelConfig("tiny")))
-    client.ready = Ready(256, 300, 8, 16, "cpu", "float32", "multitask", SLO, False, 0.1)
+    client.on_message(Ready(256, 300, 8, 16, "cpu", "float32", "multitask", SLO, False, 0.1))
     return client
 
 
@@ -69,6 +69,18 @@ def test_a_request_that_did_not_finish_has_no_latency(worker: WorkerClient) -> N
     assert seen['cotenant:request_success_total{finished_reason="abort",model_name="m"}'] == 1
 
 
+def test_a_request_that_comes_while_the_worker_is_restarted_counts(worker: WorkerClient) -> None:
+    worker.on_lost("was killed by SIGKILL")
+    metrics = Metrics("m", worker)
+    clock = metrics.clock(time.monotonic() - 5.0)  # it waited for the next worker
+    clock.tokens(1)
+    clock.finish()
+    seen = figures(metrics)
+    assert seen['cotenant:slo_requests_total{model_name="m"}'] == 1
+    assert seen['cotenant:slo_attained_total{model_name="m"}'] == 0
+    assert seen['cotenant:model_ready{model_name="m"}'] == 0
+
+
 def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     worker.stats = Stats(
         num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
@@ -92,8 +104,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     assert seen['cotenant:slo_target_ms{kind="tpot",model_name="m"}'] == 10
 
 
-def test_targets_are_unknown_before_the_model_is_loaded(worker: WorkerClient) -> None:
-    worker.ready = None
-    seen = figures(Metrics("m", worker))
+def test_targets_are_unknown_before_the_model_is_loaded() -> None:
+    seen = figures(Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny")))))
     assert not [name for name in seen if "slo_target_ms" in name]
     assert seen['cotenant:model_ready{model_name="m"}'] == 0

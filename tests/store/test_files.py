@@ -55,6 +55,15 @@ def test_what_a_crash_cut_short_is_removed_at_the_next_start(tmp_path: Path) -> 
     store.close()
 
 
+def test_files_of_others_in_the_data_folder_are_left_alone(tmp_path: Path) -> None:
+    for name in ("files/thesis.pdf", "files/file-notes", "src/.tmp-build/a.o"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    open_store(tmp_path).close()
+    for name in ("files/thesis.pdf", "files/file-notes", "src/.tmp-build/a.o"):
+        assert (tmp_path / name).read_text() == "mine"
+
+
 def test_pages_follow_the_order_of_creation(store: Store) -> None:
     ids = [add_file(store, purpose="batch" if number % 2 else "fine-tune").id for number in range(5)]
 

@@ -138,7 +138,8 @@ def _http_error_response(app: FastAPI, request: Request, error: HTTPException) -
         headers["Allow"] = ", ".join(allowed_methods(app, path)) or headers.get("Allow", "")
         message = f"Not allowed to {request.method} on {path} (allowed: {headers['Allow']})."
         return error_response(message, 405, code="method_not_allowed", headers=headers)
-    return error_response(str(error.detail), error.status_code, headers=headers)
+    code = "request_too_large" if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else None
+    return error_response(str(error.detail), error.status_code, code=code, headers=headers)
 
 
 def allowed_methods(app: FastAPI, path: str) -> list[str]:

@@ -226,13 +226,19 @@ async def stream_choices(state: AppState, choices: Sequence[Choice]) -> AsyncGen
 
 
 async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
-    """All pieces of one choice, for a client that sees nothing before the end: run again if the worker dies."""
+    """All pieces of one choice, for a client that sees nothing before the end: run again if the worker dies.
+
+    Not if it died before the first piece: then the worker's client has run the request often enough.
+    """
     for run in range(1, MAX_COLLECT_RUNS + 1):
+        collected: list[Piece] = []
         try:
             async with aclosing(stream_choice(state, choice)) as pieces:
-                return [piece async for piece in pieces]
+                async for piece in pieces:
+                    collected.append(piece)
+            return collected
         except WorkerLostError:
-            if run == MAX_COLLECT_RUNS:
+            if run == MAX_COLLECT_RUNS or not collected:
                 raise
             logger.warning("%s: the worker died, running the request again", choice.request.request_id)
             choice = replace(choice, request=replace(choice.request, request_id=f"{choice.request.request_id}-again"))

@@ -69,8 +69,9 @@ class Metrics:
 
     @property
     def slo(self) -> Slo | None:
-        """The targets in force; None before the model is loaded."""
-        return self._worker.ready.slo if self._worker.ready else None
+        """The targets in force, also while a worker is restarted; None before the model was first loaded."""
+        ready = self._worker.last_ready
+        return None if ready is None else ready.slo
 
     def count_end(self, reason: str) -> None:
         self._request_success.labels(self._model_name, reason).inc()
@@ -190,9 +191,10 @@ class _WorkerCollector(Collector):
             mode.add_metric([*self._labels, name], float(stats.mode == name))
         yield mode
         targets = GaugeMetricFamily(PREFIX + "slo_target_ms", "The targets in force.", labels=["model_name", "kind"])
-        if self._worker.ready is not None:
-            targets.add_metric([*self._labels, "ttft"], self._worker.ready.slo.ttft_ms)
-            targets.add_metric([*self._labels, "tpot"], self._worker.ready.slo.tpot_ms)
+        ready = self._worker.last_ready
+        if ready is not None:
+            targets.add_metric([*self._labels, "ttft"], ready.slo.ttft_ms)
+            targets.add_metric([*self._labels, "tpot"], ready.slo.tpot_ms)
         yield targets
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:

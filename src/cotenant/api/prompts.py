@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from cotenant.api.schemas.chat import checked_messages
 from cotenant.core.errors import InvalidInputError, OverloadedError
 from cotenant.text.chat import ChatTemplate
 from cotenant.text.tokenizer import Tokenizer
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 # Shorter texts are tokenised faster than a thread takes over; longer ones would hold up other clients' tokens.
 _INLINE_CHARACTERS = 4096
+# What a message costs besides its text, as a number of characters that cost as much.
+_MESSAGE_CHARACTERS = 64
 # Names that the rendering itself uses.
 _RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "generation_marks"})
 
@@ -73,6 +76,15 @@ class Conversation:
         """The characters that the messages' contents hold; the prompt has more."""
         return sum(len(message.get("content") or "") for message in self.messages)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it is a short talk of nothing but texts, which is rendered in no time."""
+        if self.tools or self.variables or len(self.messages) * _MESSAGE_CHARACTERS > _INLINE_CHARACTERS:
+            return False
+        values = [value or "" for message in self.messages for value in message.values()]
+        only_texts = all(isinstance(value, str) for value in values)
+        return only_texts and sum(len(value) for value in values) <= _INLINE_CHARACTERS
+
 
 class PromptEncoder:
     """Turns text and conversations into token ids, and refuses one that is far too long before much is done with it."""
@@ -85,7 +97,7 @@ class PromptEncoder:
     async def encode(self, text: str, *, add_special_tokens: bool, max_model_len: int, param: str) -> list[int]:
         """The ids of ``text``. Raises ``InvalidInputError`` if no tokenisation of it fits ``max_model_len`` tokens."""
         await self._check_length(len(text), max_model_len, param)
-        return await _run(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await run_apart(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
 
     async def encode_chat(
         self, conversation: Conversation, *, max_model_len: int, add_special_tokens: bool = False
@@ -93,17 +105,20 @@ class PromptEncoder:
         """The ids of ``conversation`` as the chat template writes it. Raises ``InvalidInputError`` if it is far too
         long, or if the template refuses it."""
         await self._check_length(conversation.num_characters, max_model_len, "messages")
-        return await _run(
-            conversation.num_characters,
-            lambda: self._tokenizer.encode(
-                self._chat_template.render(
-                    conversation.messages,
-                    conversation.tools or None,
-                    conversation.add_generation_prompt,
-                    **conversation.variables,
-                ),
-                add_special_tokens,
-            ),
+        if conversation.is_small:
+            text = self._render(conversation)
+        else:
+            text = await asyncio.to_thread(self._render, conversation)
+        return await self.encode(
+            text, add_special_tokens=add_special_tokens, max_model_len=max_model_len, param="messages"
+        )
+
+    def _render(self, conversation: Conversation) -> str:
+        return self._chat_template.render(
+            conversation.messages,
+            conversation.tools or None,
+            conversation.add_generation_prompt,
+            **conversation.variables,
         )
 
     async def _check_length(self, num_characters: int, max_model_len: int, param: str) -> None:
@@ -120,8 +135,14 @@ def _longest_token_characters(tokenizer: Tokenizer) -> int:
     return max(1, max(len(tokenizer.token_text(token_id)) for token_id in range(tokenizer.vocab_size)))
 
 
-async def _run(num_characters: int, work: Callable[[], T]) -> T:
+async def run_apart(num_characters: int, work: Callable[[], T]) -> T:
+    """``work`` on so many characters, in a thread if it would hold up other clients."""
     return work() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
+
+
+async def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``checked_messages``, in a thread if there are many."""
+    return await run_apart(len(messages) * _MESSAGE_CHARACTERS, lambda: checked_messages(messages))
 
 
 def token_budget(num_prompt: int, requested: int | None, default: int | None, max_model_len: int, param: str) -> int:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import msgspec
 
+from cotenant.config import child_environment
 from cotenant.wire.channel import ApiChannel
 from cotenant.wire.messages import FromWorker, Ready, StartFailed, ToWorker
 
@@ -94,7 +95,7 @@ class Supervisor:
     """Owns the worker process. Use it from one event loop that runs in the main thread: the worker asks the kernel to
     end it when the *thread* that forked it ends.
 
-    ``config_json`` is what the worker reads as its configuration; it must not hold the API key.
+    ``config_json`` is what the next worker reads as its configuration; it must not hold the API key.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Supervisor:
         command: Sequence[str] = WORKER_COMMAND,
         crashes: CrashWindow | None = None,
     ) -> None:
-        self._config_json = config_json
+        self.config_json = config_json
         self._events = events
         self._command = tuple(command)
         self._crashes = crashes or CrashWindow()
@@ -207,7 +208,7 @@ class Supervisor:
         try:
             config_path = folder / "config.json"
             with open(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(self._config_json)
+                file.write(self.config_json)
             address = f"ipc://{folder}/worker.sock"
             channel = ApiChannel(address)
             # Its own session: Ctrl-C in a terminal reaches only the API process, which then drains the worker.
@@ -216,6 +217,7 @@ class Supervisor:
                 "--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
+                env=child_environment(),
             )  # fmt: skip
         except BaseException:
             if channel is not None:

@@ -22,6 +22,7 @@ from cotenant.core.errors import (
     OverloadedError,
     WorkerLostError,
 )
+from cotenant.core.plan import Slo
 from cotenant.core.request import Request, SequenceOutput
 from cotenant.wire.messages import (
     AbortRequests,
@@ -110,6 +111,8 @@ class WorkerClient:
         self.exit_code = 0
         self.draining = False
         self.num_restarts = 0
+        self._config = config
+        self._model_folder = model_folder
         self._max_queue = config.batch.max_queue
         self._live: dict[str, _LiveRequest] = {}
         self._jobs: JobMessages | None = None
@@ -122,8 +125,9 @@ class WorkerClient:
 
     @property
     def num_live(self) -> int:
-        """Requests that were admitted and have not ended, waiting ones included."""
-        return len(self._live)
+        """Requests that were admitted and have not ended, waiting ones included. One whose client is slow to read the
+        end of its answer has ended."""
+        return sum(not live.has_ended for live in self._live.values())
 
     @property
     def last_ready(self) -> Ready | None:
@@ -233,9 +237,9 @@ class WorkerClient:
             raise OverloadedError("The model's worker has failed; the server is stopping.", code="worker_failed")
         if self._last_ready is None:
             raise OverloadedError("The model is still being loaded; try again in a moment.", code="loading")
-        if len(self._live) >= self._max_queue:
+        if self.num_live >= self._max_queue:
             raise OverloadedError(
-                f"The server already has {len(self._live)} requests, which is its limit; try again later.",
+                f"The server already has {self.num_live} requests, which is its limit; try again later.",
                 code="overloaded",
             )
         live = self._live[request.request_id] = _LiveRequest(request)
@@ -277,12 +281,20 @@ class WorkerClient:
         self.ready = message
         if self._last_ready is not None:
             self.num_restarts += 1
+        else:
+            self._keep_targets(message.slo)
         self._last_ready = message
         self._was_ready.set()
         self._job_messages.put_nowait(message)
         for live in list(self._live.values()):
             if not live.sent and not live.has_ended:
                 self._send(live)
+
+    def _keep_targets(self, slo: Slo) -> None:
+        """Targets that the first worker measured hold for all that follow it: a restart does not move them."""
+        coexecution = dataclasses.replace(self._config.coexecution, slo_ttft_ms=slo.ttft_ms, slo_tpot_ms=slo.tpot_ms)
+        config = dataclasses.replace(self._config, coexecution=coexecution)
+        self._supervisor.config_json = worker_config_json(config, self._model_folder)
 
     def on_lost(self, reason: str) -> None:
         self.ready = None

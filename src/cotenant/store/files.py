@@ -18,14 +18,15 @@ from cotenant.store import schema
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
 from cotenant.store.errors import store_error
-from cotenant.store.ids import new_id
+from cotenant.store.ids import is_id, new_id
 from cotenant.store.paging import read_page
 from cotenant.store.records import UNFINISHED, FileRecord, Page
 
 logger = logging.getLogger(__name__)
 
 FILES_FOLDER = "files"
-_FILE_MODE = 0o644
+_ID_PREFIX = "file-"
+_FILE_MODE = 0o600  # training data is the operator's own
 
 
 class FileTooLargeError(InvalidInputError):
@@ -80,7 +81,7 @@ class Upload:
 
     def place(self) -> str:
         """Make the content durable under a new id, which is returned. Without a row the next start removes it."""
-        file_id = new_id("file-")
+        file_id = new_id(_ID_PREFIX)
         target = self._folder / file_id
         try:
             os.fchmod(self._file.fileno(), _FILE_MODE)
@@ -103,14 +104,17 @@ class FileStore:
     """The files of a data folder."""
 
     def __init__(self, folder: Path, database: Database, ballast: Ballast) -> None:
-        """Creates ``folder/files``, and removes content that has no row: of an upload or a deletion cut short."""
+        """Creates ``folder/files``, and removes content that has no row: of an upload or a deletion cut short.
+
+        What others keep there (any folder may be named as the data folder) is left alone.
+        """
         self._folder = folder / FILES_FOLDER
         self._database = database
         self._ballast = ballast
         self._folder.mkdir(exist_ok=True)
         known = set(database.read(lambda connection: connection.execute(select(schema.files.c.id)).scalars().all()))
         for path in self._folder.iterdir():
-            if path.name not in known and path.is_file():
+            if is_id(path.name, _ID_PREFIX) and path.name not in known and path.is_file():
                 path.unlink()
 
     def begin_upload(self, limit_bytes: int) -> Upload:

@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.durable import remove_leftovers
+from cotenant.durable import TEMPORARY_PREFIX, remove_leftovers
 from cotenant.store.adapters import AdapterCatalog
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
 from cotenant.store.events import EventStore
-from cotenant.store.files import FileStore
-from cotenant.store.jobs import JobStore
+from cotenant.store.files import FILES_FOLDER, FileStore
+from cotenant.store.jobs import JOBS_FOLDER, JobStore
 from cotenant.store.lock import FolderLock
 from cotenant.store.records import ServedAdapter
 
@@ -55,7 +55,7 @@ def open_store(folder: Path) -> Store:
     """
     folder = folder.absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FolderLock(folder)
     except OSError as error:
         raise InvalidInputError(
@@ -64,7 +64,7 @@ def open_store(folder: Path) -> Store:
             param="data-dir",
         ) from error
     try:
-        remove_leftovers(folder)
+        _remove_leftovers(folder)
         ballast = Ballast(folder)
         database = Database(folder / DATABASE_NAME, ballast)
     except BaseException:
@@ -77,3 +77,12 @@ def open_store(folder: Path) -> Store:
         database.close()
         lock.release()
         raise
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a crash left half-written in our own folders; the data folder may lie among files of others."""
+    for name in (FILES_FOLDER, JOBS_FOLDER):
+        remove_leftovers(folder / name)
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):  # the ballast's
+        if path.is_file():
+            path.unlink(missing_ok=True)

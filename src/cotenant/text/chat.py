@@ -188,7 +188,7 @@ def _plain_tool_call(call: Any) -> Any:
     if isinstance(function.get("arguments"), str):
         try:
             arguments = json.loads(function["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
         if isinstance(arguments, dict):
             function["arguments"] = arguments

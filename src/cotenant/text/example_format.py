@@ -122,6 +122,8 @@ def _call_problem(call: Any) -> str | None:
             arguments = json.loads(arguments)
         except ValueError:
             return "its 'arguments' are not valid JSON"
+        except RecursionError:
+            return "its 'arguments' are nested too deeply"
     return None if isinstance(arguments, dict) else "its 'arguments' must be a JSON object"
 
 

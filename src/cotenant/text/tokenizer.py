@@ -17,6 +17,8 @@ from cotenant.text.unicode import check_encodable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
+# Characters from which on a text takes long enough for other threads to notice.
+_LONG_TEXT = 4096
 
 
 class Tokenizer(Protocol):
@@ -151,7 +153,10 @@ class HuggingFaceTokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         check_encodable(text)
-        encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        if len(text) < _LONG_TEXT:
+            encoding = self._inner.encode(text, add_special_tokens=add_special_tokens)
+        else:  # the same, but it lets other threads run meanwhile
+            encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         if self._num_tokens > self._vocab_size and max(encoding.ids, default=0) >= self._vocab_size:
             raise InvalidInputError(
                 f"The text holds a token with id {max(encoding.ids)}, which this model's vocabulary of "

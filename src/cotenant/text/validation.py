@@ -124,6 +124,9 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes | _LineError]]:
                 if line.startswith(_UTF16_BOMS):
                     yield 1, _LineError("The file is not UTF-8 but UTF-16; save it as UTF-8")
                     return
+                if b"\0" in line[:2]:
+                    yield 1, _LineError("The file is not UTF-8 but binary or UTF-16; save it as UTF-8")
+                    return
                 line = line.removeprefix(_BOM)
             if line is not None and not line.strip():
                 empty = empty or number
@@ -151,13 +154,15 @@ def _encode_line(
     if isinstance(line, _LineError):
         raise line
     example = _parse(number, line)
-    problems = example_problems(example)
-    if problems:
-        raise _LineError(*(f"Example {number}{problem}" for problem in problems))
     try:
+        problems = example_problems(example)
+        if problems:
+            raise _LineError(*(f"Example {number}{problem}" for problem in problems))
         return encode_example(tokenizer, template, example, max_length)
     except InvalidInputError as error:
         raise _LineError(f"Example {number}: {error.message}") from error
+    except RecursionError as error:
+        raise _LineError(f"Example {number} is nested too deeply") from error
 
 
 def _parse(number: int, line: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 # How long a request to stop a job waits for the worker, which needs milliseconds when it is there.
 SETTLE_TIMEOUT_S = 10.0
-# Waits between attempts to write down what the worker has said. What is given up in the end it says again, because a
-# job that did not get on in the store is started again with the server.
-RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 20.0)
+# Waits between attempts to write down what the worker has said, the last one again and again: a job whose end was never
+# stored would keep all others out of the worker.
+RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 # A job that the worker has died on this often, without one new step between, is taken to be the reason.
 MAX_FRUITLESS_DEATHS = 4
 
@@ -137,11 +138,12 @@ class JobManager:
         self._dispatcher.wake()
 
     async def on_worker_message(self, message: FromWorker) -> None:
-        """Write down what the worker says of a job. If the store cannot be written, that is tried again for a while;
-        meanwhile later messages wait, and nothing else does."""
+        """Write down what the worker says of a job. If the store cannot be written, that is tried again until it can;
+        meanwhile later messages wait, and nothing else does. Raises StoreError if the server ends before: the worker
+        says it again when it is back, because the job goes on from what is stored."""
         if not isinstance(message, JobMessage):
             return
-        for delay_s in (*RETRY_DELAYS_S, None):
+        for delay_s in chain(RETRY_DELAYS_S, repeat(RETRY_DELAYS_S[-1])):
             try:
                 async with self._deciding:
                     draining = self._draining.is_set()
@@ -152,7 +154,7 @@ class JobManager:
                     self._fruitless_deaths = 0
                 return
             except StoreError as error:
-                if delay_s is None:
+                if self._draining.is_set():
                     raise
                 logger.error("%s of a job could not be stored: %s", type(message).__name__, error.message)
                 await self._sleep(delay_s)
@@ -204,6 +206,7 @@ class JobManager:
                 job = await self._next_in_queue()
             if job is None:
                 return False
+            await asyncio.to_thread(self._store.files.restore_ballast)  # so that a full disk can be recorded
             spec = await asyncio.to_thread(self._spec_of, job)
             if self._worker.post(StartJob(spec)):
                 self._in_worker = job.id

@@ -10,6 +10,7 @@ import msgspec
 
 from cotenant.api.jobs import prepare_main
 from cotenant.api.jobs.prepare_main import Failure, Reply, Task
+from cotenant.config import child_environment
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.store.errors import store_error
 from cotenant.text.validation import PreparedFile
@@ -27,6 +28,7 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C in a terminal is the server's to handle
+        env=child_environment(),
     )
     assert process.stdin is not None
     assert process.stdout is not None

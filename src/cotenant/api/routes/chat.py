@@ -18,7 +18,7 @@ from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices,
 from cotenant.api.logprobs import chat_logprobs
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import Conversation, check_num_choices, require_ready, token_budget
+from cotenant.api.prompts import Conversation, check_messages, check_num_choices, require_ready, token_budget
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.chat import (
     ChatChoice,
@@ -30,7 +30,6 @@ from cotenant.api.schemas.chat import (
     ChunkChoice,
     Delta,
     Usage,
-    checked_messages,
 )
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import sampling_params
@@ -81,7 +80,7 @@ class _Chat:
         """Check what is left to check, write the prompt, and give each choice its request."""
         check_num_choices(state, body.n)
         conversation = Conversation(
-            checked_messages(body.messages), body.tools, body.add_generation_prompt, body.chat_template_kwargs
+            await check_messages(body.messages), body.tools, body.add_generation_prompt, body.chat_template_kwargs
         )
         prompt = await state.prompts.encode_chat(conversation, max_model_len=ready.max_model_len)
         sampling = sampling_params(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -18,7 +19,7 @@ from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices,
 from cotenant.api.logprobs import completion_logprobs, joined
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import check_num_choices, require_ready, token_budget
+from cotenant.api.prompts import check_num_choices, require_ready, run_apart, token_budget
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.chat import Usage
 from cotenant.api.schemas.completion import (
@@ -93,7 +94,10 @@ class _Completion:
         options = TextOptions(
             body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens, continues_prompt=True
         )
-        prompts = [await _encode(state, ready, body, prompt) for prompt in body.prompts]
+        prompts: list[_EncodedPrompt] = []
+        for given in body.prompts:
+            prompts.append(await _encode(state, ready, body, given))
+            await asyncio.sleep(0)  # there may be hundreds: let other requests have their turn
         choices: list[Choice] = []
         for prompt in prompts:
             sampling = sampling_params(
@@ -203,7 +207,7 @@ async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt
         raise InvalidInputError("Invalid 'prompt': it is empty.", param="prompt", code="invalid_value")
     if not body.echo:
         return _EncodedPrompt(token_ids)
-    text, offsets = prompt_text(state, token_ids, body.skip_special_tokens)
+    text, offsets = await run_apart(len(token_ids), lambda: prompt_text(state, token_ids, body.skip_special_tokens))
     return _EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else text, offsets)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cotenant.api.jobs.create import CreateJobRequest
+from cotenant.api.jobs.create import MAX_METADATA, CreateJobRequest
 from cotenant.api.jobs.shapes import (
     CheckpointList,
     EventList,
@@ -25,6 +25,7 @@ from cotenant.api.openapi import answers, body_of
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.state import state_of
+from cotenant.core.errors import InvalidInputError
 from cotenant.store import JobRecord
 
 router = APIRouter(tags=["fine-tuning"])
@@ -102,4 +103,11 @@ async def _answer(request: Request, record: Awaitable[JobRecord]) -> Response:
 def _metadata_filter(request: Request) -> dict[str, str]:
     """The pairs of ``metadata[KEY]=VALUE`` in the query."""
     pairs = ((_METADATA.fullmatch(name), value) for name, value in request.query_params.items())
-    return {match[1]: value for match, value in pairs if match}
+    wanted = {match[1]: value for match, value in pairs if match}
+    if len(wanted) > MAX_METADATA:
+        raise InvalidInputError(
+            f"Invalid 'metadata': jobs have at most {MAX_METADATA} pairs, got {len(wanted)}.",
+            code="invalid_value",
+            param="metadata",
+        )
+    return wanted

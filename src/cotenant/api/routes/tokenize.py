@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import Conversation, require_ready
+from cotenant.api.prompts import Conversation, check_messages, require_ready
 from cotenant.api.responses import json_response
-from cotenant.api.schemas.chat import checked_messages
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import check_token_id
 from cotenant.api.schemas.tokens import (
@@ -66,7 +65,7 @@ async def _encode(state: AppState, body: TokenizeRequest) -> list[int]:
             prompt, add_special_tokens=add_special_tokens, max_model_len=MAX_TEXT_CHARACTERS, param="prompt"
         )
     conversation = Conversation(
-        checked_messages(body.messages or []), body.tools, body.add_generation_prompt, body.chat_template_kwargs
+        await check_messages(body.messages or []), body.tools, body.add_generation_prompt, body.chat_template_kwargs
     )
     return await state.prompts.encode_chat(
         conversation, max_model_len=MAX_TEXT_CHARACTERS, add_special_tokens=bool(body.add_special_tokens)

@@ -13,15 +13,18 @@ from cotenant.core.errors import InvalidInputError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
+# Far more tokens than any context has, and few enough that looking at each of them holds nobody up.
+_MAX_ITEMS = 1 << 20
 _INT32 = 2**31 - 1
 
 Prompt = str | list[int]
+TokenIds = Annotated[list[int], Meta(max_length=_MAX_ITEMS)]
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
     """The body of a completion. ``prompt`` is a string, a list of token ids, or a list of either."""
 
-    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=_MAX_ITEMS)]
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     echo: bool = False

@@ -105,7 +105,7 @@ def parse(fields: dict[str, Any], kind: type[T]) -> T:
             continue
         if name not in UNSUPPORTED_FIELDS:
             raise InvalidInputError(
-                f"Unrecognized request argument supplied: {name}.", code="unknown_parameter", param=name
+                f"Unrecognized request argument supplied: {name[:100]}.", code="unknown_parameter", param=name[:100]
             )
         if not _asks_for_nothing(value, UNSUPPORTED_FIELDS[name]):
             raise InvalidInputError(
@@ -133,7 +133,7 @@ def _described(complaint: str) -> InvalidInputError:
     what, _, place = complaint.partition(" - at ")
     path = place.strip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
     if missing or unknown:
-        name = ".".join(part for part in (path, (missing or unknown)[1]) if part)  # type: ignore[index]
+        name = ".".join(part for part in (path, (missing or unknown)[1]) if part)[:200]  # type: ignore[index]
         if missing:
             return InvalidInputError(
                 f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name
