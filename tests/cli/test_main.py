@@ -44,6 +44,8 @@ def test_models_are_listed() -> None:
         (["serve", "/nonexistent/model"], "/nonexistent/model"),
         (["serve", "tiny", "--config", "/nonexistent.yaml"], "/nonexistent.yaml cannot be read"),
         (["model", "path", "huge"], "huge"),
+        (["demo", "--output", "/etc"], "/etc is not a folder of an earlier demo"),
+        (["demo", "--policy", "inference-only"], "--policy inference-only never trains"),
         (["jobs", "list", "--url", "http://127.0.0.1:1"], "cannot reach a server at http://127.0.0.1:1"),
         (["jobs", "create", "/nonexistent.jsonl", "--model", "tiny"], "/nonexistent.jsonl cannot be read"),
         (["jobs", "create", "x", "--model", "tiny", "-H", "r"], "expected NAME=VALUE, got 'r'"),

@@ -26,6 +26,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
 
 
 class _Chunk(msgspec.Struct):
@@ -133,7 +134,8 @@ async def send_chat(
                     error = str(chunk.error.get("message"))
                 if chunk.usage is not None:
                     num_tokens = chunk.usage.completion_tokens
-                if any(choice.delta.content for choice in chunk.choices):
+                # The token that ends an answer has no text, but it is counted, and the client waits for it.
+                if any(choice.delta.content or choice.finish_reason for choice in chunk.choices):
                     last = time.perf_counter()
                     first = last if first == sent else first
     except httpx.HTTPError as failure:

@@ -23,6 +23,12 @@ def demo(
     """Serve the built-in model, fine-tune it under chat traffic, and report what each did to the other."""
     if policy not in POLICIES:
         raise InvalidInputError(f"--policy must be one of {', '.join(POLICIES)}, not {policy!r}", param="policy")
+    if policy == "inference-only":
+        raise InvalidInputError("--policy inference-only never trains, so there is nothing to compare", param="policy")
+    if not _may_be_emptied(output):
+        raise InvalidInputError(
+            f"--output: {output} is not a folder of an earlier demo and not empty; name another one", param="output"
+        )
     # Here and not above: the other commands should not wait for it.
     from rich.console import Console
 
@@ -37,3 +43,11 @@ def demo(
         fail("; ".join(str(error) for error in group.exceptions), exit_code=1)
     print_table(report, console)
     console.print(f"\nreport: {output / 'report.html'} and {output / 'report.json'}")
+
+
+def _may_be_emptied(folder: Path) -> bool:
+    """Only what a demo has written is deleted: the folder's name came from a person, who may have mistyped it."""
+    if not folder.exists():
+        return True
+    was_written_by_us = any((folder / name).is_file() for name in ("server.log", "report.json"))
+    return folder.is_dir() and (was_written_by_us or not any(folder.iterdir()))
