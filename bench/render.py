@@ -19,7 +19,10 @@ def main() -> None:
         "# Benchmarks",
         "Rendered by `python bench/render.py` from `bench/results/`. Absolute times belong to the machine named beside "
         "them; compare within a table, not between machines.",
-        _policies(json.loads((RESULTS / "policies_cpu.json").read_text())),
+        _policies("Policies side by side", json.loads((RESULTS / "policies_cpu.json").read_text())),
+        _policies(
+            "The same, with four times the traffic", json.loads((RESULTS / "policies_busy_cpu.json").read_text())
+        ),
         _text(
             "What being suspendable costs",
             "suspend_overhead_cpu.txt",
@@ -37,15 +40,17 @@ def main() -> None:
     TARGET.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _policies(result: dict[str, Any]) -> str:
+def _policies(title: str, result: dict[str, Any]) -> str:
     first = result["reports"][0]
     machine = first["machine"]
     rows = [
-        "## Policies side by side",
+        f"## {title}",
         f"`{result['command']}`: the demo under each policy, on {machine['cpu']}, {machine['num_cores']} cores, torch "
-        f"{machine['torch']}. Chat requests to the built-in model as a Poisson process, a LoRA job beside them. "
+        f"{machine['torch']}. {result['request_rate']:g} chat requests a second to the built-in model as a Poisson "
+        "process, a LoRA job beside them. "
         "Targets are four times the medians without the job, measured in the same run; harvest is training speed as a "
-        "share of training alone.",
+        "share of training alone. On one lane of work, a CPU, that is what the requests leave: `temporal` waits for "
+        "gaps between requests, `multitask` uses the slack inside them as well.",
         "| policy | TTFT p50 / p99 alone, ms | with the job | target "
         "| TPOT p50 / p99 alone, ms | with the job | target | SLO attainment | harvest |\n"
         f"|{'---|' * 9}\n" + "\n".join(_policy_row(report) for report in result["reports"]),

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from cotenant.models.decoder import Decoder
-from cotenant.models.lora import LoraAdapter
 
 from cotenant.core.job import JobSpec
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.loss import loss_and_gradient
 from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
 from finetune import support
 
 WITH_DROPOUT = {"lora_dropout": 0.1}

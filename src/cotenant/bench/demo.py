@@ -184,6 +184,7 @@ class Demo:
         job = await self._create_job(client, files, 100_000)
         await self._wait_for_status(client, job["id"], ("running",))
         while not await _num_steps(client, job["id"]):
+            await self._wait_for_status(client, job["id"], ("running",))
             await asyncio.sleep(0.1)
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job["id"]))

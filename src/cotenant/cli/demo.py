@@ -30,6 +30,7 @@ def demo(
             f"--output: {output} is not a folder of an earlier demo and not empty; name another one", param="output"
         )
     # Here and not above: the other commands should not wait for it.
+    from httpx import HTTPError
     from rich.console import Console
 
     from cotenant.bench.client import ServerError
@@ -39,8 +40,9 @@ def demo(
     options = DemoOptions(output, policy=policy, rate_per_s=request_rate, corun_s=corun_seconds, seed=seed)
     try:
         report = asyncio.run(Demo(options, console).run())
-    except* ServerError as group:
-        fail("; ".join(str(error) for error in group.exceptions), exit_code=1)
+    except* (ServerError, HTTPError) as group:
+        reasons = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
+        fail(f"the demo could not be measured: {reasons}; the server's log is {output / 'server.log'}", exit_code=1)
     print_table(report, console)
     console.print(f"\nreport: {output / 'report.html'} and {output / 'report.json'}")
 
