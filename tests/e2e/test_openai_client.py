@@ -9,8 +9,12 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
+import transformers
 from openai.types.fine_tuning import FineTuningJob
+from peft import PeftModel
 
+from cotenant.models.registry import model_path
 from serving import RunningServer, start_server
 
 KEY = "sk-test-of-the-key"
@@ -58,6 +62,18 @@ def wait_for(get: Callable[[], FineTuningJob], *statuses: str, timeout_s: float 
 
 def method(**hyperparameters: object) -> dict[str, object]:
     return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+
+
+def greedy_of_peft(adapter: Path, messages: list[dict[str, str]]) -> str:
+    """What transformers and peft answer with the base model and this adapter."""
+    base = model_path("tiny")
+    model = PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter
+    ).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+    return str(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def test_chat_stream_and_logprobs(client: openai.OpenAI) -> None:
@@ -128,6 +144,16 @@ def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None
     for model in (job.fine_tuned_model, checkpoints[0].fine_tuned_model_checkpoint, "tiny"):
         answer = client.chat.completions.create(model=model, messages=question, temperature=0, max_tokens=24)  # type: ignore[arg-type]
         assert ("red boat" in (answer.choices[0].message.content or "")) == (model != "tiny")
+
+    adapter = Path(cards[job.fine_tuned_model].root)  # type: ignore[attr-defined]
+    for example in EXAMPLES[:4]:
+        answer = client.chat.completions.create(
+            model=job.fine_tuned_model,
+            messages=example["messages"][:1],  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=24,
+        )
+        assert answer.choices[0].message.content == greedy_of_peft(adapter, example["messages"][:1])
 
 
 def test_pause_resume_and_cancel_act_within_a_second(client: openai.OpenAI, file_id: str) -> None:
