@@ -29,7 +29,7 @@ from serving import RunningServer
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
-MAX_JSON_BYTES = 32 << 20
+MAX_JSON_BYTES = 8 << 20
 FUNCTION = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "presence_penalty", "priority")
 

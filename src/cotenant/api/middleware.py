@@ -17,7 +17,7 @@ from cotenant.api.errors import error_response, internal_error_response
 
 logger = logging.getLogger(__name__)
 
-MAX_JSON_BYTES = 32 * 1024 * 1024
+MAX_JSON_BYTES = 8 * 1024 * 1024
 UPLOAD_PATH = "/v1/files"
 _UPLOAD_FRAME_BYTES = 1024 * 1024  # what multipart adds around the file itself
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
