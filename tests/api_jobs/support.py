@@ -49,7 +49,6 @@ READY = Ready(
     dtype="float32",
     policy="multitask",
     slo=Slo(100, 10),
-    slo_measured=False,
     load_s=1.0,
 )
 MAX_UPLOAD_BYTES = 3 << 20

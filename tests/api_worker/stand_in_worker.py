@@ -114,7 +114,7 @@ def main() -> None:
         sys.exit(2)
     if arguments.start == "slow":
         time.sleep(60)
-    ready = Ready(128, 64, 16, 16, "cpu", "float32", config.coexecution.policy, Slo(100.0, 10.0), True, 0.1)
+    ready = Ready(128, 64, 16, 16, "cpu", "float32", config.coexecution.policy, Slo(100.0, 10.0), 0.1)
     channel.send(ready)
     if arguments.start == "deaf":
         time.sleep(60)

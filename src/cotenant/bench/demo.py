@@ -141,7 +141,7 @@ class Demo:
                 "alone_tokens_per_s": round(alone_rate, 2),
                 "corun_tokens_per_s": round(corun_rate, 2),
                 "harvest": round(corun_rate / alone_rate, 4) if alone_rate else 0.0,
-                "num_steps": job["hyperparameters"].get("max_steps", num_steps),
+                "num_steps": num_steps,
                 "trained_tokens": job["trained_tokens"],
                 "loss": [value for _, value in loss],
             },
@@ -188,22 +188,22 @@ class Demo:
             await asyncio.sleep(0.1)
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job["id"]))
-            start, steps_before = time.perf_counter(), await _num_steps(client, job["id"])
-            tokens_before = (await metrics(client)).get(_TRAINED, 0.0)
+            steps_before = await _num_steps(client, job["id"])
+            start_s, tokens_before = await _read_trained(client)
             await asyncio.sleep(self._options.training_alone_s)
-            tokens = (await metrics(client)).get(_TRAINED, 0.0) - tokens_before
-            elapsed_s, steps = time.perf_counter() - start, await _num_steps(client, job["id"]) - steps_before
+            end_s, tokens = await _read_trained(client)
+            steps = await _num_steps(client, job["id"]) - steps_before
             refresher.cancel()
         await call(client, "POST", f"/v1/fine_tuning/jobs/{job['id']}/cancel")
         await self._wait_for_status(client, job["id"], _FINISHED)
-        return tokens / elapsed_s, steps / elapsed_s
+        return (tokens - tokens_before) / (end_s - start_s), steps / (end_s - start_s)
 
     async def _both(self, client: httpx.AsyncClient, job_id: str) -> tuple[list[RequestResult], float, float]:
         """Requests while the job runs: results, training tokens a second, seconds. Ends early if the job ends."""
         await self._wait_for_status(client, job_id, ("running",))
         self._progress.begin("requests and training together")
         stop = asyncio.Event()
-        start, tokens_before = time.perf_counter(), (await metrics(client)).get(_TRAINED, 0.0)
+        start_s, tokens_before = await _read_trained(client)
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job_id))
             watcher = group.create_task(self._stop_with_job(client, job_id, stop))
@@ -211,21 +211,17 @@ class Demo:
                 client, self._load, self._options.corun_s, on_result=self._progress.results.append, stop=stop
             )
             results = await load
-            tokens, elapsed_s = watcher.result() if watcher.done() else (None, 0.0)
-            if tokens is None:
-                tokens, elapsed_s = (await metrics(client)).get(_TRAINED, 0.0), time.perf_counter() - start
-            else:
-                elapsed_s -= start
+            end_s, tokens = watcher.result() if watcher.done() else await _read_trained(client)
             watcher.cancel()
             refresher.cancel()
-        return results, (tokens - tokens_before) / elapsed_s, elapsed_s
+        return results, (tokens - tokens_before) / (end_s - start_s), end_s - start_s
 
     async def _stop_with_job(self, client: httpx.AsyncClient, job_id: str, stop: asyncio.Event) -> tuple[float, float]:
-        """Set ``stop`` when the job ends. Returns the trained tokens then, and the time."""
+        """Set ``stop`` when the job ends. Returns the time and the tokens trained by then."""
         await self._wait_for_status(client, job_id, _FINISHED)
-        at = time.perf_counter(), (await metrics(client)).get(_TRAINED, 0.0)
+        at_end = await _read_trained(client)
         stop.set()
-        return at[1], at[0]
+        return at_end
 
     async def _finish(self, client: httpx.AsyncClient, job_id: str) -> dict[str, Any]:
         self._progress.begin("finishing the job")
@@ -279,6 +275,12 @@ class Demo:
             for event in events
             if event["type"] == "metrics"
         ]
+
+
+async def _read_trained(client: httpx.AsyncClient) -> tuple[float, float]:
+    """The time in seconds, and the tokens that the server has trained on by then."""
+    tokens = (await metrics(client)).get(_TRAINED, 0.0)
+    return time.perf_counter(), tokens
 
 
 async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:

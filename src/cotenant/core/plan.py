@@ -75,7 +75,6 @@ class Mode(StrEnum):
     NONE = "none"
     FUSED = "fused"
     TEMPORAL = "temporal"
-    SPATIAL = "spatial"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def calibrate(
             prompt = tuple((7 * number + 13 * index + 3 * i + 1) % vocab_size for i in range(prompt_tokens))
             sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
             engine.add(Request(f"calibration-{number}-{index}", prompt, sampling, time.time()))
-            ttfts_ms += _run_until_first_token(engine, executor, predictor, steps_ms)
+            ttfts_ms.append(_run_until_first_token(engine, executor, predictor, steps_ms))
         while engine.has_work:
             steps_ms.append(_step(executor, predictor).total_ms)
     return Slo(TARGET_FACTOR * statistics.median(ttfts_ms), TARGET_FACTOR * statistics.median(steps_ms))
@@ -40,13 +40,14 @@ def calibrate(
 
 def _run_until_first_token(
     engine: OnlineEngine, executor: Executor, predictor: LatencyPredictor, steps_ms: list[float]
-) -> list[float]:
+) -> float:
+    """Milliseconds until no request waits for its first token; decode steps on the way go into ``steps_ms``."""
     start = time.perf_counter()
     while any(view.first_token_s is None for view in engine.views()):
         record = _step(executor, predictor)
         if record.batch.prefill_tokens == 0:
             steps_ms.append(record.total_ms)
-    return [(time.perf_counter() - start) * 1e3]
+    return (time.perf_counter() - start) * 1e3
 
 
 def _step(executor: Executor, predictor: LatencyPredictor) -> IterationRecord:

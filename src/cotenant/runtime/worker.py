@@ -92,7 +92,6 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
             dtype=str(dtype).removeprefix("torch."),
             policy=config.coexecution.policy,
             slo=slo,
-            slo_measured=slo == default_slo and device.torch_device.type == "cpu",
             load_s=time.monotonic() - started_s,
         )
     )

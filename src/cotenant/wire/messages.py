@@ -49,7 +49,7 @@ ToWorker = AddRequest | AbortRequests | StartJob | PauseJob | CancelJob | Drain
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The model is loaded. ``slo`` are the targets in force, ``slo_measured`` tells whether they were measured."""
+    """The model is loaded. ``slo`` are the targets in force, given or measured."""
 
     max_model_len: int
     vocab_size: int
@@ -59,7 +59,6 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     dtype: str
     policy: str
     slo: Slo
-    slo_measured: bool
     load_s: float
 
 
