@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from cotenant.core.tasklet import TaskletShape
+from cotenant.device.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,13 @@ class Device(Protocol):
     """Two lanes of work, online and best-effort. On a device that cannot overlap them they are the same lane.
 
     ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
-    expected to pay.
+    expected to pay. ``overlaps``: launched work runs while the host goes on, so batches are launched ahead of it.
     """
 
     name: str
     torch_device: torch.device
     fuses: bool
+    overlaps: bool
 
     def online(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to the online tenant."""
@@ -51,3 +53,9 @@ class Device(Protocol):
 
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory that tensors live in."""
+
+    def create_arena(self, num_bytes: int, chunk_bytes: int) -> Arena:
+        """Addresses for ``num_bytes``, rounded up to whole chunks, with no memory under them yet.
+
+        ``chunk_bytes`` is a multiple of ``cotenant.device.arena.chunk_granularity``, or ValueError.
+        """

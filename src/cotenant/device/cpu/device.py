@@ -12,12 +12,14 @@ import torch
 
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
+from cotenant.device.cpu.arena import CpuArena
 
 
 class CpuDevice:
     """Leaves one core to the API process and its clients: with all cores taken, tokens wait for the event loop."""
 
     fuses = False  # one lane anyway: fusing saves little and costs the bits of an undisturbed training run
+    overlaps = False
 
     def __init__(self) -> None:
         num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
@@ -52,3 +54,6 @@ class CpuDevice:
     def memory_bytes(self) -> tuple[int, int]:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+
+    def create_arena(self, num_bytes: int, chunk_bytes: int) -> CpuArena:
+        return CpuArena(num_bytes, chunk_bytes)

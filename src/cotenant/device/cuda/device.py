@@ -11,6 +11,7 @@ import torch
 
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
+from cotenant.device.cuda.arena import CudaArena
 
 # An online kernel waits behind what is in flight; two tasklets keep the device fed while the next one is launched.
 _MAX_IN_FLIGHT = 2
@@ -32,6 +33,7 @@ class CudaDevice:
     """
 
     fuses = True
+    overlaps = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -86,3 +88,6 @@ class CudaDevice:
 
     def memory_bytes(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.torch_device)
+
+    def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
+        return CudaArena(self.torch_device, num_bytes, chunk_bytes)
