@@ -1,13 +1,18 @@
-"""Whatever arrives, leaves and grows in however small a pool: every request ends with the tokens it gets alone."""
+"""Whatever arrives, leaves and grows in however small a pool: every request ends, with the tokens it gets alone."""
 
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from cotenant.core.request import FinishReason
+from cotenant.engine.sequence import Sequence
+from engine.simulation import Simulation
 
 PAGE_TOKENS = 4
+LONGEST = 36  # tokens of a simulated sequence at its end: 9 pages
 
 arrivals = st.tuples(
     st.just("add"),
@@ -53,9 +58,10 @@ def test_every_request_ends_with_its_own_tokens(
         if scheduled is None:
             return
         assert scheduled.shape == expected
-        assert 0 < scheduled.batch.num_tokens <= max_num_seqs + extra_budget
-        assert scheduled.batch.num_tokens == expected.num_decode + expected.prefill_tokens
-        for output in engine.finish(scheduled, small.decoder.forward(scheduled.batch, engine.kv_cache)):
+        assert 0 < scheduled.host.num_tokens <= max_num_seqs + extra_budget
+        assert scheduled.host.num_tokens == expected.num_decode + expected.prefill_tokens
+        engine.launch(scheduled)
+        for output in engine.collect().outputs:
             assert output.request_id not in ended
             assert output.request_id not in aborted
             tokens[output.request_id] += output.token_ids
@@ -110,3 +116,89 @@ def test_every_request_ends_with_its_own_tokens(
         else:
             assert ended[request_id] is FinishReason.LENGTH
             assert tokens[request_id] == expected
+
+
+@dataclass(frozen=True)
+class Load:
+    """A kind of sequence, of which there are always some that wait."""
+
+    priority: int
+    name: str | None
+    num_prompt: tuple[int, int]
+    max_tokens: tuple[int, int]
+    num_waiting: int
+
+    def add(self, simulation: Simulation, draw: random.Random) -> Sequence:
+        return simulation.add(
+            draw.randint(*self.num_prompt),
+            draw.randint(*self.max_tokens),
+            priority=self.priority,
+            name=self.name,
+            text=draw.choice([None, None, 0, 1]),
+        )
+
+
+loads = st.builds(
+    Load,
+    priority=st.integers(0, 2),
+    name=st.sampled_from([None, None, "a", "b", "c"]),
+    num_prompt=st.sampled_from([(1, 4), (1, 24), (16, 24)]),
+    max_tokens=st.sampled_from([(1, 2), (1, 12), (8, 12)]),
+    num_waiting=st.integers(1, 3),
+)
+
+
+@given(
+    spare_pages=st.integers(0, 5),
+    max_num_seqs=st.integers(1, 5),
+    extra_budget=st.integers(0, 10),
+    max_loras=st.integers(1, 2),
+    overlap=st.booleans(),
+    load_iterations=st.integers(0, 4),
+    kinds=st.lists(loads, min_size=1, max_size=4),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(0, 5, 10, 1, False, 0, [Load(0, None, (16, 24), (8, 12), 1), Load(0, None, (1, 4), (8, 12), 3)], 0)
+@settings(max_examples=80, deadline=None)
+def test_nobody_starves_however_many_arrive_later(
+    spare_pages: int,
+    max_num_seqs: int,
+    extra_budget: int,
+    max_loras: int,
+    overlap: bool,
+    load_iterations: int,
+    kinds: list[Load],
+    seed: int,
+) -> None:
+    """Sequences arrive without end, of all classes, and more than can be served. Each of the highest class is done
+    within a number of iterations that follows from who lived when it came, and not from those who came later."""
+    simulation = Simulation(
+        LONGEST // PAGE_TOKENS + spare_pages,
+        PAGE_TOKENS,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + extra_budget,
+        max_loras=max_loras,
+        overlap=overlap,
+        load_iterations=load_iterations,
+    )
+    draw = random.Random(seed)
+    highest = min(kind.priority for kind in kinds)
+    waiting: dict[Load, list[Sequence]] = {kind: [] for kind in kinds}
+    due: dict[Sequence, int] = {}
+    for iteration in range(1000):
+        for kind, sequences in waiting.items():
+            sequences[:] = [sequence for sequence in sequences if sequence in simulation.waiting]
+            while len(sequences) < kind.num_waiting:
+                num_live = len(simulation.running) + len(simulation.waiting)
+                sequences.append(kind.add(simulation, draw))
+                if kind.priority == highest:
+                    due[sequences[-1]] = iteration + (num_live + 1) * LONGEST + load_iterations
+        simulation.iterate()
+        for sequence in simulation.finished:
+            due.pop(sequence, None)
+        simulation.finished.clear()
+        late = [sequence.request.request_id for sequence, end in due.items() if end < iteration]
+        assert not late, f"{late} should be done by iteration {iteration}"
+    event("preempted" if simulation.num_preemptions else "not preempted")
+    event("pages from the cache" if simulation.num_cached_pages else "no pages from the cache")
+    simulation.run(5000)

@@ -3,19 +3,41 @@
 Rules, all in the order of priority and then arrival:
 
 - Every decoding sequence gets its token, before any prefill; prompt chunks fill what is left of the token budget.
+- A sequence whose last token is on its way (``is_spent``) gets nothing and keeps what it has: it leaves soon.
 - A waiting sequence is admitted whole: it gets the pages of all its tokens at once, and leaves a free page for each
-  running one, so that admitting it does not cause the next preemption.
+  running one, so that admitting it does not cause the next preemption. Pages that are cached for it are shared or taken
+  as they are, and its prefill starts after them.
 - When a running sequence needs a page and none is free, the last in order is preempted (it may be the one that asks).
-  A waiting sequence may preempt too, but only sequences of a lower class than its own.
-- Nobody overtakes a sequence that waits for pages, so a long prompt is not passed for ever by short ones. A sequence
-  that waits for an adapter slot is overtaken by sequences of the base model only: they cannot keep its slot taken.
+  A waiting sequence may preempt too, for pages or for an adapter slot, but only sequences of a lower class than its.
+- Nobody overtakes a sequence that waits for pages, so a long prompt is not passed for ever by short ones. Nor one that
+  was preempted while its newest token was on the way: it can be admitted when that is known. A sequence that waits for
+  an adapter slot is overtaken by sequences of the base model only: they cannot keep its slot taken. One whose adapter
+  is still being read is overtaken by all others.
 
-The first in order always gets on: it may take everything that the others hold, and ``OnlineEngine.add`` refused it if
-that would not be enough. So a plan is empty only when nothing is live.
+Why nobody starves: take the first in order of all that live. It stays first, because new arrivals of its class or a
+lower one come after it.
+
+- It runs: its decode takes pages from all others if need be; its prefill gets a token at least, since the budget is no
+  smaller than the number of seats. It is never preempted, for victims come from the end of the order.
+  ``OnlineEngine.add`` refused it if the whole pool would not be enough.
+- It waits for a seat, budget or pages: nobody else is admitted. Of those who run, the first in order gets on as above,
+  so one after the other they end, or are preempted, until there is room.
+- It waits for an adapter slot: no other adapter gets one. Those of a lower class who hold one lose it. Those of its own
+  class come before everybody who arrived later, so by the same argument each of them ends.
+- It waits for its adapter to be read: that ends, and ``ready`` stays true until the sequence is admitted.
+
+When it has ended the next one is first. So a sequence is done after a number of iterations that depends on those before
+it in order and those who ran when it came, and not on how many arrive later. This bound holds within a class and
+towards lower ones: while higher classes arrive without a pause and take all pages, seats or budget, a lower class waits
+for as long as they do. That is what a priority means here.
+
+A plan is empty only when nothing is live, or when all that could run waits for a token on its way or for its adapter.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cotenant.core.plan import BatchShape
@@ -40,125 +62,268 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """A waiting sequence that starts to run, with its first pages taken from the cache."""
+
+    sequence: Sequence
+    cached_pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchPlan:
     """The next batch, and what must happen before it. ``chunks``: (sequence, how many of its tokens).
 
-    Apply in this order: preempt, admit (pages for all tokens), then a page for each decode that crosses into a new one.
+    Apply in this order: preempt all; attach the cached pages of all admissions, which keeps them from being evicted;
+    allocate the rest of each admitted sequence's pages; then a page for each decode that crosses into a new one.
     """
 
     decodes: tuple[Sequence, ...]
     chunks: tuple[tuple[Sequence, int], ...]
     preempted: tuple[Sequence, ...]
-    admitted: tuple[Sequence, ...]
-
-    @property
-    def shape(self) -> BatchShape:
-        adapters = {sequence.request.adapter for sequence in self.decodes}
-        adapters.update(sequence.request.adapter for sequence, _ in self.chunks)
-        return BatchShape(
-            num_decode=len(self.decodes),
-            context_tokens=sum(len(sequence.tokens) for sequence in self.decodes),
-            prefill_tokens=sum(count for _, count in self.chunks),
-            prefill_context_tokens=sum(sequence.num_computed + count for sequence, count in self.chunks),
-            num_adapters=len(adapters - {None}),
-        )
+    admitted: tuple[Admission, ...]
+    shape: BatchShape
 
 
-def plan_batch(running: SequenceQueue, waiting: SequenceQueue, pool: PagePool, limits: Limits) -> BatchPlan:
-    """Decide the next iteration by the rules above."""
-    return _Planner(running, pool, limits).plan(running, waiting)
+def _always(_: AdapterRef) -> bool:
+    return True
+
+
+def _nothing(_: Sequence) -> tuple[int, ...]:
+    return ()
+
+
+def plan_batch(
+    running: SequenceQueue,
+    waiting: SequenceQueue,
+    pool: PagePool,
+    limits: Limits,
+    ready: Callable[[AdapterRef], bool] = _always,
+    match: Callable[[Sequence], tuple[int, ...]] = _nothing,
+) -> BatchPlan:
+    """Decide the next iteration by the rules above.
+
+    ``ready``: whether an adapter's weights are at hand. ``match``: the pages that are cached for a waiting sequence's
+    first tokens, fewer than all of its tokens.
+    """
+    return _Planner(running, pool, limits, ready, match).plan(running, waiting)
+
+
+class _FreePages:
+    """How many pages will be free once the plan so far has been applied."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self.num_free = pool.num_free
+        self._attached: set[int] = set()
+        self._num_released: dict[int, int] = {}  # by page: how many of its users are preempted
+
+    def copy(self) -> _FreePages:
+        copied = _FreePages(self._pool)
+        copied.num_free = self.num_free
+        copied._attached = set(self._attached)
+        copied._num_released = dict(self._num_released)
+        return copied
+
+    def attach(self, pages: Iterable[int]) -> None:
+        """Pages of an admission. Those that nobody else will use by then are no longer free."""
+        for page in pages:
+            if page not in self._attached:
+                self._attached.add(page)
+                self.num_free -= self._num_released.get(page, 0) == self._pool.num_users(page)
+
+    def release(self, sequence: Sequence) -> None:
+        """A preempted sequence lets go of its pages. Those that nobody else uses become free."""
+        for page in self._pool.pages(sequence.number):
+            num_released = self._num_released.get(page, 0) + 1
+            self._num_released[page] = num_released
+            self.num_free += num_released == self._pool.num_users(page) and page not in self._attached
 
 
 class _Planner:
-    """One plan in the making. ``alive``: running sequences not preempted in this plan, plus the admitted ones."""
+    """One plan in the making.
 
-    def __init__(self, running: SequenceQueue, pool: PagePool, limits: Limits) -> None:
+    Alive are the running sequences that are not preempted in this plan, and the admitted ones. Nobody is admitted after
+    a preemption: a victim's pages or slot are for the one who took them, and nobody may overtake it with the rest.
+    """
+
+    def __init__(
+        self,
+        running: SequenceQueue,
+        pool: PagePool,
+        limits: Limits,
+        ready: Callable[[AdapterRef], bool],
+        match: Callable[[Sequence], tuple[int, ...]],
+    ) -> None:
         self._pool = pool
         self._limits = limits
-        self._num_free = pool.num_free
-        self._victims = list(running)  # those that can still be preempted, the next one last
+        self._ready = ready
+        self._match = match
+        self._pages = _FreePages(pool)
         self._num_alive = len(running)
-        self._budget = limits.max_num_batched_tokens - sum(sequence.is_decoding for sequence in running)
-        self._adapters: set[AdapterRef] = {s.request.adapter for s in running if s.request.adapter is not None}
+        self._spent: set[Sequence] = set()
+        self._victims: list[Sequence] = []  # those that can still be preempted, the next one last
+        self._adapters: set[AdapterRef] = set()  # of those alive
         self._adapter_wanted = False
         self._admitting = True
         self._decodes: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
-        self._preempted: list[Sequence] = []
-        self._admitted: list[Sequence] = []
+        self._prefill_context = 0
+        self._preempted: dict[Sequence, None] = {}
+        self._admitted: list[Admission] = []
+        num_decoding = 0
+        for sequence in running:
+            if sequence.num_pending and sequence.is_spent:
+                self._spent.add(sequence)
+            else:
+                self._victims.append(sequence)
+                num_decoding += sequence.is_decoding
+            if sequence.request.adapter is not None:
+                self._adapters.add(sequence.request.adapter)
+        self._budget = limits.max_num_batched_tokens - num_decoding
 
     def plan(self, running: SequenceQueue, waiting: SequenceQueue) -> BatchPlan:
         queue = iter(waiting)
         head = next(queue, None)
         for sequence in running:
-            while self._admitting and head is not None and head.key < sequence.key:
+            while head is not None and self._admitting and head.key < sequence.key:
                 self._consider_waiting(head)
                 head = next(queue, None)
+            if (self._spent and sequence in self._spent) or (self._preempted and sequence in self._preempted):
+                continue
             if sequence.is_decoding:
                 self._consider_decode(sequence)
             else:
-                self._consider_chunk(sequence)
-        while self._admitting and head is not None:
+                self._add_chunk(sequence, sequence.num_computed)
+        while head is not None and self._admitting:
             self._consider_waiting(head)
             head = next(queue, None)
-        return BatchPlan(tuple(self._decodes), tuple(self._chunks), tuple(self._preempted), tuple(self._admitted))
+        return BatchPlan(
+            tuple(self._decodes), tuple(self._chunks), tuple(self._preempted), tuple(self._admitted), self._shape()
+        )
 
-    def _preempt_last(self) -> Sequence:
-        victim = self._victims.pop()
-        self._preempted.append(victim)
-        self._num_alive -= 1
-        self._num_free += self._pool.count(victim.number)
-        self._admitting = False  # nobody may overtake the victim with the pages it gave
-        return victim
+    def _shape(self) -> BatchShape:
+        num_adapters = 0
+        if self._adapters:
+            adapters = {sequence.request.adapter for sequence in self._decodes}
+            adapters.update(sequence.request.adapter for sequence, _ in self._chunks)
+            num_adapters = len(adapters - {None})
+        return BatchShape(
+            num_decode=len(self._decodes),
+            context_tokens=sum([len(sequence.tokens) for sequence in self._decodes]),
+            prefill_tokens=sum([count for _, count in self._chunks]),
+            prefill_context_tokens=self._prefill_context,
+            num_adapters=num_adapters,
+        )
+
+    # Running sequences.
 
     def _consider_decode(self, sequence: Sequence) -> None:
-        if sequence in self._preempted:
-            return
-        needs_page = sequence.num_computed == self._pool.count(sequence.number) * self._limits.page_tokens
-        # Victims come from the end of the order, so what was granted before this sequence stays granted.
-        while needs_page and self._num_free == 0:
-            if self._preempt_last() is sequence:
+        num_computed, page_tokens = sequence.num_computed, self._limits.page_tokens
+        if num_computed % page_tokens == 0 and num_computed == self._pool.count(sequence.number) * page_tokens:
+            if not self._find_page(sequence):
                 return
-        self._num_free -= needs_page
+            self._pages.num_free -= 1
         self._decodes.append(sequence)
 
-    def _consider_chunk(self, sequence: Sequence) -> None:
-        count = min(sequence.num_left, self._budget)
-        if count > 0 and sequence not in self._preempted:
+    def _find_page(self, sequence: Sequence) -> bool:
+        """Whether a page is free, after preempting from the end of the order, where nothing has been granted yet."""
+        while self._pages.num_free == 0:
+            if self._victims[-1] is sequence and self._spent:
+                self._admitting = False  # it sits out: pages come back without its own when the spent ones leave
+                return False
+            victim = self._victims[-1]
+            self._pages.release(victim)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, victim: Sequence) -> None:
+        self._victims.remove(victim)
+        self._preempted[victim] = None
+        self._num_alive -= 1
+        self._admitting = False
+
+    def _add_chunk(self, sequence: Sequence, num_computed: int) -> None:
+        count = min(len(sequence.tokens) - num_computed, self._budget)
+        if count > 0:
             self._chunks.append((sequence, count))
             self._budget -= count
+            self._prefill_context += num_computed + count
+
+    # Waiting sequences.
 
     def _consider_waiting(self, sequence: Sequence) -> None:
-        if self._budget == 0 or self._num_alive >= self._limits.max_num_seqs:
+        if self._budget == 0 or self._num_alive >= self._limits.max_num_seqs or sequence.num_pending:
             self._admitting = False
             return
-        if not self._adapter_fits(sequence.request.adapter):
-            self._adapter_wanted = True
-            return
-        num_pages = self._limits.num_pages(len(sequence.tokens))
-        if not self._find_pages(sequence, num_pages):
+        lower = self._lower(sequence)
+        holders: list[Sequence] = []
+        adapter = sequence.request.adapter
+        if adapter is not None:
+            if self._adapter_wanted or not self._ready(adapter):
+                return
+            if adapter not in self._adapters and len(self._adapters) >= self._limits.max_loras:
+                holders = self._slot_holders(lower)
+                if not holders:
+                    self._adapter_wanted = True
+                    return
+        cached = self._make_room(sequence, holders, lower)
+        if cached is None:
             self._admitting = False
             return
-        self._num_free -= num_pages
         self._num_alive += 1
-        if sequence.request.adapter is not None:
-            self._adapters.add(sequence.request.adapter)
-        self._admitted.append(sequence)
-        self._consider_chunk(sequence)
+        if adapter is not None:
+            self._adapters.add(adapter)
+        self._admitted.append(Admission(sequence, cached))
+        self._add_chunk(sequence, len(cached) * self._limits.page_tokens)
 
-    def _adapter_fits(self, adapter: AdapterRef | None) -> bool:
-        if adapter is None:
-            return True
-        if self._adapter_wanted:
-            return False
-        return adapter in self._adapters or len(self._adapters) < self._limits.max_loras
+    def _lower(self, sequence: Sequence) -> list[Sequence]:
+        """Sequences of a lower class that can be preempted, in order. None of them has been granted anything yet."""
+        priority = sequence.request.priority
+        if not self._victims or self._victims[-1].request.priority <= priority:
+            return []
+        return self._victims[bisect_right(self._victims, priority, key=lambda victim: victim.request.priority) :]
 
-    def _find_pages(self, sequence: Sequence, num_pages: int) -> bool:
-        """Whether ``num_pages`` and the margin are free, after preempting sequences of a lower class if that helps."""
-        lower = [victim for victim in self._victims if victim.request.priority > sequence.request.priority]
-        obtainable = self._num_free + sum(self._pool.count(victim.number) for victim in lower)
-        if obtainable < num_pages + self._num_alive - len(lower):
-            return False
-        while self._num_free < num_pages + self._num_alive:
-            self._preempt_last()
-        return True
+    def _slot_holders(self, lower: list[Sequence]) -> list[Sequence]:
+        """All users of an adapter that only ``lower`` ones use: the adapter whose first user is the last in order."""
+        if not lower:
+            return []
+        kept = {sequence.request.adapter for sequence in self._victims[: -len(lower)]}
+        kept.update(sequence.request.adapter for sequence in self._spent)
+        kept.update(admission.sequence.request.adapter for admission in self._admitted)
+        users: dict[AdapterRef, list[Sequence]] = {}
+        for sequence in lower:
+            adapter = sequence.request.adapter
+            if adapter is not None and adapter not in kept:
+                users.setdefault(adapter, []).append(sequence)
+        return max(users.values(), key=lambda sequences: sequences[0].key, default=[])
+
+    def _make_room(self, sequence: Sequence, holders: list[Sequence], lower: list[Sequence]) -> tuple[int, ...] | None:
+        """Find pages for all tokens, and the margin, preempting ``holders`` and as many of ``lower`` as it takes.
+
+        Returns those that are cached already. None, with nothing changed, if there is not enough.
+        """
+        gain = sum([self._pool.count(victim.number) for victim in lower])  # at most: some may be shared
+        if self._pages.num_free + gain <= self._num_alive - len(lower):
+            return None  # while it waits this spares the rest: one page at least is always new
+        cached = self._match(sequence)
+        assert len(cached) * self._limits.page_tokens < len(sequence.tokens), "no token is left to compute"
+        pages = self._pages.copy()
+        pages.attach(cached)
+        pages.num_free -= self._limits.num_pages(len(sequence.tokens)) - len(cached)
+        chosen = list(holders)
+        for victim in chosen:
+            pages.release(victim)
+        for victim in reversed(lower):
+            if pages.num_free >= self._num_alive - len(chosen):
+                break
+            if victim not in holders:
+                pages.release(victim)
+                chosen.append(victim)
+        if pages.num_free < self._num_alive - len(chosen):
+            return None
+        self._pages = pages
+        for victim in chosen:
+            self._preempt(victim)
+        return cached

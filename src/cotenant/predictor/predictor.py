@@ -10,6 +10,7 @@ from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.records import RecordCache
 
 _ERROR_WEIGHT = 0.05
+_PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,17 @@ class LatencyPredictor:
         if record is not None:
             return record.cautious_ms
         return self._batch_model.predict(_batch_features(batch)) if self._batch_model.ready else None
+
+    def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
+        """How many tokens of fresh prompts fit into a batch beside its decodes, so that it takes ``limit_ms``. May be
+        negative; None while it is not known what a prompt token costs."""
+        if not self._batch_model.ready:
+            return None
+        alone = BatchShape(num_decode, context_tokens)
+        with_prompt = BatchShape(num_decode, context_tokens, _PROMPT_TOKENS, _PROMPT_TOKENS)
+        alone_ms = self._batch_model.predict(_batch_features(alone))
+        per_token_ms = (self._batch_model.predict(_batch_features(with_prompt)) - alone_ms) / _PROMPT_TOKENS
+        return int((limit_ms - alone_ms) / per_token_ms) if per_token_ms > 0 else None
 
     def tasklet_ms(self, shape: TaskletShape, *, beside: BatchShape | None = None, fused: bool = False) -> float | None:
         """What one tasklet adds to an iteration: beside a batch if that was measured, else alone."""

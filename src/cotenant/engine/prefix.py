@@ -1,0 +1,56 @@
+"""Names for the pages of a sequence: equal names, equal content of the KV cache.
+
+What a page holds follows from its own tokens, all tokens before it, and the weights. So a page's key is a hash chain
+over pages that starts from the adapter: vLLM's scheme ("Automatic prefix caching"), with 128 bits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from cotenant.core.request import AdapterRef
+
+KEY_BYTES = 16
+
+
+def root_of(adapter: AdapterRef | None, epoch: int) -> bytes:
+    """Where the chains of an adapter start (None: the base model).
+
+    ``epoch`` counts how often what is served under the adapter's name was dropped or replaced: after that its folder
+    may hold other weights.
+    """
+    weights = None if adapter is None else (adapter.name, adapter.path, epoch)
+    return blake2b(repr(weights).encode(), digest_size=KEY_BYTES).digest()
+
+
+class PrefixKeys:
+    """The keys of one sequence's full pages, computed once each.
+
+    key i = blake2b(key i-1 + the token ids of page i), and ``root`` stands before the first.
+    """
+
+    def __init__(self, page_tokens: int, root: bytes) -> None:
+        self._page_tokens = page_tokens
+        self._root = root
+        self._keys: list[bytes] = []
+
+    def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """The keys of the first ``count`` pages of ``tokens``, all of them full.
+
+        ``tokens`` may have grown since the last call; those of pages that were asked for have not changed. Raises
+        OverflowError when a page holds a token that is not known yet (``PENDING``).
+        """
+        known = len(self._keys)
+        if count > known:
+            first, stop = known * self._page_tokens, count * self._page_tokens
+            assert stop <= len(tokens), f"{count} pages of {self._page_tokens} are not full with {len(tokens)} tokens"
+            ids = array("I", tokens[first:stop])
+            page_bytes = self._page_tokens * ids.itemsize
+            data = ids.tobytes()
+            key = self._keys[-1] if self._keys else self._root
+            for start in range(0, len(data), page_bytes):
+                key = blake2b(key + data[start : start + page_bytes], digest_size=KEY_BYTES).digest()
+                self._keys.append(key)
+        return self._keys[:count]

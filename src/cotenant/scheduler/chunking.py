@@ -1,0 +1,51 @@
+"""How many prompt tokens a batch may take along with its decodes.
+
+A large chunk serves prompts best: fewer steps, larger products. It makes the running requests wait, though, and TPOT
+is a mean over each of them. So a chunk may be as large as the running requests' slack, and never so small that its
+step is shorter than what TPOT allows for every step.
+"""
+
+from __future__ import annotations
+
+from cotenant.core.plan import RequestView, Slo
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.slack import MAX_GAP_TARGETS
+
+# Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
+_STEP_SHARE = 0.9
+# A request with fewer tokens than this has time to catch up, so its slack does not count yet.
+_MIN_TOKENS = 4
+# Budgets are multiples of this: one that moves by a token would make every plan anew.
+GRAIN = 64
+
+
+def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float) -> float:
+    """How long the next step may take for those who are running."""
+    least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, MAX_GAP_TARGETS * slo.tpot_ms
+    slacks_ms = [
+        (request.first_token_s - now_s) * 1e3 + request.num_generated * _STEP_SHARE * slo.tpot_ms
+        for request in requests
+        if request.first_token_s is not None and request.num_generated >= _MIN_TOKENS
+    ]
+    return max(least_ms, min([most_ms, *slacks_ms]))
+
+
+def prompt_budget(
+    predictor: LatencyPredictor,
+    num_decode: int,
+    context_tokens: int,
+    requests: tuple[RequestView, ...],
+    slo: Slo,
+    now_s: float,
+    most: int,
+) -> int:
+    """Tokens for one batch, decodes included, at most ``most``: as many as fit the running requests' slack.
+
+    ``num_decode`` and ``context_tokens``: what will decode in it (see ``BatchShape``).
+    """
+    if num_decode == 0:
+        return most
+    tokens = predictor.prompt_tokens_within(num_decode, context_tokens, step_limit_ms(requests, slo, now_s))
+    if tokens is None:
+        return most
+    return min(most, num_decode + max(GRAIN, tokens // GRAIN * GRAIN))

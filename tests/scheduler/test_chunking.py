@@ -1,0 +1,60 @@
+"""Prompt chunks follow the slack of those who are running."""
+
+import pytest
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.chunking import GRAIN, prompt_budget, step_limit_ms
+
+SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+
+
+def running(num_generated: int, elapsed_ms: float, now_s: float = 100.0) -> RequestView:
+    return RequestView("r", now_s - 1, now_s - elapsed_ms / 1e3, num_generated)
+
+
+def taught(ms_per_token: float = 0.025, decode_ms: float = 8.0) -> LatencyPredictor:
+    predictor = LatencyPredictor("test", "test")
+    for round_ in range(6):
+        for num_decode in (4, 8, 16):
+            for prompt in (0, 256, 1024, 2048):
+                shape = BatchShape(num_decode, 500 * num_decode, prompt, prompt)
+                took_ms = decode_ms + ms_per_token * prompt + 0.01 * round_
+                predictor.observe(IterationRecord(shape, Mode.NONE, took_ms, took_ms))
+    return predictor
+
+
+def test_those_who_were_served_fast_have_time_to_give() -> None:
+    fast = running(num_generated=20, elapsed_ms=200)  # 720 ms allowed, 200 used; cut to the largest gap
+    assert step_limit_ms((fast,), SLO, 100.0) == 120.0
+    late = running(num_generated=20, elapsed_ms=1000)
+    assert step_limit_ms((fast, late), SLO, 100.0) == 36.0  # never less than what every step may take
+    between = running(num_generated=10, elapsed_ms=280)
+    assert step_limit_ms((fast, between), SLO, 100.0) == pytest.approx(80.0)
+
+
+def test_waiting_and_new_requests_do_not_count() -> None:
+    new = running(num_generated=1, elapsed_ms=30)
+    waiting = RequestView("w", 99.0)
+    assert step_limit_ms((new, waiting), SLO, 100.0) == 120.0
+
+
+def test_a_budget_fills_the_limit() -> None:
+    predictor = taught()
+    late = (running(num_generated=20, elapsed_ms=1000),)
+    budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096)
+    assert (36.0 - 8.0) / 0.025 - GRAIN <= budget - 8 <= (36.0 - 8.0) / 0.025 + GRAIN
+    assert (budget - 8) % GRAIN == 0
+    fast = (running(num_generated=20, elapsed_ms=100),)
+    assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096) == 4096
+
+
+def test_prompts_are_never_shut_out() -> None:
+    late = (running(num_generated=20, elapsed_ms=1000),)
+    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096) == 8 + GRAIN
+
+
+def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:
+    late = (running(num_generated=20, elapsed_ms=1000),)
+    assert prompt_budget(LatencyPredictor("t", "t"), 8, 4000, late, SLO, 100.0, most=4096) == 4096
+    assert prompt_budget(taught(), 0, 0, (), SLO, 100.0, most=4096) == 4096
