@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cotenant.core.request import FinishReason, TokenLogprobs
-from cotenant.engine.logprobs import token_logprobs
+from cotenant.engine.logprobs import score, to_token_logprobs
 
 
 def reference_logprobs(small, tokens: tuple[int, ...]) -> torch.Tensor:
@@ -74,6 +74,21 @@ def test_prompt_logprobs_of_a_preempted_request_come_once(small) -> None:
 
 
 def test_more_alternatives_than_the_vocabulary_has() -> None:
-    (entry,) = token_logprobs(torch.zeros(1, 4).log_softmax(-1), [2], [20])
+    scored = score(torch.zeros(1, 4), torch.tensor([2]), [20])
+    (entry,) = to_token_logprobs(scored.tensors(), [2], [20])
     assert len(entry.top) == 4
     assert entry.rank == 1
+
+
+def test_rows_that_want_different_numbers_of_alternatives() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
+    token_ids, num_top = [4, 9, -1], [0, 5, 2]  # the last row's numbers were not finite
+    scored = score(logits.bfloat16(), torch.tensor(token_ids), num_top)
+    entries = to_token_logprobs(scored.tensors(), token_ids, num_top)
+    rows = logits.bfloat16().float().log_softmax(-1)
+    for entry, row, token_id, count in zip(entries[:2], rows, token_ids, num_top, strict=False):
+        assert entry.token_id == token_id
+        assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-5)
+        assert entry.rank == int((row > row[token_id]).sum()) + 1
+        assert [value for _, value in entry.top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-5)
+    assert len(entries[2].top) == 2

@@ -1,6 +1,13 @@
-"""Log-probabilities of the model's own distribution, before temperature, penalties and filters."""
+"""Log-probabilities of the model's own distribution, before temperature, penalties and filters.
+
+``score`` runs on the device and waits for nothing; ``to_token_logprobs`` reads its tensors when they are on the host.
+Both are called for those rows alone whose requests want log-probabilities.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Row
+from dataclasses import dataclass
 
 import torch
 
@@ -12,24 +19,46 @@ from cotenant.models.decoder import Decoder
 MAX_LOGITS_BYTES = 64 * 1024 * 1024
 
 
-def token_logprobs(logprobs: torch.Tensor, token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobTensors:
+    """Per row, what is reported of its token; ``width`` is the most alternatives that any row wants."""
+
+    chosen: torch.Tensor  # fp32 [rows], the token's log-probability
+    ranks: torch.Tensor  # int64 [rows]; 1 is the most likely, equal tokens share the better rank
+    top_values: torch.Tensor  # fp32 [rows, width], best first
+    top_ids: torch.Tensor  # int64 [rows, width]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What to copy to the host, in the order in which ``to_token_logprobs`` takes it."""
+        return self.chosen, self.ranks, self.top_values, self.top_ids
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> LogprobTensors:
+    """Score the token of each row, on the device, and find the row's ``num_top`` most likely tokens.
+
+    ``logits``: raw [rows, vocab], of any floating type. ``tokens``: int64 [rows]; what is said of a row whose token is
+    negative (``NOT_FINITE``) means nothing.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)  # [rows, vocab]
+    chosen = logprobs.gather(-1, tokens.clamp(min=0).unsqueeze(-1))  # [rows, 1]
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    top_values, top_ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)  # [rows, width]
+    return LogprobTensors(chosen.squeeze(-1), ranks, top_values, top_ids)
+
+
+def to_token_logprobs(host: Row[torch.Tensor], token_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
     """Per row: the log-probability and rank of its token, and its ``num_top`` most likely tokens.
 
-    ``logprobs``: fp32 [rows, vocab], a log-softmax. Rank 1 is the most likely; equal tokens share the better rank.
+    ``host``: ``LogprobTensors.tensors()`` after their copy to the host.
     """
-    tokens = torch.tensor(token_ids, device=logprobs.device).unsqueeze(-1)  # [rows, 1]
-    chosen = logprobs.gather(-1, tokens)  # [rows, 1]
-    ranks: list[int] = ((logprobs > chosen).sum(dim=-1) + 1).tolist()
-    values: list[float] = chosen.squeeze(-1).tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(token_ids)
-    widest = min(max(num_top), logprobs.shape[-1])
-    if widest > 0:
-        top_values, top_ids = logprobs.topk(widest, dim=-1)  # [rows, widest]
-        pairs = zip(top_ids.tolist(), top_values.tolist(), num_top, strict=True)
-        tops = [tuple(zip(ids[:count], top[:count], strict=True)) for ids, top, count in pairs]
+    chosen, ranks, top_values, top_ids = (tensor.tolist() for tensor in host)
     return [
-        TokenLogprobs(token_id=token_id, logprob=value, rank=rank, top=top)
-        for token_id, value, rank, top in zip(token_ids, values, ranks, tops, strict=True)
+        TokenLogprobs(
+            token_id=token_id, logprob=value, rank=rank, top=tuple(zip(ids[:count], top[:count], strict=True))
+        )
+        for token_id, value, rank, ids, top, count in zip(
+            token_ids, chosen, ranks, top_ids, top_values, num_top, strict=True
+        )
     ]
 
 
@@ -46,7 +75,9 @@ def score_prompt(decoder: Decoder, hidden: torch.Tensor, sequence: Sequence) -> 
     num_rows = max(1, MAX_LOGITS_BYTES // (4 * decoder.spec.vocab_size))
     while len(scored) < stop:
         position = len(scored)
-        tokens = list(sequence.request.prompt[position : min(position + num_rows, stop)])
+        token_ids = list(sequence.request.prompt[position : min(position + num_rows, stop)])
         row = position - 1 - sequence.num_computed  # the row of the token before
-        logits = decoder.logits(hidden[row : row + len(tokens)])  # [tokens, vocab]
-        scored += token_logprobs(logits.log_softmax(dim=-1), tokens, [num_top] * len(tokens))
+        logits = decoder.logits(hidden[row : row + len(token_ids)])  # [tokens, vocab]
+        wanted = [num_top] * len(token_ids)
+        found = score(logits, torch.tensor(token_ids, device=logits.device), wanted)
+        scored += to_token_logprobs(found.tensors(), token_ids, wanted)

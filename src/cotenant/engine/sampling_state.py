@@ -1,9 +1,9 @@
-"""What the sampler remembers of one sequence between tokens. No tensors: it is kept up one token at a time."""
+"""How one sequence's tokens are chosen, and the numbers that its draws use. Host only: no tensors."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable
+import hashlib
+import secrets
 
 import numpy as np
 import numpy.typing as npt
@@ -13,62 +13,58 @@ from cotenant.core.request import SamplingParams
 # Below this a temperature means greedy; dividing logits by it would overflow.
 MIN_TEMPERATURE = 1e-5
 
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
 
-class TokenCounts:
-    """Distinct tokens of a sequence and how often each was generated (0: in the prompt only), as arrays."""
 
-    def __init__(self, prompt: Iterable[int] = ()) -> None:
-        distinct = dict.fromkeys(prompt)
-        self._index = {token: position for position, token in enumerate(distinct)}
-        self._tokens = np.array(list(distinct), dtype=np.int64)
-        self._counts = np.zeros(len(distinct), dtype=np.float32)
+def uniforms(keys: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Per row, the number in [0, 1) that its key has at its index: a multiple of 2**-24. Arrays of one dimension.
 
-    def add(self, token_id: int) -> None:
-        position = self._index.setdefault(token_id, len(self._index))
-        if position >= len(self._tokens):
-            room = max(32, len(self._tokens))
-            self._tokens = np.concatenate((self._tokens, np.zeros(room, dtype=np.int64)))
-            self._counts = np.concatenate((self._counts, np.zeros(room, dtype=np.float32)))
-        self._tokens[position] = token_id
-        self._counts[position] += 1
-
-    @property
-    def tokens(self) -> npt.NDArray[np.int64]:
-        return self._tokens[: len(self._index)]
-
-    @property
-    def counts(self) -> npt.NDArray[np.float32]:
-        return self._counts[: len(self._index)]
+    SplitMix64 (Steele, Lea and Flood, 2014, figure 15) as a counter: its state at an index is a sum, so any index can
+    be asked for, in any order.
+    """
+    mixed = keys + (indices + np.uint64(1)) * _GAMMA
+    mixed ^= mixed >> _SHIFTS[0]
+    mixed *= _MIX_1
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _MIX_2
+    mixed ^= mixed >> _SHIFTS[2]
+    numbers: npt.NDArray[np.float32] = (mixed >> _SHIFTS[3]).astype(np.float32) * np.float32(2**-24)
+    return numbers
 
 
 class SamplingState:
-    """One sequence's parameters, its source of randomness, and its token counts if a penalty needs them.
+    """One sequence's parameters and the key of its random numbers. Nothing in it changes.
 
-    Every sampled token takes exactly one number from the sequence's own source, so what a seed gives depends on nothing
-    else in the batch, and a preempted sequence goes on where it was.
+    The number that a token is drawn with is a function of the key and the token's place in the sequence alone. So what
+    a seed gives depends on nothing else in the batch, and a preempted sequence goes on where it was.
     """
 
-    def __init__(self, params: SamplingParams, prompt: tuple[int, ...]) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.greedy = params.temperature < MIN_TEMPERATURE
-        # A string seed is hashed whole: negative seeds differ from positive ones, and neighbours are unrelated.
-        self._random = random.Random(None if params.seed is None else str(params.seed))
-        repeats = params.repetition_penalty != 1.0
-        self.counts: TokenCounts | None = None
-        if repeats or params.presence_penalty or params.frequency_penalty:
-            self.counts = TokenCounts(prompt if repeats else ())
+        self.key = _key(params.seed)
+        self.has_penalties = bool(
+            params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         self.bias_tokens = np.array(list(params.logit_bias), dtype=np.int64)
         self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        # As the sampler's plan lists them: temperature (0: greedy), min_p, top_p, top_k (infinite: all tokens).
+        temperature = 0.0 if self.greedy else params.temperature
+        self.figures = (temperature, params.min_p, params.top_p, float(params.top_k or "inf"))
+        self.filters = params.top_p < 1.0 or params.top_k > 0
+        self.adjusts_logits = self.has_penalties or len(self.bias_tokens) > 0
 
-    @property
-    def adjusts_logits(self) -> bool:
-        return self.counts is not None or len(self.bias_tokens) > 0
+    def uniform(self, index: int) -> float:
+        """The number for the generated token of this index, in [0, 1)."""
+        return float(uniforms(np.array([self.key], dtype=np.uint64), np.array([index], dtype=np.uint64))[0])
 
-    def uniform(self) -> float:
-        """The next number of the sequence's own source, in [0, 1)."""
-        return self._random.random()
 
-    def observe(self, token_id: int) -> None:
-        """Count a generated token."""
-        if self.counts is not None:
-            self.counts.add(token_id)
+def _key(seed: int | None) -> int:
+    """64 bits. A seed is hashed as a string: negative seeds differ from positive ones, and neighbours are unrelated."""
+    if seed is None:
+        return secrets.randbits(64)
+    return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,1 @@
+"""Triton kernels of the engine; imported only where there is a CUDA device and Triton."""
