@@ -11,7 +11,8 @@ from peft import PeftModel
 
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.batch import AdapterSpan, Batch
-from cotenant.models.linear import FusedLinear, linear
+from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.linear import linear
 from cotenant.models.lora import LoraAdapter, save_adapter
 from models import support
 from models.support import PagedCache, Pair, tokens

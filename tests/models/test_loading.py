@@ -134,7 +134,7 @@ def test_random_weights_depend_on_the_seed(llama: Pair) -> None:
     assert torch.equal(_logits(load(1)), _logits(load(1)))
     assert not torch.equal(_logits(load(1)), _logits(load(2)))
     assert not torch.equal(_logits(load(1)), _logits(llama.decoder))
-    assert abs(load(1).head_weight.std() - 0.02) < 0.001
+    assert abs(load(1).weights.head.std() - 0.02) < 0.001
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
-from cotenant.models.lora import LoraAdapter, load_adapter, save_adapter
+from cotenant.models.lora import LoraAdapter, read_adapter, save_adapter
 from cotenant.models.spec import ModelSpec
 from models import support
 from models.support import PagedCache, Pair, tokens
@@ -24,7 +24,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def _load(folder: Path, spec: ModelSpec, max_rank: int = 64) -> LoraAdapter:
-    return load_adapter(folder, spec, support.CPU, torch.float32, max_rank)
+    return read_adapter(folder, spec, max_rank)
+
+
+def _serve(folder: Path, spec: ModelSpec) -> LoraAdapter:
+    return _load(folder, spec).for_serving(support.CPU, torch.float32)
 
 
 def _peft_logits(pair: Pair, folder: Path, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -59,7 +63,7 @@ def test_peft_loads_what_we_save(pair: Pair, tmp_path: Path, options: dict[str, 
     expected = _peft_logits(pair, tmp_path, sequences)
     assert (expected - torch.cat([pair.reference_logits(s) for s in sequences])).abs().max() > 0.1
     _assert_close(_our_logits(pair, adapter, sequences), expected)
-    _assert_close(_our_logits(pair, _load(tmp_path, pair.decoder.spec), sequences), expected)
+    _assert_close(_our_logits(pair, _serve(tmp_path, pair.decoder.spec), sequences), expected)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,7 @@ def test_we_load_what_peft_saves_and_save_it_again(llama: Pair, tmp_path: Path, 
     _assert_close(_our_logits(llama, adapter, sequences), expected)
     save_adapter(adapter, tmp_path / "ours", str(llama.folder))
     _assert_close(_peft_logits(llama, tmp_path / "ours", sequences), expected)
-    _assert_close(_our_logits(llama, _load(tmp_path / "ours", llama.decoder.spec), sequences), expected)
+    _assert_close(_our_logits(llama, _serve(tmp_path / "ours", llama.decoder.spec), sequences), expected)
 
 
 def test_saved_files_hold_what_peft_and_vllm_expect(llama: Pair, tmp_path: Path) -> None:
@@ -166,7 +170,7 @@ def test_adapters_alone_equal_peft_through_the_paged_cache(llama: Pair, tmp_path
         save_adapter(adapter, tmp_path / str(index), str(llama.folder))
         text = tokens(18, seed=index)
         cache = PagedCache(llama.decoder)
-        sequence = cache.add(text, _load(tmp_path / str(index), llama.decoder.spec))
+        sequence = cache.add(text, _serve(tmp_path / str(index), llama.decoder.spec))
         logits = [cache.run([(sequence, 10)])] + [cache.run([(sequence, 1)]) for _ in range(8)]
         _assert_close(torch.cat(logits), _peft_logits(llama, tmp_path / str(index), [text]))
 

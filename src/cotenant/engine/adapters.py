@@ -1,96 +1,230 @@
-"""The LoRA adapters on the device: at most ``max_loras``, the least recently used makes room."""
+"""The LoRA adapters at hand: on the device in slots, behind them in host memory, behind that on disk.
+
+Disk is read in the background. What is copied on the caller's side is only what goes from host memory into a slot, and
+that copy is not waited for. Everything but the reading happens in the caller's thread.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Callable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from cotenant.config import LoraConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
-from cotenant.models.lora import LoraAdapter, load_adapter
+from cotenant.models.lora import LoraAdapter, read_adapter
+from cotenant.models.lora_stacks import HostAdapter, LoraStacks
 from cotenant.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
+_MIN_CPU_LORAS = 16
 
-class AdapterSlots:
-    """Adapters by reference. Running sequences hold theirs: callers pass ``in_use``, which is never evicted.
+# In host memory: as it lies in a slot, or, without stacks, packed for products per span.
+_Prepared = HostAdapter | LoraAdapter
 
-    An adapter that was dropped while sequences run on it stays with them until they end, and counts until then.
+
+class _Slot(NamedTuple):
+    number: int
+    ref: AdapterRef
+    adapter: LoraAdapter
+
+
+class AdapterCache:
+    """Adapters by reference; the least recently used make room, in the slots as in host memory.
+
+    Running sequences hold theirs: callers pass ``in_use``, which is never evicted. An adapter that was dropped while
+    sequences run on it stays with them until they end, and keeps its slot until then.
+
+    Invariant: what is in a slot is in host memory too, so losing the slot costs a copy and never a reading. On the CPU
+    the two are one object. With ``use_stacks``, slots are those of
+    ``stacks``, and ``LoraAdapter.slot`` says which.
     """
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: LoraConfig) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, config: LoraConfig, use_stacks: bool
+    ) -> None:
+        self.stacks = LoraStacks(spec, config.max_loras, config.max_lora_rank, device, dtype) if use_stacks else None
         self._spec = spec
         self._device = device
         self._dtype = dtype
         self._config = config
-        self._loaded: OrderedDict[AdapterRef, LoraAdapter] = OrderedDict()  # least recently used first
-        self._valid: set[AdapterRef] = set()
+        self._slots: OrderedDict[AdapterRef, _Slot] = OrderedDict()  # least recently used first
+        self._dropped: list[_Slot] = []
+        self._host: dict[AdapterRef, _Prepared] = {}
+        self._recency: OrderedDict[AdapterRef, None] = OrderedDict()  # of what is in host memory or read; latest last
+        self._readings: dict[AdapterRef, Future[_Prepared | InvalidInputError]] = {}
+        self._failures: dict[AdapterRef, InvalidInputError] = {}
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-reader")
 
     @property
     def max_loras(self) -> int:
+        """Slots."""
         return self._config.max_loras
 
-    def validate(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> None:
-        """Raise InvalidInputError if the folder does not hold an adapter for this model. Loads it if there is room."""
-        if ref in self._loaded or ref in self._valid:
-            return
-        if self._make_room(in_use):
-            self._loaded[ref] = self._load(ref, self._device)
-        else:
-            self._load(ref, torch.device("cpu"))
-        self._valid.add(ref)
+    @property
+    def max_cpu_loras(self) -> int:
+        """Adapters in host memory: those in slots, and at least one that was read ahead."""
+        wanted = self._config.max_cpu_loras
+        return max(4 * self.max_loras, _MIN_CPU_LORAS) if wanted is None else max(wanted, self.max_loras + 1)
 
-    def acquire(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> LoraAdapter:
-        """The adapter, loaded if need be. The caller has seen that it is in use or that a slot can be had.
+    @property
+    def max_read_ahead(self) -> int:
+        """Adapters that host memory holds beside those in slots."""
+        return self.max_cpu_loras - self.max_loras
 
-        Raises InvalidInputError when the folder no longer holds what it held.
+    # Into host memory.
+
+    def prefetch(self, ref: AdapterRef) -> None:
+        """Begin to read an adapter unless it is at hand, and count it as just used. Returns at once.
+
+        What is read later may push out what was read ahead and not used yet. To keep it, call this again in every
+        iteration, for the first ``max_read_ahead`` adapters that are waited for. A failure that ``failure`` has told is
+        forgotten.
         """
-        if ref not in self._loaded:
-            has_room = self._make_room(in_use - {ref})
-            assert has_room or ref in in_use, f"no slot for adapter {ref.name}"
-            self._loaded[ref] = self._load(ref, self._device)
-        self._loaded.move_to_end(ref)
-        return self._loaded[ref]
+        self._settle()
+        self._touch(ref)
+        if ref not in self._host and ref not in self._readings:
+            self._failures.pop(ref, None)
+            self._readings[ref] = self._reader.submit(self._prepared, ref, self._read)
+
+    def is_ready(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> bool:
+        """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``.
+
+        False as well while sequences still run on an adapter that was dropped under the same reference: the two would
+        need two slots.
+        """
+        if ref in in_use and any(slot.ref == ref for slot in self._dropped):
+            return False
+        if ref in self._host:
+            return True
+        reading = self._readings.get(ref)
+        return reading is not None and reading.done() and not isinstance(reading.result(), InvalidInputError)
+
+    def failure(self, ref: AdapterRef) -> InvalidInputError | None:
+        """Why the last reading failed; told until ``drop`` or a new ``prefetch``."""
+        reading = self._readings.get(ref)
+        if reading is not None and reading.done() and isinstance(error := reading.result(), InvalidInputError):
+            del self._readings[ref], self._recency[ref]
+            self._failures[ref] = error
+        return self._failures.get(ref)
+
+    def wait(self, ref: AdapterRef) -> None:
+        """Block until a reading that was begun has ended."""
+        if ref in self._readings:
+            self._readings[ref].exception()
 
     def register(self, ref: AdapterRef, adapter: LoraAdapter, in_use: Set[AdapterRef]) -> None:
-        """Serve a frozen copy as ``ref`` from now on. Without a slot to be had it is read from disk on first use."""
+        """Serve a frozen copy as ``ref`` from now on, once it has been made ready, without reading it from disk.
+
+        Once it has left host memory the folder is read.
+        """
         self.drop(ref.name)
-        if self._make_room(in_use):
-            self._loaded[ref] = adapter.for_serving(self._device, self._dtype)
+        self._settle()
+        self._touch(ref)
+        snapshot = adapter.snapshot()
+        self._readings[ref] = self._reader.submit(self._prepared, ref, lambda _: snapshot)
+
+    # Into a slot.
+
+    def acquire(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> LoraAdapter:
+        """The adapter in a slot. The caller has seen that it is ready, and that it is in use or a slot can be had."""
+        prepared = self._take_prepared(ref)
+        if ref not in self._slots:
+            number = self._free_slot(in_use)
+            if isinstance(prepared, HostAdapter):
+                assert self.stacks is not None
+                adapter = self.stacks.load(number, prepared)
+            else:
+                adapter = prepared.on_device(self._device)
+            self._slots[ref] = _Slot(number, ref, adapter)
+        self._slots.move_to_end(ref)
+        return self._slots[ref].adapter
 
     def drop(self, name: str) -> None:
-        """Forget the adapters served under this name."""
-        for ref in [ref for ref in self._loaded if ref.name == name]:
-            del self._loaded[ref]
-        self._valid = {ref for ref in self._valid if ref.name != name}
+        """Forget the adapters served under this name, and why they could not be read."""
+        for ref in [ref for ref in self._slots if ref.name == name]:
+            self._dropped.append(self._slots.pop(ref))
+        for ref in [ref for ref in self._readings if ref.name == name]:
+            self._readings.pop(ref).cancel()
+        for kept in (self._host, self._recency, self._failures):
+            for ref in [ref for ref in kept if ref.name == name]:
+                del kept[ref]
+
+    def close(self) -> None:
+        """Begin no more readings, and wait for the one that runs."""
+        self._reader.shutdown(cancel_futures=True)
 
     def check_integrity(self, in_use: Set[AdapterRef]) -> None:
-        """Raise AssertionError if more adapters are on the device than there are slots."""
-        held = len(self._loaded.keys() | in_use)
-        assert held <= self.max_loras, f"{held} adapters are held in {self.max_loras} slots"
+        """Raise AssertionError if slots or references are counted twice, or an adapter in use has no slot."""
+        slots = [*self._slots.values(), *self._dropped]
+        assert len({slot.number for slot in slots}) == len(slots) <= self.max_loras, "a slot was given twice"
+        assert in_use <= {slot.ref for slot in slots}, "an adapter that is in use lost its slot"
+        assert self._slots.keys() <= self._host.keys(), "an adapter in a slot left host memory"
+        assert not self._readings.keys() & self._host.keys(), "what is at hand is read again"
+        assert self._recency.keys() == self._readings.keys() | self._host.keys(), "the order of use lost count"
+        for slot in slots if self.stacks is not None else ():
+            assert slot.adapter.slot == slot.number, "an adapter lies in another slot than it was given"
 
-    def _make_room(self, in_use: Set[AdapterRef]) -> bool:
-        """Evict until one more adapter fits; False if the ones in use leave no slot."""
-        if len(in_use) >= self.max_loras:
-            return False
-        while len(self._loaded.keys() | in_use) >= self.max_loras:
-            evicted = next(ref for ref in self._loaded if ref not in in_use)
-            logger.info("adapter %s makes room for another", evicted.name)
-            del self._loaded[evicted]
-        return True
+    def _free_slot(self, in_use: Set[AdapterRef]) -> int:
+        self._release_dropped(in_use)
+        taken = {slot.number for slot in (*self._slots.values(), *self._dropped)}
+        for number in range(self.max_loras):
+            if number not in taken:
+                return number
+        victim = next((ref for ref in self._slots if ref not in in_use), None)
+        assert victim is not None, "no slot can be had: all adapters are in use"
+        logger.info("adapter %s makes room for another", victim.name)
+        return self._slots.pop(victim).number
 
-    def _load(self, ref: AdapterRef, device: torch.device) -> LoraAdapter:
+    def _release_dropped(self, in_use: Set[AdapterRef]) -> None:
+        self._dropped = [slot for slot in self._dropped if slot.ref in in_use]
+
+    def _take_prepared(self, ref: AdapterRef) -> _Prepared:
+        """From host memory; one that was just read moves there, and nothing leaves for it."""
+        if ref not in self._host:
+            assert ref in self._readings, f"adapter {ref.name} is not ready"
+            prepared = self._readings.pop(ref).result()
+            assert not isinstance(prepared, InvalidInputError), f"adapter {ref.name} could not be read"
+            self._host[ref] = prepared
+        self._touch(ref)
+        return self._host[ref]
+
+    def _settle(self) -> None:
+        """Move what has been read to host memory; the least recently used that are in no slot leave it."""
+        for ref, reading in list(self._readings.items()):
+            if reading.done() and not isinstance(prepared := reading.result(), InvalidInputError):
+                self._host[ref] = prepared
+                del self._readings[ref]
+        num_over = len(self._host) - self.max_cpu_loras
+        if num_over > 0:
+            evictable = [ref for ref in self._recency if ref in self._host and ref not in self._slots]
+            for ref in evictable[:num_over]:
+                del self._host[ref], self._recency[ref]
+
+    def _touch(self, ref: AdapterRef) -> None:
+        self._recency[ref] = None
+        self._recency.move_to_end(ref)
+
+    # In the background.
+
+    def _read(self, ref: AdapterRef) -> LoraAdapter:
+        return read_adapter(Path(ref.path), self._spec, self._config.max_lora_rank)
+
+    def _prepared(self, ref: AdapterRef, read: Callable[[AdapterRef], LoraAdapter]) -> _Prepared | InvalidInputError:
+        """As it is kept in host memory. Errors are returned: raised, they would keep what was read alive."""
         try:
-            return load_adapter(Path(ref.path), self._spec, device, self._dtype, self._config.max_lora_rank)
-        except InvalidInputError:
-            self._valid.discard(ref)
-            raise
+            adapter = read(ref)
+            if self.stacks is not None:
+                return self.stacks.pack(adapter)
+            return adapter.for_serving(torch.device("cpu"), self._dtype)
+        except InvalidInputError as error:
+            return InvalidInputError(error.message, code=error.code, param=error.param)
         except Exception as error:  # whatever lies in the user's folder, only requests for it may fail
-            self._valid.discard(ref)
-            raise InvalidInputError(f"adapter '{ref.name}' cannot be loaded from {ref.path}: {error}") from error
+            return InvalidInputError(f"adapter '{ref.name}' cannot be loaded from {ref.path}: {error}")

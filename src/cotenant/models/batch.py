@@ -15,18 +15,33 @@ from cotenant.models.lora import LoraAdapter
 
 
 @dataclass(frozen=True, slots=True)
+class PageLists:
+    """Which pages hold each sequence's tokens, one list after the other.
+
+    ``indptr`` [sequences + 1] and ``last_lengths`` [sequences] (tokens in a sequence's last page) are on the host;
+    ``indices`` [pages] is on the device. All int32.
+    """
+
+    indptr: torch.Tensor
+    indices: torch.Tensor
+    last_lengths: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PagedSegment:
     """Sequences that attend over the paged KV cache: prefill chunks, or one decode token each.
 
     Each sequence brings ``query_lengths[i]`` new tokens, which are its last ones: after they are written to the cache
     it holds ``context_lengths[i]`` tokens in all. Its token at position p lies in page
     ``block_tables[i, p // page_tokens]``, row ``p % page_tokens``. A decode segment has only ones in ``query_lengths``.
+    ``pages`` says the same as ``block_tables`` to attention back ends that want it so.
     """
 
     query_lengths: tuple[int, ...]
     context_lengths: tuple[int, ...]
     block_tables: torch.Tensor  # [sequences, max_pages], int64, padded with any valid page
     slots: torch.Tensor  # [tokens], int64: page * page_tokens + row, where each new token's K and V go
+    pages: PageLists | None = None
 
     @property
     def num_tokens(self) -> int:

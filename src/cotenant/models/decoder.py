@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from cotenant.models.attention import AttentionBackend, SdpaBackend, SegmentAttention
 from cotenant.models.batch import Batch, PagedSegment
 from cotenant.models.linear import linear
+from cotenant.models.products import product
 from cotenant.models.rope import RopeTables, rotate
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import DecoderWeights, LayerWeights
@@ -32,8 +33,9 @@ class _Plan(NamedTuple):
 class Decoder:
     """Frozen weights and the forward pass through them.
 
-    Nothing here changes after construction. Under autograd, gradients flow to the hidden states of training segments
-    and to the LoRA weights that require them; the attention of paged segments is computed without a graph.
+    Nothing but ``attention`` may be replaced after construction, and that before the first batch. Under autograd,
+    gradients flow to the hidden states of training segments and to the LoRA weights that require them; the attention
+    of paged segments is computed without a graph.
     """
 
     def __init__(
@@ -45,18 +47,13 @@ class Decoder:
         self.spec = spec
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._weights = weights
-        self._rope = RopeTables(spec, self.device, self.dtype)
-        self._attention = attention or SdpaBackend(spec, self.device, self.dtype)
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """[vocab, hidden]"""
-        return self._weights.head
+        self.weights = weights
+        self.rope = RopeTables(spec, self.device, self.dtype)
+        self.attention: AttentionBackend = attention or SdpaBackend(spec, self.device, self.dtype)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [tokens, hidden]"""
-        return self._weights.embedding.index_select(0, token_ids)
+        return self.weights.embedding.index_select(0, token_ids)
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor | None = None) -> torch.Tensor:
         """All layers: the hidden states [tokens, hidden] before the final norm."""
@@ -73,7 +70,7 @@ class Decoder:
         ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, head_dim] is read and written for the paged segments; it
         is the same for all layers of a batch. Raises ValueError if there are paged segments and no cache.
         """
-        weights = self._weights.layers[index]
+        weights = self.weights.layers[index]
         plan = batch.derived.get(self) or self._make_plan(batch, kv_cache)
         normed = self._norm(hidden, weights.input_norm)
         attended = self._attend(index, normed, weights, plan, batch, kv_cache)
@@ -84,11 +81,15 @@ class Decoder:
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden]"""
-        return self._norm(hidden, self._weights.final_norm)
+        return self._norm(hidden, self.weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What ``forward`` gave, [rows, hidden] -> [rows, vocab] in float32, final norm included."""
-        return F.linear(self.final_norm(hidden), self._weights.head).float()
+        return self.raw_logits(hidden).float()
+
+    def raw_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``logits`` in the decoder's own dtype."""
+        return product(self.final_norm(hidden), self.weights.head)
 
     def _attend(
         self,
@@ -129,10 +130,10 @@ class Decoder:
         start = 0
         for segment in batch.segments:
             rows = slice(start, start + segment.num_tokens)
-            attention = self._attention.plan(segment, kv_cache)
+            attention = self.attention.plan(segment, kv_cache)
             segments.append(_PlannedSegment(rows, attention, isinstance(segment, PagedSegment)))
             start = rows.stop
         assert start == batch.num_tokens, f"segments of {start} tokens in a batch of {batch.num_tokens}"
-        plan = _Plan(*self._rope.at(batch.positions), tuple(segments))
+        plan = _Plan(*self.rope.at(batch.positions), tuple(segments))
         batch.derived[self] = plan
         return plan

@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from cotenant.models.batch import AdapterSpan
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import LoraAdapter, LoraPair
+from cotenant.models.lora_stacks import GroupedLora
 
 
-@dataclass(frozen=True, slots=True)
-class FusedLinear:
-    """Modules that read the same input, as one matrix: module after module, ``sizes[i]`` output features each."""
-
-    modules: tuple[str, ...]
-    sizes: tuple[int, ...]
-    weight: torch.Tensor  # [sum of sizes, in], frozen
-    bias: torch.Tensor | None = None  # [sum of sizes], frozen
-
-    def columns(self) -> Iterator[tuple[str, slice]]:
-        """Each module with its slice of the output's columns."""
-        start = 0
-        for module, size in zip(self.modules, self.sizes, strict=True):
-            yield module, slice(start, start + size)
-            start += size
-
-
-def linear(x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan]) -> torch.Tensor:
-    """[tokens, in] -> [tokens, sum of sizes].
+def linear(
+    x: torch.Tensor,
+    base: FusedLinear,
+    layer: int,
+    spans: Sequence[AdapterSpan] = (),
+    grouped: GroupedLora | None = None,
+) -> torch.Tensor:
+    """[tokens, in] -> [tokens, sum of sizes]. Adapters come as ``spans``, part of the batch's structure, or as
+    ``grouped``, which is data and can be captured in a CUDA graph, without autograd; not as both.
 
     Under autograd, gradients reach ``x`` and the matrices of adapters that require them.
     """
+    if grouped is not None:
+        assert not spans, "a batch has its adapters as spans or grouped"
+        return grouped.linear(x, base, layer)
     if spans and torch.is_grad_enabled():
         trained = [matrix for span in spans for matrix in _trained(span.adapter, base, layer)]
         if trained or x.requires_grad:
             result: torch.Tensor = _LoraLinear.apply(x, base, layer, spans, *trained)  # type: ignore[no-untyped-call]
             return result
-    out = F.linear(x, base.weight, base.bias)
+    out = base.product(x)
     for span in spans:
         for delta in _deltas(base, layer, span.adapter, _rows(x, span)):
             delta.add_to(_rows(out, span))
@@ -58,7 +51,7 @@ def _rows(tensor: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
 
 
 class _Delta(NamedTuple):
-    """What one module, or a packed group as a whole, adds to the rows of a span: ``scale * inputs @ a.T @ b.T``."""
+    """What one module, or a block of a packed group, adds to the rows of a span: ``scale * inputs @ a.T @ b.T``."""
 
     pair: LoraPair | None  # the module's own matrices; None: packed
     columns: slice | None  # of the output; None: all
@@ -82,7 +75,9 @@ def _deltas(base: FusedLinear, layer: int, adapter: LoraAdapter, x: torch.Tensor
     if adapter.is_packed:
         group = adapter.packed(layer, base.modules[0])
         if group is not None:
-            yield _Delta(None, None, 1.0, None, x @ group.a.T, group.a, group.b)
+            down = x @ group.a.T
+            for columns, ranks, b in group.blocks:
+                yield _Delta(None, columns, 1.0, None, down[:, ranks], group.a[ranks], b)
         return
     for module, columns in base.columns():
         pair = adapter.weights.get((layer, module))
@@ -104,7 +99,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan], *trained: torch.Tensor
     ) -> torch.Tensor:
-        out = F.linear(x, base.weight, base.bias)
+        out = base.product(x)
         places, parts = [], []
         for span in spans:
             for delta in _deltas(base, layer, span.adapter, _rows(x, span)):
@@ -119,7 +114,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients  # [tokens, sum of sizes]
         x, *parts = ctx.saved_tensors
-        x_gradient = gradient @ ctx.base.weight if ctx.needs_input_grad[0] else None  # [tokens, in]
+        x_gradient = ctx.base.input_gradient(gradient) if ctx.needs_input_grad[0] else None  # [tokens, in]
         trained: list[torch.Tensor] = []
         for index, (span, pair, columns, scale) in enumerate(ctx.places):
             mask, down, a, b = parts[4 * index : 4 * index + 4]

@@ -3,66 +3,168 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from cotenant.core.errors import InvalidInputError, NotFoundError
 from cotenant.models.decoder import Decoder
+from cotenant.models.quantization import require_support
 from cotenant.models.registry import ResolvedModel
 from cotenant.models.spec import ModelSpec
-from cotenant.models.weights import Target, allocate, targets
+from cotenant.models.weights import DecoderWeights, Target, allocate, targets
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that this decoder does not apply
 _INIT_STD = 0.02
 _NUM_NAMED = 5  # how many tensors an error lists
+_NUM_READERS = 4
+_PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
 
 
-def load_decoder(resolved: ResolvedModel, device: torch.device, dtype: torch.dtype, seed: int) -> Decoder:
-    """Put a model on a device. ``seed`` decides random weights.
+def load_decoder(
+    resolved: ResolvedModel, device: torch.device, dtype: torch.dtype, seed: int, quantization: str | None = None
+) -> Decoder:
+    """Put a model on a device. ``seed`` decides random weights; ``quantization`` is None or "fp8".
 
     Raises NotFoundError if the folder holds no safetensors, InvalidInputError naming file and tensors if they do not
-    make up the model that its config describes.
+    make up the model that its config describes, or if the device cannot run it quantised.
     """
-    weights = allocate(resolved.spec, device, dtype)
+    if quantization is not None:
+        require_support(quantization, device, dtype, resolved.spec)
+    return Decoder(resolved.spec, load_weights(resolved, device, dtype, seed, quantization))
+
+
+def load_weights(
+    resolved: ResolvedModel, device: torch.device, dtype: torch.dtype, seed: int, quantization: str | None = None
+) -> DecoderWeights:
+    """``load_decoder``'s weights alone, and for any device."""
+    weights = allocate(resolved.spec, device, dtype, quantization)
     places = targets(resolved.spec, weights)
     if resolved.random_weights or resolved.folder is None:
         _fill_randomly(places, device, seed)
     else:
-        _fill_from_folder(resolved.folder, resolved.spec, places)
-    return Decoder(resolved.spec, weights)
+        _fill_from_folder(resolved.folder, resolved.spec, places, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what was staged: the KV cache is made of what is free
+    return weights
 
 
-def _fill_randomly(places: dict[str, Target], device: torch.device, seed: int) -> None:
+def _fill_randomly(places: Mapping[str, Target], device: torch.device, seed: int) -> None:
     """Normal with standard deviation 0.02; norms are ones."""
     generator = torch.Generator(device).manual_seed(seed)
     for name, place in places.items():
+        staged = place.staging()
         if name.endswith("norm.weight"):
-            place.view.fill_(1.0)
+            staged.fill_(1.0)
         else:
-            place.view.normal_(0.0, _INIT_STD, generator=generator)
+            staged.normal_(0.0, _INIT_STD, generator=generator)
+        place.store(staged)
 
 
-def _fill_from_folder(folder: Path, spec: ModelSpec, places: dict[str, Target]) -> None:
-    missing = dict.fromkeys(places)
+class _Stored(NamedTuple):
+    """Where a tensor is."""
+
+    path: Path
+    shard: Any  # the open file
+
+
+def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target], device: torch.device) -> None:
+    """Checks everything that the headers say before the first weight is read."""
+    stored: dict[str, _Stored] = {}
     unexpected: list[str] = []
-    for path in _shards(folder):
-        for name in _fill_from_shard(path, places):
-            if name in places:
-                missing.pop(name, None)
-            elif not _is_redundant(name, spec):
-                unexpected.append(name)
-    if missing:
-        raise InvalidInputError(f"{folder}: the checkpoint lacks {_listed(missing)}", param="model")
-    if unexpected:
-        raise InvalidInputError(
-            f"{folder}: the checkpoint holds tensors that its config.json has no place for: {_listed(unexpected)}",
-            param="model",
-        )
+    with ExitStack() as stack:
+        for path in _shards(folder):
+            with _reading(path):
+                shard = stack.enter_context(safe_open(path, framework="pt"))
+                for name in list(shard.keys()):
+                    if name in places:
+                        header = shard.get_slice(name)
+                        _check(path, name, tuple(header.get_shape()), header.get_dtype(), places[name])
+                        stored[name] = _Stored(path, shard)
+                    elif not _is_redundant(name, spec):
+                        unexpected.append(name)
+        missing = [name for name in places if name not in stored]
+        if missing:
+            raise InvalidInputError(f"{folder}: the checkpoint lacks {_listed(missing)}", param="model")
+        if unexpected:
+            raise InvalidInputError(
+                f"{folder}: the checkpoint holds tensors that its config.json has no place for: {_listed(unexpected)}",
+                param="model",
+            )
+        _copy_all(stored, places, device)
+
+
+def _copy_all(stored: Mapping[str, _Stored], places: Mapping[str, Target], device: torch.device) -> None:
+    """Several threads: most of the time goes into copies out of the page cache, and into waiting for the disk."""
+    is_cuda = device.type == "cuda"
+    copies: SimpleQueue[_Copy] = SimpleQueue()
+    storing = Lock()
+
+    def load(name: str) -> None:
+        path, shard = stored[name]
+        copy = copies.get()
+        on_device: AbstractContextManager[object] = torch.cuda.device(device) if is_cuda else nullcontext()
+        try:
+            with on_device:
+                with _reading(path):
+                    tensor = shard.get_tensor(name)
+                staged = places[name].staging()
+                copy(tensor, staged)
+                with storing:  # the first call compiles the kernel
+                    places[name].store(staged)
+        finally:
+            copies.put(copy)
+
+    for _ in range(_NUM_READERS):
+        copies.put(_PinnedCopy() if is_cuda else _copy)
+    with ThreadPoolExecutor(_NUM_READERS, "load") as pool:
+        for _ in pool.map(load, stored):
+            pass
+
+
+_Copy = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+class _PinnedCopy:
+    """Copies mapped files to the GPU by way of two pinned buffers: one is filled while the other is sent."""
+
+    def __init__(self) -> None:
+        self._stages = [
+            (torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(2)
+        ]
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        num_elements = _PINNED_BYTES // target.element_size()
+        parts = zip(source.flatten().split(num_elements), target.view(-1).split(num_elements), strict=True)
+        for index, (part, place) in enumerate(parts):
+            buffer, sent = self._stages[index % 2]
+            sent.synchronize()
+            staged = buffer.view(target.dtype)[: part.numel()]
+            staged.copy_(part)
+            place.copy_(staged, non_blocking=True)
+            sent.record()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -81,21 +183,6 @@ def _shards(folder: Path) -> list[Path]:
     if absent:
         raise NotFoundError(f"{folder}: {INDEX_FILE} names files that are not there: {_listed(absent)}", param="model")
     return shards
-
-
-def _fill_from_shard(path: Path, places: dict[str, Target]) -> list[str]:
-    """Copy what the file holds to its places; the names of all its tensors."""
-    try:
-        with safe_open(path, framework="pt") as shard:
-            names: list[str] = list(shard.keys())
-            for name in names:
-                if name in places:
-                    stored, place = shard.get_slice(name), places[name]
-                    _check(path, name, tuple(stored.get_shape()), stored.get_dtype(), place)
-                    place.view.copy_(shard.get_tensor(name))
-            return names
-    except (SafetensorError, OSError) as error:
-        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 
 
 def _check(path: Path, name: str, shape: tuple[int, ...], dtype: str, place: Target) -> None:

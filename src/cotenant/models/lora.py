@@ -38,14 +38,22 @@ class LoraPair(NamedTuple):
     b: torch.Tensor  # [out, rank]
 
 
-class PackedGroup(NamedTuple):
-    """The frozen matrices of one module group as two: one product down, one up.
+class PackedBlock(NamedTuple):
+    """The part of a packed group that turns some of its ranks into some of the output's columns, scales included."""
 
-    ``b`` is block-diagonal and holds the scales; the rows of modules without LoRA are zero.
-    """
+    columns: slice | None  # of the output; None: all
+    ranks: slice  # rows of the group's ``a``
+    b: torch.Tensor  # [columns, ranks]
+
+
+class PackedGroup(NamedTuple):
+    """The frozen matrices of one module group, for one product down and one product up per block."""
 
     a: torch.Tensor  # [sum of ranks, in]
-    b: torch.Tensor  # [sum of the group's outs, sum of ranks]
+    blocks: tuple[PackedBlock, ...]
+
+    def to(self, device: torch.device) -> PackedGroup:
+        return PackedGroup(self.a.to(device), tuple(block._replace(b=block.b.to(device)) for block in self.blocks))
 
 
 class LoraAdapter:
@@ -57,7 +65,12 @@ class LoraAdapter:
     Trainable adapters hold float32 master weights that require grad. Dropout acts while ``dropout_seed`` is set; a
     module's mask depends on (``dropout_seed``, layer, module) and the shape of its input alone, so the same forward run
     again gives the same bits. None: no dropout.
+
+    Adapters for serving are frozen and packed: they have no ``weights``, only packed groups.
     """
+
+    slot = -1
+    """Where the adapter lies in ``LoraStacks``; -1: not there."""
 
     def __init__(
         self,
@@ -137,13 +150,28 @@ class LoraAdapter:
 
     def snapshot(self) -> LoraAdapter:
         """A copy on the CPU that later training steps leave alone, and that does not require grad."""
-        return self._copied(torch.device("cpu"), None)
+
+        def copied(matrix: torch.Tensor) -> torch.Tensor:
+            return matrix.detach().to(device="cpu", copy=True)
+
+        weights = {key: LoraPair(copied(a), copied(b)) for key, (a, b) in self.weights.items()}
+        return self._frozen(weights, None)
 
     def for_serving(self, device: torch.device, dtype: torch.dtype) -> LoraAdapter:
-        """A frozen copy in the decoder's dtype, packed: two products per module group."""
-        copy = self._copied(device, dtype)
-        copy._packed = copy._pack()
-        return copy
+        """A packed copy in the decoder's dtype: two products per module group."""
+        packed = {}
+        for layer in sorted({layer for layer, _ in self.weights}):
+            for modules in MODULE_GROUPS:
+                if any((layer, module) in self.weights for module in modules):
+                    packed[layer, modules[0]] = self._pack_group(layer, modules, device, dtype)
+        return self._frozen({}, packed)
+
+    def on_device(self, device: torch.device) -> LoraAdapter:
+        """A packed adapter there; itself if that is where it is."""
+        assert self._packed is not None
+        if all(group.a.device == device for group in self._packed.values()):
+            return self
+        return self._frozen({}, {key: group.to(device) for key, group in self._packed.items()})
 
     @property
     def is_packed(self) -> bool:
@@ -167,49 +195,41 @@ class LoraAdapter:
     def _scale(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def _copied(self, device: torch.device, dtype: torch.dtype | None) -> LoraAdapter:
-        def copied(matrix: torch.Tensor) -> torch.Tensor:
-            return matrix.detach().to(device=device, dtype=dtype or matrix.dtype, copy=True)
-
-        return LoraAdapter(
+    def _frozen(
+        self, weights: Mapping[ModuleKey, LoraPair], packed: dict[ModuleKey, PackedGroup] | None
+    ) -> LoraAdapter:
+        copy = LoraAdapter(
             self.name,
             self.spec,
             self.rank,
             self.alpha,
-            {key: LoraPair(copied(a), copied(b)) for key, (a, b) in self.weights.items()},
+            weights,
             alphas=self.alphas,
             use_rslora=self.use_rslora,
             dropout=self.dropout,
         )
+        copy._packed = packed
+        return copy
 
-    def _pack(self) -> dict[ModuleKey, PackedGroup]:
-        packed = {}
-        for layer in sorted({layer for layer, _ in self.weights}):
-            for modules in MODULE_GROUPS:
-                if any((layer, module) in self.weights for module in modules):
-                    packed[layer, modules[0]] = self._pack_group(layer, modules)
-        return packed
-
-    def _pack_group(self, layer: int, modules: Sequence[str]) -> PackedGroup:
+    def _pack_group(self, layer: int, modules: Sequence[str], device: torch.device, dtype: torch.dtype) -> PackedGroup:
+        """As one block: its ``b`` is block-diagonal, and zero in the rows of modules without LoRA."""
         present = {module: self.weights[layer, module] for module in modules if (layer, module) in self.weights}
-        a = torch.cat([pair.a for pair in present.values()])  # [ranks, in]
+        a = torch.cat([pair.a.detach() for pair in present.values()]).to(device, dtype)  # [ranks, in]
         b = a.new_zeros(sum(self.spec.module_shape(module)[0] for module in modules), len(a))  # [outs, ranks]
         row = column = 0
         for module in modules:
             num_out = self.spec.module_shape(module)[0]
             if module in present:
-                matrix = present[module].b
+                matrix = present[module].b.detach()
                 num_columns = matrix.shape[1]
                 b[row : row + num_out, column : column + num_columns] = matrix * self.scale_of(layer, module)
                 column += num_columns
             row += num_out
-        return PackedGroup(a, b)
+        return PackedGroup(a, (PackedBlock(None, slice(0, len(a)), b),))
 
 
-def load_adapter(
-    folder: Path | str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_rank: int
-) -> LoraAdapter:
-    """A frozen adapter for serving, from a folder in PEFT's format.
+def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdapter:
+    """An adapter from a folder in PEFT's format, on the CPU and in the dtype of its file.
 
     Raises InvalidInputError, naming the file and what is wrong there, for anything but a whole LoRA adapter for a model
     of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most.
@@ -234,7 +254,7 @@ def load_adapter(
             alphas[layer, module] = alpha
     if tensors:
         raise InvalidInputError(f"{path}: {min(tensors)} is no part of the adapter that {CONFIG_FILE} describes")
-    adapter = LoraAdapter(
+    return LoraAdapter(
         folder.name,
         spec,
         config.r,
@@ -244,7 +264,6 @@ def load_adapter(
         use_rslora=config.use_rslora,
         dropout=config.dropout,
     )
-    return adapter.for_serving(device, dtype)
 
 
 def save_adapter(adapter: LoraAdapter, folder: Path, base_model_name_or_path: str) -> None:

@@ -34,11 +34,11 @@ class RopeTables:
     def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
         positions = torch.arange(spec.max_position_embeddings, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(spec).to(device))  # [positions, head_dim / 2]
-        self._table = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)  # [positions, head_dim]
+        self.table = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)  # [positions, head_dim]
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines at ``positions`` [tokens], each [tokens, 1, head_dim], as ``rotate`` takes them."""
-        cos, sin = self._table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+        cos, sin = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from cotenant.models.linear import FusedLinear
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.names import module_name
+from cotenant.models.quantization import FP8, Fp8Linear, quantize_rows
 from cotenant.models.spec import ModelSpec
 
 
@@ -37,15 +37,39 @@ class DecoderWeights:
     head: torch.Tensor  # [vocab, hidden]
 
 
-class Target(NamedTuple):
-    """A checkpoint tensor's place. ``view`` may be wider than ``shape``: the tensor is then repeated over its rows."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A checkpoint tensor's place. ``view`` may be wider than ``shape``: the tensor is then repeated over its rows.
+
+    With ``scales``, ``view`` is fp8, and the tensor is quantised on its way. It is staged alone, not with its layer or
+    its fused neighbours: scales belong to rows, so nothing else needs to be there.
+    """
 
     shape: tuple[int, ...]
     view: torch.Tensor
+    dtype: torch.dtype  # of what is stored here, before it is quantised
+    scales: torch.Tensor | None = None  # [rows, 1]
+
+    def staging(self) -> torch.Tensor:
+        """An uninitialised tensor of ``shape`` to fill and then give to ``store``: contiguous, on the same device."""
+        if self.view.dtype == self.dtype and tuple(self.view.shape) == self.shape:
+            return self.view
+        return torch.empty(self.shape, device=self.view.device, dtype=self.dtype)
+
+    def store(self, staged: torch.Tensor) -> None:
+        """Put what ``staging`` gave in its place."""
+        if self.scales is not None:
+            values, scales = quantize_rows(staged)
+            self.view.copy_(values)
+            self.scales.copy_(scales)
+        elif staged is not self.view:
+            self.view.copy_(staged)
 
 
-def allocate(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """Uninitialised weights."""
+def allocate(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantization: str | None = None
+) -> DecoderWeights:
+    """Uninitialised weights. ``quantization`` "fp8": those of the layers' linear modules are fp8."""
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -53,8 +77,13 @@ def allocate(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decod
     def fused(modules: tuple[str, ...], has_bias: bool) -> FusedLinear:
         shapes = [spec.module_shape(module) for module in modules]
         sizes = tuple(num_out for num_out, _ in shapes)
-        bias = empty(sum(sizes)) if has_bias else None
-        return FusedLinear(modules, sizes, empty(sum(sizes), shapes[0][1]), bias)
+        num_out, num_in = sum(sizes), shapes[0][1]
+        bias = empty(num_out) if has_bias else None
+        if quantization is None:
+            return FusedLinear(modules, sizes, empty(num_out, num_in), bias)
+        scales = torch.empty((num_out, 1), device=device, dtype=torch.float32)
+        weight = torch.empty((num_out, num_in), device=device, dtype=FP8)
+        return Fp8Linear(modules, sizes, weight, bias, scales=scales)
 
     qkv, output, gate_up, down = MODULE_GROUPS
     embedding = empty(spec.vocab_size, spec.hidden_size)
@@ -77,10 +106,11 @@ def allocate(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> Decod
 def targets(spec: ModelSpec, weights: DecoderWeights) -> dict[str, Target]:
     """Every tensor that a checkpoint must hold, by its name there, and the place it goes to."""
     named = _named(spec, weights)
-    return {name: to if isinstance(to, Target) else Target(tuple(to.shape), to) for name, to in named}
+    return {name: to if isinstance(to, Target) else Target(tuple(to.shape), to, to.dtype) for name, to in named}
 
 
 def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torch.Tensor | Target]]:
+    dtype = weights.embedding.dtype
     yield "model.embed_tokens.weight", weights.embedding
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
@@ -88,12 +118,15 @@ def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torc
         yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
         for group in (layer.qkv, layer.output, layer.gate_up, layer.down):
             for module, columns in group.columns():
-                yield f"{module_name(index, module)}.weight", group.weight[columns]
+                scales = group.scales[columns] if isinstance(group, Fp8Linear) else None
+                view = group.weight[columns]
+                yield f"{module_name(index, module)}.weight", Target(tuple(view.shape), view, dtype, scales)
                 if group.bias is not None:
                     yield f"{module_name(index, module)}.bias", group.bias[columns]
         if layer.qk_norm is not None:
-            yield f"{prefix}.self_attn.q_norm.weight", Target((spec.head_dim,), layer.qk_norm[: spec.num_heads])
-            yield f"{prefix}.self_attn.k_norm.weight", Target((spec.head_dim,), layer.qk_norm[spec.num_heads :])
+            q_norm, k_norm = layer.qk_norm[: spec.num_heads], layer.qk_norm[spec.num_heads :]
+            yield f"{prefix}.self_attn.q_norm.weight", Target((spec.head_dim,), q_norm, dtype)
+            yield f"{prefix}.self_attn.k_norm.weight", Target((spec.head_dim,), k_norm, dtype)
     yield "model.norm.weight", weights.final_norm
     if not spec.tie_word_embeddings:
         yield "lm_head.weight", weights.head

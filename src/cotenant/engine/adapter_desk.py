@@ -1,0 +1,79 @@
+"""Which adapters live requests want, and what became of reading them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Set
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.request import AdapterRef
+from cotenant.engine.adapters import AdapterCache
+from cotenant.engine.prefix import root_of
+from cotenant.engine.sequence import Sequence
+from cotenant.models.lora import LoraAdapter
+
+
+class AdapterDesk:
+    """Stands between the engine and ``cache``, which holds the adapters themselves.
+
+    ``in_use`` below are the adapters of running sequences.
+    """
+
+    def __init__(self, cache: AdapterCache) -> None:
+        self.cache = cache
+        self.is_used = False  # whether there ever was a request for an adapter
+        self._epochs: Counter[str] = Counter()  # by name: how many adapters of that name there were before
+        self._loading: list[AdapterRef] = []  # read because ``load`` asked for it
+        self._all_were_ready = True  # those that waiting sequences wanted, at the last look
+
+    def want(self, ref: AdapterRef) -> None:
+        """A request for this adapter has come."""
+        self.is_used = True
+        self.cache.prefetch(ref)
+
+    def prefix_root(self, ref: AdapterRef | None) -> bytes:
+        """What page keys begin with: pages of an adapter that was replaced are not its successor's."""
+        return root_of(ref, 0 if ref is None else self._epochs[ref.name])
+
+    def register(self, ref: AdapterRef, adapter: LoraAdapter, in_use: Set[AdapterRef]) -> None:
+        """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
+        self._epochs[ref.name] += 1
+        self.cache.register(ref, adapter, in_use)
+
+    def drop(self, name: str) -> None:
+        """Forget the adapter of this name. Sequences that run on it keep it until they end."""
+        self._epochs[name] += 1
+        self.cache.drop(name)
+
+    def load(self, ref: AdapterRef) -> None:
+        """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
+        self.drop(ref.name)
+        self.cache.prefetch(ref)
+        self._loading.append(ref)
+
+    def take_loaded(self, in_use: Set[AdapterRef]) -> list[tuple[AdapterRef, InvalidInputError | None]]:
+        """Adapters that ``load`` asked for and that were read since the last call, or why they were not."""
+        known = [(ref, self.cache.failure(ref)) for ref in self._loading]
+        ended = [(ref, error) for ref, error in known if error is not None or self.cache.is_ready(ref, in_use)]
+        self._loading = [ref for ref in self._loading if all(ref != done for done, _ in ended)]
+        return ended
+
+    def look(
+        self, waiting: Iterable[Sequence], in_use: Set[AdapterRef]
+    ) -> tuple[dict[AdapterRef, InvalidInputError], bool]:
+        """Have those read that waiting sequences want, the first in order first. Returns the ones that cannot be, with
+        the reason, and whether a plan made before may be out of date."""
+        refs = dict.fromkeys(sequence.request.adapter for sequence in waiting) if self.is_used else {}
+        failures: dict[AdapterRef, InvalidInputError] = {}
+        all_ready = True
+        for ref in itertools.islice(refs, self.cache.max_read_ahead):
+            error = None if ref is None else self.cache.failure(ref)
+            if ref is not None and error is not None:
+                failures[ref] = error
+            elif ref is not None:
+                self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
+                all_ready &= self.cache.is_ready(ref, in_use)
+        has_changed = not (all_ready and self._all_were_ready)
+        self._all_were_ready = all_ready
+        return failures, has_changed

@@ -1,0 +1,77 @@
+"""FlashInfer's kernels, compiled for this model by nvcc when they are wanted for the first time and kept on disk.
+
+"fa2" runs everything; compiling it takes some 11 seconds. "fa3" is for prompts on Hopper and takes about a minute: it
+is compiled while the server serves, and prompts go through "fa2" until it is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from functools import cache
+
+import torch
+
+from cotenant.models.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionKernels:
+    """Begins to compile, or to load what was compiled before, on a thread of its own."""
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, has_window: bool, backends: tuple[str, ...]) -> None:
+        self._key = (dtype, dtype, dtype, torch.int32, head_dim, head_dim, 0, has_window, False, False)
+        self._ended = {backend: threading.Event() for backend in backends}
+        self._failures: dict[str, Exception] = {}
+        self._go_on = threading.Event()
+        threading.Thread(target=self._build, name="attention-kernels", daemon=True).start()
+
+    def is_ready(self, backend: str) -> bool:
+        """Whether the kernels of ``backend`` can be used at once."""
+        return backend in self._ended and self._ended[backend].is_set() and backend not in self._failures
+
+    def wait(self, backend: str) -> None:
+        """Block until the kernels of ``backend`` can be used. Raises what went wrong in compiling them."""
+        if backend in self._ended:
+            if backend != "fa2":
+                self.compile_the_rest()
+            self._ended[backend].wait()
+        if backend in self._failures:
+            raise self._failures[backend]
+
+    def compile_the_rest(self) -> None:
+        """Nobody is in a hurry any more."""
+        self._go_on.set()
+
+    def _is_compiled(self, backend: str) -> bool:
+        from flashinfer.jit.attention import gen_batch_prefill_module
+
+        return bool(gen_batch_prefill_module(backend, *self._key).is_compiled)
+
+    def _build(self) -> None:
+        from flashinfer.prefill import get_batch_prefill_module
+
+        for backend, ended in self._ended.items():
+            if backend != "fa2" and not self._is_compiled(backend):
+                self._go_on.wait()  # compiling takes all cores, and the start has use for them
+            start = time.perf_counter()
+            try:
+                get_batch_prefill_module(backend, *self._key)
+            except Exception as error:
+                logger.warning("attention kernels %s cannot be compiled: %s", backend, error)
+                self._failures[backend] = error
+            logger.info("attention kernels %s are ready after %.1f s", backend, time.perf_counter() - start)
+            ended.set()
+
+
+def prepare(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> AttentionKernels:
+    """The kernels for this model; the first call begins to make them."""
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return _prepared(spec.head_dim, dtype, spec.sliding_window is not None, ("fa2", "fa3") if is_hopper else ("fa2",))
+
+
+@cache
+def _prepared(head_dim: int, dtype: torch.dtype, has_window: bool, backends: tuple[str, ...]) -> AttentionKernels:
+    return AttentionKernels(head_dim, dtype, has_window, backends)

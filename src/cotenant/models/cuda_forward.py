@@ -1,0 +1,97 @@
+"""The decoder's forward pass for serving on a CUDA device: fused kernels, capturable, without autograd.
+
+The same weights and the same roundings as ``Decoder.layer``, which training and the CPU use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.models.batch import AdapterSpan
+from cotenant.models.decoder import Decoder
+from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
+from cotenant.models.kernels.skinny import MAX_PLAIN_ROWS, Unfinished, fits_unfinished, unfinished_product
+from cotenant.models.linear import linear
+from cotenant.models.lora_stacks import GroupedLora
+from cotenant.models.products import product
+
+# (layer, queries [tokens, heads, head_dim], the layer's part of the cache) -> [tokens, heads, head_dim]
+Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What a forward pass reads about its tokens, each int32 [tokens] on the device. A negative token id stands for the
+    last token of the row's seat; a negative slot keeps nothing in the cache."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seats: torch.Tensor
+
+
+class CudaForward:
+    """``last_tokens``: int64, by seat. ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, head_dim]."""
+
+    def __init__(self, decoder: Decoder, kv_cache: torch.Tensor, last_tokens: torch.Tensor) -> None:
+        self._spec = decoder.spec
+        self._weights = decoder.weights
+        self._rope_table = decoder.rope.table
+        self._last_tokens = last_tokens
+        self._layer_caches = [kv_cache[:, layer] for layer in range(decoder.spec.num_layers)]
+
+    def __call__(
+        self,
+        tokens: TokenInputs,
+        attend: Attend,
+        *,
+        rows: torch.Tensor | None = None,
+        spans: Sequence[AdapterSpan] = (),
+        grouped: GroupedLora | None = None,
+    ) -> torch.Tensor:
+        """All layers and the final norm: [tokens, hidden], or [len(rows), hidden] if only those rows are wanted.
+
+        Only their keys and values are wanted of the other rows, so the last layer ends for them before its output
+        projection. Adapters that come as ``spans`` need all rows there.
+        """
+        spec, weights = self._spec, self._weights
+        epsilon = spec.rms_norm_eps
+        residual = embed(tokens.token_ids, self._last_tokens, tokens.seats, weights.embedding)
+        normed = rms_norm(residual, weights.layers[0].input_norm, epsilon)
+        for index, layer in enumerate(weights.layers):
+            is_last = index + 1 == spec.num_layers
+            qkv = _linear(normed, layer.qkv, index, spans, grouped)
+            cache = self._layer_caches[index]
+            query = rope_and_cache(
+                qkv, tokens.positions, tokens.slots, self._rope_table, layer.qk_norm, cache, spec.num_heads, epsilon
+            )
+            attended = attend(index, query, cache).flatten(1)
+            if is_last and rows is not None and not spans:
+                attended, residual = attended[rows], residual[rows]
+                grouped = None if grouped is None else grouped.at(rows)
+                rows = None
+            normed = add_rms_norm(
+                _linear(attended, layer.output, index, spans, grouped), residual, layer.mlp_norm, epsilon
+            )
+            activated = silu_and_multiply(_linear(normed, layer.gate_up, index, spans, grouped))
+            next_norm = weights.final_norm if is_last else weights.layers[index + 1].input_norm
+            normed = add_rms_norm(_linear(activated, layer.down, index, spans, grouped), residual, next_norm, epsilon)
+        return normed if rows is None else normed[rows]
+
+    def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, hidden] after the final norm -> [rows, vocab], in the model's dtype; written to ``out`` if given."""
+        return product(normed, self._weights.head, out=out)
+
+
+def _linear(
+    x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan], grouped: GroupedLora | None
+) -> torch.Tensor | Unfinished:
+    """For a few rows the kernel that follows finishes the product: what would be launches of its own costs nothing.
+    Without adapters the library is faster from a number of rows on."""
+    if spans or not fits_unfinished(x, base.weight) or (grouped is None and x.shape[0] > MAX_PLAIN_ROWS):
+        return linear(x, base, layer, spans, grouped)
+    return unfinished_product(x, base.weight, base.bias, None if grouped is None else grouped.group(base, layer))

@@ -1,0 +1,114 @@
+"""Batches with prompt chunks, captured piece by piece: all that lies between the attention of one layer and the next.
+
+Attention depends on how a batch is made up, the rest on its number of tokens alone. Launching a layer's kernels one by
+one takes the host longer than a small batch takes the device; a piece is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cotenant.models.cuda_forward import TokenInputs
+from cotenant.models.decoder import Decoder
+from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
+from cotenant.models.linear import linear
+
+
+class CapturedPieces:
+    """One batch size: what is captured for it, and the tensors of fixed addresses that the pieces share.
+
+    ``inputs`` int32 [4, size]: token ids, positions, slots, seats (see ``TokenInputs``). Rows past a batch's own tokens
+    have slot -1: they are computed and keep nothing.
+    """
+
+    def __init__(self, layers: LayerPieces, size: int, pool: Any) -> None:
+        weights = layers.decoder.weights.embedding
+        spec = layers.decoder.spec
+        self.size = size
+        self.inputs = torch.zeros((4, size), dtype=torch.int32, device=weights.device)
+        self.inputs[2] = -1
+        self.residual = weights.new_zeros((size, spec.hidden_size))
+        self.query = weights.new_zeros((size, spec.num_heads, spec.head_dim))
+        self.attended = weights.new_zeros((size, spec.num_heads, spec.head_dim))
+        self._layers = layers
+        self._graphs = [self._capture(index, pool) for index in range(spec.num_layers)]
+
+    def _capture(self, index: int, pool: Any) -> torch.cuda.CUDAGraph:
+        self._run_piece(index)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        self._run_piece(index)
+        graph.capture_end()
+        return graph
+
+    def _run_piece(self, index: int) -> None:
+        tokens = TokenInputs(*self.inputs)
+        if index == 0:
+            self._layers.begin(tokens, self.residual, self.query)
+        else:
+            self._layers.between(index - 1, self.attended, self.residual, tokens, self.query)
+
+    def launch(self, index: int) -> None:
+        """Up to the queries of layer ``index``, which are then in ``query``; its keys and values are in the cache."""
+        self._graphs[index].replay()
+
+
+class LayerPieces:
+    """The decoder without adapters, cut at each layer's attention. The same operations as ``CudaForward``."""
+
+    def __init__(self, decoder: Decoder, kv_cache: torch.Tensor, last_tokens: torch.Tensor) -> None:
+        self.decoder = decoder
+        self._last_tokens = last_tokens
+        self._caches = [kv_cache[:, layer] for layer in range(decoder.spec.num_layers)]
+
+    def capture(self, sizes: Sequence[int], pool: Any) -> dict[int, CapturedPieces]:
+        """Pieces for batches of these many tokens, on the current stream."""
+        return {size: CapturedPieces(self, size, pool) for size in sorted(sizes, reverse=True)}
+
+    def begin(self, tokens: TokenInputs, residual: torch.Tensor, query: torch.Tensor) -> None:
+        """From token ids to the first layer's queries; writes ``residual`` and ``query``."""
+        weights = self.decoder.weights
+        residual.copy_(embed(tokens.token_ids, self._last_tokens, tokens.seats, weights.embedding))
+        normed = rms_norm(residual, weights.layers[0].input_norm, self.decoder.spec.rms_norm_eps)
+        self._make_query(0, normed, tokens, query)
+
+    def between(
+        self, index: int, attended: torch.Tensor, residual: torch.Tensor, tokens: TokenInputs, query: torch.Tensor
+    ) -> None:
+        """From what layer ``index`` attended to, to the next layer's queries; updates ``residual``, writes
+        ``query``."""
+        next_norm = self.decoder.weights.layers[index + 1].input_norm
+        normed = self._after_attention(index, attended.flatten(1), residual, next_norm)
+        self._make_query(index + 1, normed, tokens, query)
+
+    def end(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """What the last layer attended to [rows, heads, head_dim] and the residual [rows, hidden] of the wanted rows to
+        their hidden states after the final norm."""
+        last = self.decoder.spec.num_layers - 1
+        return self._after_attention(last, attended.flatten(1), residual, self.decoder.weights.final_norm)
+
+    def _after_attention(
+        self, index: int, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor
+    ) -> torch.Tensor:
+        layer, epsilon = self.decoder.weights.layers[index], self.decoder.spec.rms_norm_eps
+        normed = add_rms_norm(linear(attended, layer.output, index), residual, layer.mlp_norm, epsilon)
+        activated = silu_and_multiply(linear(normed, layer.gate_up, index))
+        return add_rms_norm(linear(activated, layer.down, index), residual, next_norm, epsilon)
+
+    def _make_query(self, index: int, normed: torch.Tensor, tokens: TokenInputs, query: torch.Tensor) -> None:
+        spec, layer = self.decoder.spec, self.decoder.weights.layers[index]
+        qkv = linear(normed, layer.qkv, index)
+        rotated = rope_and_cache(
+            qkv,
+            tokens.positions,
+            tokens.slots,
+            self.decoder.rope.table,
+            layer.qk_norm,
+            self._caches[index],
+            spec.num_heads,
+            spec.rms_norm_eps,
+        )
+        query.copy_(rotated)

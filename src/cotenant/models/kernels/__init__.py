@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, written in Triton. Imported only where Triton is there."""

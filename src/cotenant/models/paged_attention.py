@@ -1,0 +1,157 @@
+"""Attention over the paged KV cache through FlashInfer, for CUDA devices.
+
+Prompt chunks and decodes are planned apart: FlashInfer's plan for a segment depends on the host's numbers alone, so
+nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cotenant.models.attention import SdpaBackend, SegmentAttention
+from cotenant.models.attention_kernels import prepare
+from cotenant.models.batch import PagedSegment, PageLists, Segment
+from cotenant.models.spec import ModelSpec
+
+_HEAD_DIMS = (64, 128, 256)
+_WORKSPACE_BYTES = 256 * 1024 * 1024
+
+
+def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether FlashInfer is installed and has kernels for this model on this device."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and spec.head_dim in _HEAD_DIMS
+        and importlib.util.find_spec("flashinfer") is not None
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+class PagedAttention:
+    """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
+    one after the other on one stream."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int) -> None:
+        self.spec = spec
+        self.device = device
+        self.dtype = dtype
+        self.page_tokens = page_tokens
+        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._decode: Any = None
+        self._prefill: dict[str, Any] = {}
+        self.kernels = prepare(spec, device, dtype)
+
+    def plan_decode(self, pages: PageLists) -> Any:
+        """A planned wrapper for sequences with one new token each."""
+        import flashinfer
+
+        if self._decode is None:
+            self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, "NHD", use_tensor_cores=True, backend="fa2"
+            )
+        return self.plan_wrapper(self._decode, pages)
+
+    def captured_decode(self, batch_size: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
+        """A wrapper whose kernels can be captured: it reads these buffers on the device, of fixed addresses."""
+        import flashinfer
+
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=indptr,
+            paged_kv_indices_buffer=indices,
+            paged_kv_last_page_len_buffer=last,
+            backend="fa2",
+        )
+
+    def plan_wrapper(self, wrapper: Any, pages: PageLists) -> Any:
+        """Plan a decode wrapper, captured or not, for these sequences."""
+        spec = self.spec
+        wrapper.plan(
+            pages.indptr,
+            pages.indices,
+            pages.last_lengths,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self.page_tokens,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+        return wrapper
+
+    def plan_prefill(self, query_lengths: Sequence[int], pages: PageLists) -> Any:
+        """A planned wrapper for chunks of prompts: each query sees its sequence's tokens up to itself."""
+        import flashinfer
+
+        backend = "fa3" if self.kernels.is_ready("fa3") else "fa2"
+        if backend not in self._prefill:
+            self._prefill[backend] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                self.workspace, "NHD", backend=backend
+            )
+        spec, wrapper = self.spec, self._prefill[backend]
+        indptr = np.zeros(len(query_lengths) + 1, dtype=np.int32)
+        np.cumsum(query_lengths, out=indptr[1:])
+        wrapper.plan(
+            torch.from_numpy(indptr).pin_memory(),
+            pages.indptr,
+            pages.indices,
+            pages.last_lengths,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            self.page_tokens,
+            causal=True,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            q_data_type=self.dtype,
+            kv_data_type=self.dtype,
+        )
+        return wrapper
+
+
+class FlashInferBackend:
+    """Attention of batches that go through ``Decoder.layer`` on a CUDA device: paged segments by FlashInfer, training
+    segments by PyTorch's own kernels."""
+
+    def __init__(self, paged: PagedAttention) -> None:
+        self._paged = paged
+        self._sdpa = SdpaBackend(paged.spec, paged.device, paged.dtype)
+
+    def plan(self, segment: Segment, kv_cache: torch.Tensor | None) -> SegmentAttention:
+        """Raises ValueError for a paged segment without a cache."""
+        if not isinstance(segment, PagedSegment) or segment.pages is None:
+            return self._sdpa.plan(segment, kv_cache)
+        if kv_cache is None:
+            raise ValueError("a PagedSegment needs a kv_cache")
+        if segment.is_decode:
+            return _PagedSegmentAttention(self._paged.plan_decode(segment.pages), segment, kv_cache)
+        wrapper = self._paged.plan_prefill(segment.query_lengths, segment.pages)
+        return _PagedSegmentAttention(wrapper, segment, kv_cache)
+
+
+class _PagedSegmentAttention:
+    def __init__(self, wrapper: Any, segment: PagedSegment, kv_cache: torch.Tensor) -> None:
+        page_tokens = kv_cache.shape[3]
+        self._wrapper = wrapper
+        self._pages = segment.slots // page_tokens  # [tokens]
+        self._rows = segment.slots % page_tokens  # [tokens]
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert kv_cache is not None
+        keys, values = kv_cache[:, layer].unbind(1)  # each [pages, page_tokens, kv_heads, head_dim]
+        keys[self._pages, self._rows] = key
+        values[self._pages, self._rows] = value
+        query = query.contiguous()
+        out: torch.Tensor = self._wrapper.run(query, (keys, values), out=torch.empty_like(query))
+        return out.flatten(1)

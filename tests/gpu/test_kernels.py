@@ -1,0 +1,99 @@
+"""The kernels of a decode step give what plain torch operations give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cotenant.models.products import product
+
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def _close(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    torch.testing.assert_close(ours.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 1024), (384, 256)], ids=str)
+def test_a_product_of_a_few_rows(shape: tuple[int, int], num_rows: int, dtype: torch.dtype) -> None:
+    """Finished or not, with a bias or without."""
+    from cotenant.models.kernels.skinny import fits_unfinished, unfinished_product
+
+    num_out, num_in = shape
+    x = torch.randn(num_rows, num_in, device=CUDA, dtype=dtype)
+    weight = torch.randn(num_out, num_in, device=CUDA, dtype=dtype) * num_in**-0.5
+    assert fits_unfinished(x, weight)
+    for bias in (None, torch.randn(num_out, device=CUDA, dtype=dtype)):
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        _close(product(x, weight, bias), exact)
+        sums, _, delta = unfinished_product(x, weight, bias, None)
+        assert delta is None
+        _close(sums.double().sum(0), exact)
+    out = torch.empty(num_rows, num_out, device=CUDA, dtype=dtype)
+    assert product(x, weight, out=out) is out
+    _close(out, F.linear(x.double(), weight.double()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_norm_and_silu_finish_a_product_first(splits: int, dtype: torch.dtype) -> None:
+    """The same bits as with the finished product."""
+    from cotenant.models.kernels.elementwise import add_rms_norm, silu_and_multiply
+    from cotenant.models.kernels.skinny import Unfinished
+
+    sums = torch.randn(splits, 9, 1536, device=CUDA)
+    unfinished = Unfinished(sums if splits > 1 else sums.to(dtype), dtype)
+    finished = (sums[0] + sums[1] + sums[2] if splits > 1 else sums[0]).to(dtype)
+    residual, weight = torch.randn(9, 1536, device=CUDA, dtype=dtype), torch.rand(1536, device=CUDA, dtype=dtype)
+    ours, theirs = residual.clone(), residual.clone()
+    normed = add_rms_norm(unfinished, ours, weight, 1e-5)
+    assert torch.equal(normed, add_rms_norm(finished, theirs, weight, 1e-5))
+    assert torch.equal(ours, theirs)
+    assert torch.equal(ours, residual + finished)
+    _close(normed, F.rms_norm(ours.double(), (1536,), weight.double(), 1e-5))
+    activated = silu_and_multiply(unfinished)
+    assert torch.equal(activated, silu_and_multiply(finished))
+    gate, up = finished.double().chunk(2, dim=1)
+    _close(activated, F.silu(gate) * up)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("num_rows", [5, 64])
+def test_rope_finishes_a_product_first(num_rows: int, splits: int, dtype: torch.dtype) -> None:
+    from cotenant.models.kernels.elementwise import rope_and_cache
+    from cotenant.models.kernels.skinny import Unfinished
+
+    num_heads, num_kv_heads, head_dim = 6, 2, 64
+    sums = torch.randn(splits, num_rows, (num_heads + 2 * num_kv_heads) * head_dim, device=CUDA)
+    unfinished = Unfinished(sums if splits > 1 else sums.to(dtype), dtype)
+    finished = (sums[0] + sums[1] if splits > 1 else sums[0]).to(dtype)
+    positions = torch.arange(num_rows, dtype=torch.int32, device=CUDA) * 3 % 100
+    angles = torch.outer(torch.arange(100, device=CUDA), torch.linspace(1, 0.01, head_dim // 2, device=CUDA))
+    table = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)
+    places = torch.arange(num_rows, dtype=torch.int32, device=CUDA)
+    places[1] = -1
+    caches = [torch.zeros(4, 2, 16, num_kv_heads, head_dim, device=CUDA, dtype=dtype) for _ in range(2)]
+    query, same = (
+        rope_and_cache(qkv, positions, places, table, None, cache, num_heads, 1e-5)
+        for qkv, cache in zip((unfinished, finished), caches, strict=True)
+    )
+    assert torch.equal(query, same)
+    assert torch.equal(*caches)
+    heads = finished.double().view(num_rows, -1, head_dim)
+    cos, sin = table.double()[positions.long()].unsqueeze(1).chunk(2, dim=-1)
+    low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    _close(query, rotated[:, :num_heads])
+    keys, values = (cached.flatten(0, 1)[:num_rows] for cached in caches[0].unbind(1))
+    kept = places >= 0
+    _close(keys[kept], rotated[kept, num_heads:])
+    _close(values[kept], heads[kept, num_heads + num_kv_heads :])
+    assert not keys[~kept].any()
