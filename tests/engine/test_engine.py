@@ -132,27 +132,27 @@ def test_abort_frees_at_once_and_is_silent(small) -> None:
 
 
 def test_abort_while_the_batch_is_in_flight(small) -> None:
-    """Its pages must not go to another sequence before the batch that writes them has ended."""
     engine = small.engine()
     gone, kept, late = (small.request(small.prompt(9, seed), 5) for seed in range(3))
     engine.add(gone)
     engine.add(kept)
-    step = engine.schedule()
+    engine.launch(engine.schedule())
     used = engine.kv_cache_usage
     engine.abort([gone.request_id])
     engine.add(late)
-    engine.next_shape()
     engine.check_integrity()
-    assert engine.kv_cache_usage == used
-    outputs = engine.finish(step, small.decoder.forward(step.batch, engine.kv_cache))
-    assert [output.request_id for output in outputs] == [kept.request_id]
     assert engine.kv_cache_usage == used / 2
+    engine.launch(engine.schedule())  # may take its pages: behind the batch that used them
+    outputs = engine.collect().outputs
+    assert [output.request_id for output in outputs] == [kept.request_id]
+    outputs += engine.collect().outputs
     rest = small.run(engine, [small.request(gone.prompt, 5, request_id=gone.request_id)])
-    assert small.tokens(rest[late.request_id]) == small.greedy(late.prompt, 5)
+    early = [output for output in outputs if output.request_id == late.request_id]
+    assert small.tokens(early + rest[late.request_id]) == small.greedy(late.prompt, 5)
     assert small.tokens(rest[gone.request_id]) == small.greedy(gone.prompt, 5)
 
 
-def test_a_step_that_is_never_finished_changes_nothing(small) -> None:
+def test_a_step_that_is_never_launched_changes_nothing(small) -> None:
     engine = small.engine(max_num_batched_tokens=8)
     request = small.request(small.prompt(21), 6)
     engine.add(request)
@@ -165,8 +165,9 @@ def test_a_step_that_is_never_finished_changes_nothing(small) -> None:
         assert step.shape == lost.shape
         engine.next_shape()  # may be asked at any time
         with pytest.raises(AssertionError):
-            engine.finish(lost, torch.zeros(1))
-        outputs += engine.finish(step, small.decoder.forward(step.batch, engine.kv_cache))
+            engine.launch(lost)
+        engine.launch(step)
+        outputs += engine.collect().outputs
     assert small.tokens(outputs) == small.greedy(request.prompt, 6)
 
 
@@ -191,11 +192,12 @@ def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
         engine.add(request)
     outputs = engine.step() + engine.step()
     step = engine.schedule()
-    hidden = small.decoder.forward(step.batch, engine.kv_cache).clone()
-    rows = {entry.sequence.request.request_id: entry.start for entry in step.entries}
+    hidden = small.decoder.forward(engine.batch_of(step), engine.kv_cache).clone()
+    rows = {entry.sequence.request.request_id: entry.start for entry in step.host.entries}
     hidden[rows[requests[1].request_id]] = float("nan")
     hidden[rows[requests[2].request_id], 0] = float("inf")
-    finished = engine.finish(step, hidden)
+    engine.launch(step, hidden)
+    finished = engine.collect().outputs
     engine.check_integrity()
     assert [output.request_id for output in finished if output.finish_reason is FinishReason.ABORT] == [
         request.request_id for request in requests[1:]
@@ -212,8 +214,9 @@ def test_rows_of_a_fused_segment_are_ignored(small) -> None:
     outputs = []
     while engine.has_work:
         step = engine.schedule()
-        hidden = small.decoder.forward(step.batch, engine.kv_cache)
-        outputs += engine.finish(step, torch.cat((hidden, torch.full((5, hidden.shape[1]), float("nan")))))
+        hidden = small.decoder.forward(engine.batch_of(step), engine.kv_cache)
+        engine.launch(step, torch.cat((hidden, torch.full((5, hidden.shape[1]), float("nan")))))
+        outputs += engine.collect().outputs
     assert small.tokens(outputs) == small.greedy(request.prompt, 4)
 
 
@@ -255,3 +258,97 @@ def test_the_time_in_the_queue_is_reported_once_with_the_first_output(small) -> 
         now[0] += 1.0
     assert [queue_s for name, queue_s in waited if name == first.request_id] == [0.5, None, None]
     assert [queue_s for name, queue_s in waited if name == second.request_id] == [3.5, None, None]
+
+
+def run_ahead(engine, requests, arrive) -> dict[str, list]:
+    """Launch each batch before the one before it is collected. ``arrive`` [requests]: in which iteration each comes."""
+    outputs = {request.request_id: [] for request in requests}
+    iteration = 0
+    while engine.has_work or iteration <= max(arrive):
+        for request, when in zip(requests, arrive, strict=True):
+            if when == iteration:
+                engine.add(request)
+        step = engine.schedule()
+        if step is not None:
+            engine.launch(step)
+        while engine.num_in_flight > (step is not None):
+            for output in engine.collect().outputs:
+                outputs[output.request_id].append(output)
+        engine.check_integrity()
+        iteration += 1
+    return outputs
+
+
+@pytest.mark.parametrize("num_pages", [200, 14])
+def test_batches_that_are_launched_ahead_give_the_same_tokens(small, num_pages) -> None:
+    engine = small.engine(num_pages=num_pages, max_num_batched_tokens=16, eos_token_ids=())
+    stops = [small.greedy(small.prompt(7 + seed, seed), 9)[4] for seed in range(3)]
+    requests = [
+        small.request(
+            small.prompt(7 + seed % 3, seed % 3), 4 + 3 * seed, stop_token_ids=(stops[seed % 3],) if seed > 5 else ()
+        )
+        for seed in range(9)
+    ]
+    outputs = run_ahead(engine, requests, [0, 0, 0, 0, 1, 1, 2, 3, 3])
+    assert num_pages > 100 or engine.num_preemptions > 0
+    for request in requests:
+        expected = small.greedy(request.prompt, request.sampling.max_tokens)
+        for stop in request.sampling.stop_token_ids:
+            expected = expected[: expected.index(stop) + 1] if stop in expected else expected
+        assert small.tokens(outputs[request.request_id]) == expected
+        assert sum(output.finish_reason is not None for output in outputs[request.request_id]) == 1
+    assert engine.kv_cache_usage == 0
+
+
+def test_seeds_and_penalties_are_the_same_when_batches_are_launched_ahead(small) -> None:
+    requests = [
+        small.request(
+            small.prompt(6, seed),
+            12,
+            temperature=1.0,
+            seed=seed,
+            top_p=0.9,
+            frequency_penalty=0.7,
+            repetition_penalty=1.2,
+        )
+        for seed in range(4)
+    ]
+    alone = {}
+    for request in requests:
+        alone |= small.run(small.engine(), [request])
+    ahead = run_ahead(small.engine(max_num_batched_tokens=8), requests, [0, 1, 2, 2])
+    for request in requests:
+        assert small.tokens(ahead[request.request_id]) == small.tokens(alone[request.request_id])
+
+
+def test_the_cache_grows_and_shrinks_under_live_sequences(small) -> None:
+    engine = small.engine(num_pages=400, max_model_len=64)
+    requests = [small.request(small.prompt(5 + seed, seed), 30) for seed in range(6)]
+    for request in requests:
+        engine.add(request)
+    outputs = {request.request_id: [] for request in requests}
+    sizes = iter([100, 400, 16, 200, 20, 400] * 3)
+    while engine.has_work:
+        if not engine.is_resizing and (size := next(sizes, None)) is not None:
+            engine.resize(size)
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+        engine.check_integrity()
+    for request in requests:
+        assert small.tokens(outputs[request.request_id]) == small.greedy(request.prompt, 30)
+    with pytest.raises(InvalidInputError, match="pages"):
+        engine.resize(3)
+
+
+def test_prompts_that_begin_alike_share_pages(small) -> None:
+    engine = small.engine(page_tokens=4)
+    prompt = small.prompt(18)
+    first = small.run(engine, [small.request(prompt, 6)])
+    again = small.request((*prompt[:14], *small.prompt(5, 2)), 6)
+    scored = small.request(prompt, 3, prompt_logprobs=0)
+    outputs = small.run(engine, [again, scored])
+    assert engine.num_hit_tokens == 12  # three full pages, and none for the prompt that is scored
+    assert small.tokens(outputs[again.request_id]) == small.greedy(again.prompt, 6)
+    assert small.tokens(outputs[scored.request_id]) == small.greedy(prompt, 3)
+    assert len(outputs[scored.request_id][0].prompt_logprobs) == 18
+    assert first

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended, in the API's words."""
@@ -69,9 +71,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What one iteration added to a sequence.
+class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one iteration added to a sequence. One is made, sent and read for every token: hence no dataclass.
 
     ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it). So does
     ``queue_s``: from ``Request.arrival_s`` until the first iteration that worked on the request.

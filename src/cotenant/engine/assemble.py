@@ -1,4 +1,4 @@
-"""From planned sequences to the tensors of a batch: all arrays are filled on the host and sent in one copy."""
+"""From planned sequences to the arrays of a batch: filled on the host, sent to the device in one copy."""
 
 from __future__ import annotations
 
@@ -6,87 +6,131 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cotenant.engine.batcher import BatchPlan
 from cotenant.engine.block_table import BlockTables, IntArray
-from cotenant.engine.sequence import Sequence
-from cotenant.models.batch import AdapterSpan, Batch, PagedSegment
+from cotenant.engine.sequence import PENDING, Sequence
+from cotenant.models.batch import AdapterSpan, Batch, PagedSegment, PageLists
+
+Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Rows ``start : start + count`` of the batch are the next ``count`` tokens of ``sequence``."""
+    """Rows ``start : start + count`` of the batch are the ``count`` tokens of ``sequence`` from position ``first`` on.
+
+    ``samples``: they are its last, and the last row chooses its next token.
+    """
 
     sequence: Sequence
     start: int
     count: int
-
-
-def assemble(plan: BatchPlan, tables: BlockTables, device: torch.device) -> tuple[Batch, tuple[Entry, ...]]:
-    """Decodes as one segment, prompt chunks as the next; within each, sequences of one adapter side by side.
-
-    The plan has been applied: every sequence has its seat, its pages and its adapter.
-    """
-    work = [_by_adapter((sequence, 1) for sequence in plan.decodes), _by_adapter(plan.chunks)]
-    groups = [_Group.of(members, tables) for members in work if members]
-    sent = _send(
-        [
-            *(group.token_ids for group in groups),
-            *(group.positions for group in groups),
-            *(group.slots for group in groups),
-            *(group.tables.ravel() for group in groups),
-        ],
-        device,
-    )
-    num_tokens = sum(len(group.token_ids) for group in groups)
-    token_ids, positions, slots, rows = sent.split_with_sizes([num_tokens] * 3 + [len(sent) - 3 * num_tokens])
-    group_slots = slots.split_with_sizes([len(group.token_ids) for group in groups])
-    group_rows = rows.split_with_sizes([group.tables.size for group in groups])
-    segments = tuple(
-        PagedSegment(group.counts, group.contexts, row.view(group.tables.shape), slot)
-        for group, row, slot in zip(groups, group_rows, group_slots, strict=True)
-    )
-    entries = _entries(groups)
-    return Batch(token_ids, positions, segments, _spans(entries)), entries
+    first: int
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """One segment's sequences and its arrays on the host."""
+class HostSegment:
+    """Sequences that attend together, and their pages."""
 
-    sequences: tuple[Sequence, ...]
-    counts: tuple[int, ...]
-    contexts: tuple[int, ...]
+    counts: tuple[int, ...]  # new tokens of each sequence
+    contexts: tuple[int, ...]  # tokens that its part of the cache holds after this batch
+    tables: IntArray  # [sequences, pages], padded
+
+    @property
+    def is_decode(self) -> bool:
+        return max(self.counts) == 1
+
+    def page_counts(self, page_tokens: int) -> IntArray:
+        """Pages that hold each sequence's context. [sequences]"""
+        return -(-np.asarray(self.contexts) // page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A batch before it is sent. Decodes come first, then chunks of prompts; within each, sequences of one adapter lie
+    side by side. A token id of ``PENDING`` stands for the last token of the row's seat."""
+
     token_ids: IntArray  # [tokens]
     positions: IntArray  # [tokens]
     slots: IntArray  # [tokens]
-    tables: IntArray  # [sequences, pages]
+    seats: IntArray  # [tokens]
+    segments: tuple[HostSegment, ...]
+    entries: tuple[Entry, ...]
+    page_tokens: int
 
-    @classmethod
-    def of(cls, members: list[tuple[Sequence, int]], tables: BlockTables) -> _Group:
-        sequences = tuple(sequence for sequence, _ in members)
-        counts = tuple(count for _, count in members)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        seats: list[int] = []
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        return len(self.segments) == 1 and self.segments[0].is_decode
+
+    @property
+    def has_adapters(self) -> bool:
+        return any(entry.sequence.adapter is not None for entry in self.entries)
+
+    def sampled_rows(self) -> list[int]:
+        """The rows that choose a next token."""
+        return [entry.start + entry.count - 1 for entry in self.entries if entry.samples]
+
+    def adapter_slots(self) -> IntArray:
+        """Each row's adapter slot, -1 for the base model. [tokens]"""
+        slots = [-1 if e.sequence.adapter is None else e.sequence.adapter.slot for e in self.entries]
+        return np.repeat(np.array(slots, dtype=np.int64), [entry.count for entry in self.entries])
+
+    def spans(self) -> tuple[AdapterSpan, ...]:
+        """One span per run of neighbours with the same adapter; the base model's rows have none."""
+        spans: list[AdapterSpan] = []
+        for entry in self.entries:
+            adapter, stop = entry.sequence.adapter, entry.start + entry.count
+            if adapter is None:
+                continue
+            if spans and spans[-1].adapter is adapter and spans[-1].stop == entry.start:
+                spans[-1] = AdapterSpan(spans[-1].start, stop, adapter)
+            else:
+                spans.append(AdapterSpan(entry.start, stop, adapter))
+        return tuple(spans)
+
+
+def assemble(plan: BatchPlan, tables: BlockTables) -> HostBatch:
+    """The plan has been applied: every sequence has its seat, its pages and its adapter."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    seats: list[int] = []
+    counts: list[int] = []
+    entries: list[Entry] = []
+    segments: list[HostSegment] = []
+    for members in (_by_adapter((sequence, 1) for sequence in plan.decodes), _by_adapter(plan.chunks)):
+        if not members:
+            continue
+        contexts = []
         for sequence, count in members:
             first = sequence.num_computed
+            samples = first + count == len(sequence.tokens) and sequence.request.sampling.max_tokens > 0
+            entries.append(Entry(sequence, len(token_ids), count, first, samples))
             token_ids += sequence.tokens[first : first + count]
             positions += range(first, first + count)
             assert sequence.seat is not None
             seats.append(sequence.seat)
-        contexts = tuple(sequence.num_computed + count for sequence, count in members)
-        where = np.array(positions, dtype=np.int64)
-        return cls(
-            sequences=sequences,
-            counts=counts,
-            contexts=contexts,
-            token_ids=np.array(token_ids, dtype=np.int64),
-            positions=where,
-            slots=tables.slots(np.repeat(np.array(seats), counts), where),
-            tables=tables.rows(seats, max(contexts)),
-        )
+            counts.append(count)
+            contexts.append(first + count)
+        rows = tables.rows(seats[-len(members) :], max(contexts))
+        segments.append(HostSegment(tuple(counts[-len(members) :]), tuple(contexts), rows))
+    where = np.array(positions, dtype=np.int64)
+    seat_of = np.repeat(np.array(seats), counts)
+    return HostBatch(
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=where,
+        slots=tables.slots(seat_of, where),
+        seats=seat_of,
+        segments=tuple(segments),
+        entries=tuple(entries),
+        page_tokens=tables.page_tokens,
+    )
 
 
 def _by_adapter(work: Iterable[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
@@ -100,29 +144,42 @@ def _by_adapter(work: Iterable[tuple[Sequence, int]]) -> list[tuple[Sequence, in
     return members
 
 
-def _send(arrays: list[IntArray], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate(arrays)).to(device)
+def send(host: HostBatch, device: torch.device, last_tokens: torch.Tensor) -> Batch:
+    """The batch on the device, for ``Decoder.layer``. ``last_tokens`` [seats]: what pending token ids stand for."""
+    sent = _on_device(
+        [host.token_ids, host.positions, host.slots, host.seats, *(s.tables.ravel() for s in host.segments)], device
+    )
+    count = host.num_tokens
+    token_ids, positions, slots, seats = sent[: 4 * count].view(4, count)
+    if PENDING in host.token_ids:
+        token_ids = torch.where(token_ids < 0, last_tokens[seats], token_ids)
+    segments = []
+    row, place = 0, 4 * count
+    for segment in host.segments:
+        size, num_tokens = segment.tables.size, sum(segment.counts)
+        tables = sent[place : place + size].view(segment.tables.shape)
+        pages = page_lists(segment, host.page_tokens, device) if device.type == "cuda" else None
+        segments.append(PagedSegment(segment.counts, segment.contexts, tables, slots[row : row + num_tokens], pages))
+        row, place = row + num_tokens, place + size
+    return Batch(token_ids, positions, tuple(segments), host.spans())
 
 
-def _entries(groups: list[_Group]) -> tuple[Entry, ...]:
-    entries: list[Entry] = []
-    start = 0
-    for group in groups:
-        for sequence, count in zip(group.sequences, group.counts, strict=True):
-            entries.append(Entry(sequence, start, count))
-            start += count
-    return tuple(entries)
+def page_indices(segment: HostSegment, page_tokens: int) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """(indptr, indices, last_lengths) of a segment's sequences, as in ``PageLists``, on the host."""
+    counts = segment.page_counts(page_tokens)
+    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    used = np.arange(segment.tables.shape[1]) < counts[:, None]
+    last = (np.asarray(segment.contexts, dtype=np.int32) - 1) % page_tokens + 1
+    return indptr, segment.tables[used].astype(np.int32), last
 
 
-def _spans(entries: tuple[Entry, ...]) -> tuple[AdapterSpan, ...]:
-    """One span per run of neighbours with the same adapter; the base model's rows have none."""
-    spans: list[AdapterSpan] = []
-    for entry in entries:
-        adapter, stop = entry.sequence.adapter, entry.start + entry.count
-        if adapter is None:
-            continue
-        if spans and spans[-1].adapter is adapter and spans[-1].stop == entry.start:
-            spans[-1] = AdapterSpan(spans[-1].start, stop, adapter)
-        else:
-            spans.append(AdapterSpan(entry.start, stop, adapter))
-    return tuple(spans)
+def page_lists(segment: HostSegment, page_tokens: int, device: torch.device) -> PageLists:
+    """A segment's pages for a CUDA device, sent without waiting for it."""
+    indptr, indices, last = (torch.from_numpy(array).pin_memory() for array in page_indices(segment, page_tokens))
+    return PageLists(indptr, indices.to(device, non_blocking=True), last)
+
+
+def _on_device(arrays: list[IntArray], device: torch.device) -> torch.Tensor:
+    whole = torch.from_numpy(np.concatenate(arrays))
+    return whole.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else whole

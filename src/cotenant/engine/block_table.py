@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +21,7 @@ class BlockTables:
         self._table: IntArray = np.zeros((num_seats, max_pages), dtype=np.int64)
         self._lengths = [0] * num_seats
         self._free_seats = list(range(num_seats - 1, -1, -1))
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
 
     @property
     def num_free_seats(self) -> int:
@@ -41,16 +43,23 @@ class BlockTables:
         self._lengths[seat] = 0
         self._free_seats.append(seat)
 
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Rewrite every row: what was on a page of ``moves`` is now on the page that it maps to."""
+        if moves:
+            where = np.arange(max(max(moves), int(self._table.max())) + 1)
+            where[list(moves)] = list(moves.values())
+            self._table = where[self._table]
+
     def pages(self, seat: int) -> tuple[int, ...]:
         return tuple(self._table[seat, : self._lengths[seat]].tolist())
 
     def rows(self, seats: list[int], max_context: int) -> IntArray:
         """The rows of ``seats``, wide enough for ``max_context`` tokens."""
-        return self._table[seats, : -(-max_context // self._page_tokens)]  # [seats, pages]
+        return self._table[seats, : -(-max_context // self.page_tokens)]  # [seats, pages]
 
     def slots(self, seats: IntArray, positions: IntArray) -> IntArray:
         """Where each token goes, given its sequence's seat and its position: page * page_tokens + row in the page."""
-        pages = positions // self._page_tokens
+        pages = positions // self.page_tokens
         # The token's row in its page is position - pages * page_tokens.
-        slots: IntArray = (self._table[seats, pages] - pages) * self._page_tokens + positions  # [positions]
+        slots: IntArray = (self._table[seats, pages] - pages) * self.page_tokens + positions  # [positions]
         return slots

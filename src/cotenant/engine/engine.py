@@ -1,8 +1,11 @@
-"""The online engine: live sequences, their pages, and one batch at a time.
+"""The online engine: live sequences, their pages, and their batches.
 
-``schedule`` decides and prepares a batch, the caller runs it through the decoder, ``finish`` samples from the result. A
-step that is discarded instead has changed no sequence: the next ``schedule`` picks the same work again, and discards a
-step that was left unfinished.
+``schedule`` decides and prepares a batch, ``launch`` puts it and the choice of its next tokens on the device,
+``collect`` waits for the oldest launched batch and says what it produced. On a device that runs behind the host a
+batch can be launched while the one before it is still running: its inputs are the tokens that the device itself has
+chosen. A step that is scheduled and not launched has changed no token; the next ``schedule`` discards it.
+
+``schedule``, ``launch`` and ``collect`` are called with the device's online lane current.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -19,38 +23,39 @@ from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.plan import BatchShape, RequestView
 from cotenant.core.request import AdapterRef, FinishReason, Request, SequenceOutput, TokenLogprobs
-from cotenant.engine.adapters import AdapterSlots
-from cotenant.engine.assemble import Entry, assemble
-from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
+from cotenant.device import Device, create_device
+from cotenant.device.readback import Interval
+from cotenant.engine.adapter_desk import AdapterDesk
+from cotenant.engine.adapters import AdapterCache
+from cotenant.engine.admission import check_request
+from cotenant.engine.assemble import Entry, HostBatch, assemble, send
+from cotenant.engine.batcher import Admission, BatchPlan, Limits, plan_batch
 from cotenant.engine.block_table import BlockTables
-from cotenant.engine.logprobs import score_prompt, token_logprobs
+from cotenant.engine.flight import Collected, Flight, OnlineStep
+from cotenant.engine.integrity import check_queues
+from cotenant.engine.kv_cache import KvCache
+from cotenant.engine.logprobs import score_prompt
+from cotenant.engine.prefix import PrefixKeys
 from cotenant.engine.queue import SequenceQueue
-from cotenant.engine.sampler import NOT_FINITE, sample
+from cotenant.engine.runner import create_runner, sampled_logits
+from cotenant.engine.sampler import NOT_FINITE, Sampler
 from cotenant.engine.sampling_state import SamplingState
-from cotenant.engine.sequence import Sequence
-from cotenant.memory.pages import PagePool
+from cotenant.engine.sequence import PENDING, Sequence
 from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OnlineStep:
-    """A batch that is ready to run, its shape, and whose rows are whose."""
-
-    batch: Batch
-    shape: BatchShape
-    entries: tuple[Entry, ...]
+# What one iteration moves at most while the cache grows or shrinks.
+_RESIZE_BYTES = 1 << 30
 
 
 class OnlineEngine:
     """Generates for all live requests together.
 
     ``max_model_len`` is cut to what ``num_pages`` can hold, so that every sequence that is taken fits when it is alone.
-    ``kv_cache``: [num_pages, layers, 2, page_tokens, kv_heads, head_dim], zeros at first; a row is read only by the
-    sequence that owns its page. ``clock`` is the wall clock that ``Request.arrival_s`` is on.
+    ``clock`` is the wall clock that ``Request.arrival_s`` is on. ``max_pages``: what the cache may grow to.
     """
 
     def __init__(
@@ -63,41 +68,68 @@ class OnlineEngine:
         lora_config: LoraConfig,
         eos_token_ids: Iterable[int],
         *,
+        device: Device | None = None,
+        max_pages: int | None = None,
+        enable_prefix_caching: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         spec = decoder.spec
+        device = device or create_device(decoder.device.type)
         self.max_model_len = min(max_model_len, num_pages * page_tokens)
         self.num_preemptions = 0
-        self.kv_cache = torch.zeros(
-            (num_pages, spec.num_layers, 2, page_tokens, spec.num_kv_heads, spec.head_dim),
-            dtype=decoder.dtype,
-            device=decoder.device,
-        )
+        self.num_queried_tokens = 0  # of admitted prompts, as vLLM counts them
+        self.num_hit_tokens = 0  # of those, found in the cache
         self._decoder = decoder
+        batch_config = batch_config.resolved(decoder.device.type)
         self._limits = Limits(
             batch_config.max_num_seqs, batch_config.max_num_batched_tokens, lora_config.max_loras, page_tokens
         )
+        self._max_num_batched_tokens = batch_config.max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        self._pool = PagePool(num_pages)
+        self._cache = KvCache(spec, decoder.dtype, device, page_tokens, num_pages, max_pages)
+        self._resizing = False
         self._tables = BlockTables(
             self._limits.max_num_seqs, self._limits.num_pages(self.max_model_len), self._limits.page_tokens
         )
-        self._adapters = AdapterSlots(spec, decoder.device, decoder.dtype, lora_config)
+        self._sampler = Sampler(self._limits.max_num_seqs, spec.vocab_size, decoder.device)
+        adapters = AdapterCache(
+            spec, decoder.device, decoder.dtype, lora_config, use_stacks=decoder.device.type == "cuda"
+        )
+        self._adapters = AdapterDesk(adapters)
+        self._runner = create_runner(
+            decoder, self._cache.tensor, self._sampler, adapters.stacks, self._limits, self.max_model_len
+        )
+        self._prefix_caching = enable_prefix_caching
         self._live: dict[str, Sequence] = {}
         self._running = SequenceQueue()
         self._waiting = SequenceQueue()
-        self._leaving: list[Sequence] = []  # aborted while their step was in flight; pages are freed after it
         self._failures: list[tuple[str, CotenantError]] = []
         self._plan: BatchPlan | None = None  # what schedule() would do, until something changes
         self._step: OnlineStep | None = None
+        self._flights: deque[Flight] = deque()
         self._num_added = 0
 
     # What the worker looks at.
 
     @property
+    def kv_cache(self) -> torch.Tensor:
+        """[max_pages, layers, 2, page_tokens, kv_heads, head_dim]; a row is read only by sequences that own its
+        page."""
+        return self._cache.tensor
+
+    @property
+    def num_pages(self) -> int:
+        return self._cache.num_pages
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return bool(self._live or self._flights)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches that were launched and not collected."""
+        return len(self._flights)
 
     @property
     def num_running(self) -> int:
@@ -110,7 +142,7 @@ class OnlineEngine:
     @property
     def kv_cache_usage(self) -> float:
         """Share of pages in use, 0 to 1."""
-        return self._pool.num_used / self._pool.num_pages
+        return self._cache.pool.num_used / self._cache.pool.num_pages
 
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
@@ -119,79 +151,89 @@ class OnlineEngine:
 
     def next_shape(self) -> BatchShape:
         """The shape of the batch that ``schedule`` would return now. Changes nothing."""
+        self._look_for_adapters()
         return self._next_plan().shape
 
+    def limit_tokens(self, num_tokens: int) -> None:
+        """Let batches have at most so many tokens from now on, and never more than ``max_num_batched_tokens``."""
+        num_tokens = min(num_tokens, self._max_num_batched_tokens)
+        if num_tokens != self._limits.max_num_batched_tokens:
+            self._limits = replace(self._limits, max_num_batched_tokens=num_tokens)
+            self._plan = None
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        return self._max_num_batched_tokens
+
     def take_failures(self) -> list[tuple[str, CotenantError]]:
-        """Requests that ended in ``schedule`` because their adapter could not be read again, each with the reason."""
+        """Requests that ended because their adapter could not be read, each with the reason."""
         failures, self._failures = self._failures, []
         return failures
+
+    def warm_up(self, graph_sizes: tuple[int, ...] = (), *, enforce_eager: bool = False) -> None:
+        """Compile and capture what can be before the first request. Called once, on the online lane."""
+        self._sampler.warm_up(self._decoder.dtype)
+        self._runner.warm_up(graph_sizes, enforce_eager=enforce_eager)
+
+    def wait_for_kernels(self) -> None:
+        """Block until nothing more is compiled in the background; for measurements."""
+        self._runner.wait_for_kernels()
 
     # Requests and adapters.
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidInputError if it can never run; nothing else is disturbed then."""
-        self._check(request)
+        """Queue a request. Raises InvalidInputError if it can never run; nothing else is disturbed then.
+
+        Whether its adapter is one is known later: see ``take_failures``.
+        """
+        if request.request_id in self._live:
+            raise InvalidInputError(f"request id '{request.request_id}' is in use", param="request_id")
+        check_request(request, self._decoder.spec.vocab_size, self.max_model_len)
         if request.adapter is not None:
-            self._adapters.validate(request.adapter, self._adapters_in_use())
+            self._adapters.want(request.adapter)
         sequence = Sequence(
             request=request,
             number=self._num_added,
             max_length=self.max_model_len,
             eos_token_ids=self._eos_token_ids,
-            sampling_state=SamplingState(request.sampling, request.prompt),
+            sampling_state=SamplingState(request.sampling),
             tokens=list(request.prompt),
+            prefix=self._prefix_keys(request),
         )
         self._num_added += 1
         self._live[request.request_id] = sequence
         self._waiting.add(sequence)
         self._plan = None
 
-    def _check(self, request: Request) -> None:
-        prompt, vocab_size = request.prompt, self._decoder.spec.vocab_size
-        if request.request_id in self._live:
-            raise InvalidInputError(f"request id '{request.request_id}' is in use", param="request_id")
-        if not prompt:
-            raise InvalidInputError("the prompt is empty: it needs at least one token", param="prompt")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise InvalidInputError(f"the prompt has token ids outside 0 to {vocab_size - 1}", param="prompt")
-        wanted = len(prompt) + min(1, request.sampling.max_tokens)
-        if wanted > self.max_model_len:
-            raise InvalidInputError(
-                f"the prompt has {len(prompt)} tokens; with room for an answer at most "
-                f"{self.max_model_len - min(1, request.sampling.max_tokens)} fit the context and its KV cache",
-                code="context_length_exceeded",
-                param="prompt",
-            )
-        if any(not 0 <= token < vocab_size for token in request.sampling.logit_bias):
-            raise InvalidInputError(f"logit_bias has token ids outside 0 to {vocab_size - 1}", param="logit_bias")
+    def _prefix_keys(self, request: Request) -> PrefixKeys | None:
+        # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
+        if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
+            return None
+        return PrefixKeys(self._limits.page_tokens, self._adapters.prefix_root(request.adapter))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these requests and free their pages; ids that are not live are ignored.
 
-        The pages of a request whose batch is in flight are freed when that batch is finished or discarded.
+        A batch in flight may still write to their pages: whoever gets them next is launched behind it.
         """
         for request_id in request_ids:
-            sequence = self._live.pop(request_id, None)
-            if sequence is None:
-                continue
-            self._plan = None
-            if sequence.seat is None:
-                self._waiting.remove(sequence)
-                continue
-            self._running.remove(sequence)
-            if self._step is not None and any(entry.sequence is sequence for entry in self._step.entries):
-                sequence.aborted = True
-                self._leaving.append(sequence)
-            else:
-                self._vacate(sequence)
+            if request_id in self._live:
+                self._leave(self._live[request_id])
+                self.discard()
 
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
-        """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk.
-
-        When running sequences hold all slots, no copy is kept and the folder is read on first use.
-        """
+        """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self._adapters.register(ref, adapter, self._adapters_in_use())
         self._plan = None
+
+    def load_adapter(self, ref: AdapterRef) -> None:
+        """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
+        self._adapters.load(ref)
+        self._plan = None
+
+    def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
+        """Adapters that ``load_adapter`` asked for and that were read since the last call, or why they were not."""
+        return self._adapters.take_loaded(self._adapters_in_use())
 
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""
@@ -199,75 +241,131 @@ class OnlineEngine:
         self._plan = None
 
     def _adapters_in_use(self) -> set[AdapterRef]:
+        if not self._adapters.is_used:
+            return set()
         return {sequence.request.adapter for sequence in self._running if sequence.request.adapter is not None}
+
+    def _look_for_adapters(self) -> None:
+        """Have the adapters read that waiting sequences want; end the requests of those that cannot be."""
+        failures, has_changed = self._adapters.look(self._waiting, self._adapters_in_use())
+        if has_changed:
+            self._plan = None
+        for sequence in list(self._waiting) if failures else ():
+            if sequence.request.adapter in failures:
+                self._fail(sequence, failures[sequence.request.adapter])
+
+    def _fail(self, sequence: Sequence, error: InvalidInputError) -> None:
+        logger.warning("request %s: %s", sequence.request.request_id, error)
+        self._failures.append((sequence.request.request_id, error))
+        self._leave(sequence)
+
+    # The cache's size.
+
+    def resize(self, num_pages: int) -> None:
+        """Let the cache grow or shrink to about ``num_pages``, by whole chunks, a part of the way at each ``schedule``.
+
+        Raises InvalidInputError for less than one sequence of full length needs, or more than was reserved.
+        """
+        least = self._limits.num_pages(self.max_model_len)
+        if not least <= num_pages <= self._cache.max_pages:
+            raise InvalidInputError(
+                f"the KV cache can have from {least} to {self._cache.max_pages} pages, not {num_pages}"
+            )
+        self._cache.resize(num_pages)
+        self._resizing = True
+
+    @property
+    def is_resizing(self) -> bool:
+        return self._resizing
+
+    def _resize_a_little(self) -> None:
+        result = self._cache.step(_RESIZE_BYTES)
+        self._tables.move(result.moves)
+        victims = list(self._running)
+        num_free = self._cache.pool.num_free
+        while victims and self._cache.pool.num_free < num_free + result.pages_short:
+            self._preempt(victims.pop())
+        self._resizing = not result.done
+        self._plan = None
 
     # One iteration.
 
     def step(self) -> list[SequenceOutput]:
-        """Schedule, run and finish one batch; for tests and calibration."""
+        """Schedule, launch and collect one batch; for tests."""
         step = self.schedule()
         if step is None:
             return []
-        with torch.inference_mode():
-            hidden = self._decoder.forward(step.batch, self.kv_cache)
-        return self.finish(step, hidden)
+        self.launch(step)
+        return self.collect().outputs
 
     def schedule(self) -> OnlineStep | None:
-        """The next batch, with pages for all its tokens; None when nothing is live."""
+        """The next batch, with pages for all its tokens; None when there is nothing to launch now."""
         self.discard()
+        if self._resizing:
+            self._resize_a_little()
+        self._look_for_adapters()
         plan = self._next_plan()
-        while not self._apply(plan):
-            plan = self._next_plan()
+        self._apply(plan)
         if not plan.decodes and not plan.chunks:
             return None
-        shape = plan.shape
-        batch, entries = assemble(plan, self._tables, self._decoder.device)
-        self._step = OnlineStep(batch, shape, entries)
+        self._step = OnlineStep(assemble(plan, self._tables), plan.shape)
         return self._step
 
     def discard(self) -> None:
-        """Give up the step that is in flight, if there is one: its work will be scheduled again."""
+        """Give up the step that is scheduled and not launched, if there is one: its work will be scheduled again."""
         self._step = None
-        self._release_leaving()
 
     def _next_plan(self) -> BatchPlan:
         if self._plan is None:
-            self._plan = plan_batch(self._running, self._waiting, self._pool, self._limits)
+            in_use = self._adapters_in_use()
+            self._plan = plan_batch(
+                self._running,
+                self._waiting,
+                self._cache.pool,
+                self._limits,
+                ready=lambda ref: self._adapters.cache.is_ready(ref, in_use),
+                match=self._match,
+            )
         return self._plan
 
-    def _apply(self, plan: BatchPlan) -> bool:
-        """Carry the plan out. False if a request failed on the way and another plan is needed."""
+    def _match(self, sequence: Sequence) -> tuple[int, ...]:
+        """The cached pages that hold the beginning of a waiting sequence; its last token is always computed."""
+        if sequence.prefix is None:
+            return ()
+        num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._limits.page_tokens
+        return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, num_keys))
+
+    def _apply(self, plan: BatchPlan) -> None:
         self._plan = None
+        pool = self._cache.pool
         for sequence in plan.preempted:
             self._preempt(sequence)
-        for sequence in plan.admitted:
-            if not self._admit(sequence):
-                return False
+        for admission in plan.admitted:  # first of all, so that nobody's new pages displace what is matched
+            pool.attach(admission.sequence.number, admission.cached_pages)
+        for admission in plan.admitted:
+            self._admit(admission)
         for sequence in plan.decodes:
-            if sequence.num_computed == self._pool.count(sequence.number) * self._limits.page_tokens:
+            if sequence.num_computed == pool.count(sequence.number) * self._limits.page_tokens:
                 assert sequence.seat is not None
-                self._tables.extend(sequence.seat, self._pool.allocate(sequence.number, 1))
-        return True
+                self._tables.extend(sequence.seat, pool.allocate(sequence.number, 1))
 
-    def _admit(self, sequence: Sequence) -> bool:
-        request = sequence.request
+    def _admit(self, admission: Admission) -> None:
+        sequence, request, pool = admission.sequence, admission.sequence.request, self._cache.pool
         if request.adapter is not None:
-            try:
-                sequence.adapter = self._adapters.acquire(request.adapter, self._adapters_in_use())
-            except InvalidInputError as error:
-                logger.warning("request %s: %s", request.request_id, error)
-                self._waiting.remove(sequence)
-                del self._live[request.request_id]
-                self._failures.append((request.request_id, error))
-                return False
-        pages = self._pool.allocate(sequence.number, self._limits.num_pages(len(sequence.tokens)))
-        sequence.seat = self._tables.open(pages)
+            sequence.adapter = self._adapters.cache.acquire(request.adapter, self._adapters_in_use())
+        num_cached = len(admission.cached_pages)
+        pool.allocate(sequence.number, self._limits.num_pages(len(sequence.tokens)) - num_cached)
+        sequence.seat = self._tables.open(pool.pages(sequence.number))
+        sequence.num_computed = num_cached * self._limits.page_tokens
+        sequence.num_registered = num_cached
+        self._sampler.open(sequence.seat, sequence.sampling_state, sequence.num_prompt, sequence.tokens)
+        self.num_queried_tokens += len(sequence.tokens)
+        self.num_hit_tokens += sequence.num_computed
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.queue_s = max(0.0, self._clock() - request.arrival_s)
         self._waiting.remove(sequence)
         self._running.add(sequence)
-        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; its tokens stay, what the KV cache held of them is computed again later."""
@@ -281,91 +379,124 @@ class OnlineEngine:
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.seat is not None
+        if sequence.is_broken:
+            self._clean_pages(sequence)
         self._tables.close(sequence.seat)
         sequence.seat = None
-        self._pool.free(sequence.number)
+        self._cache.pool.free(sequence.number)
 
-    def _release_leaving(self) -> None:
-        if self._leaving:
-            self._plan = None
-        for sequence in self._leaving:
+    def _clean_pages(self, sequence: Sequence) -> None:
+        """Nobody may use what the sequence has computed, and masked rows are multiplied by 0: a NaN that stayed in its
+        pages would carry on into their next owner."""
+        pool = self._cache.pool
+        pool.forget(sequence.number)
+        pages = [page for page in pool.pages(sequence.number) if pool.num_users(page) == 1]
+        self._cache.tensor[pages] = 0
+
+    def _leave(self, sequence: Sequence) -> None:
+        """The sequence is no longer live."""
+        del self._live[sequence.request.request_id]
+        sequence.has_left = True
+        self._plan = None
+        if sequence.seat is None:
+            self._waiting.remove(sequence)
+        else:
+            self._running.remove(sequence)
             self._vacate(sequence)
-        self._leaving.clear()
+
+    def batch_of(self, step: OnlineStep) -> Batch:
+        """The step's batch on the device, for a caller that runs the layers itself."""
+        return send(step.host, self._decoder.device, self._sampler.last_tokens)
 
     @torch.inference_mode()
-    def finish(self, step: OnlineStep, hidden: torch.Tensor) -> list[SequenceOutput]:
-        """Sample from the batch's last rows and update its sequences; outputs in the batch's order.
+    def launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
+        """Put the batch on the device, and behind it the choice of the next tokens.
 
-        ``hidden``: [tokens, hidden_size] after all layers; rows after the batch's own (a fused segment's) are ignored.
-        A request whose numbers are not finite ends with ``FinishReason.ABORT``; the others are not touched by it.
+        ``hidden`` [tokens, hidden_size], if the caller has run all layers itself: rows after the batch's own (a fused
+        segment's) are ignored.
         """
-        assert step is self._step, "a step is finished once, and before the next one is scheduled"
+        assert step is self._step, "a step is launched once, and before the next one is scheduled"
+        host = step.host
+        interval = Interval(self._decoder.device)
+        scores_prompt = any(entry.sequence.prompt_logprobs is not None for entry in host.entries)
+        if hidden is None:
+            logits, hidden = self._runner.forward(host, interval, keep_hidden=scores_prompt)
+        else:
+            interval.begin()
+            logits = sampled_logits(self._decoder, host, hidden)
         self._step = None
         self._plan = None
-        outputs: list[SequenceOutput] = []
-        ready: list[Entry] = []
-        broken = self._find_broken(step, hidden)
-        for entry in step.entries:
+        if hidden is not None:
+            self._look_at(hidden, host)
+        flight = Flight(step, interval, self._flights[-1].interval if self._flights else None)
+        if logits is not None:
+            flight.sample(self._sampler, logits)
+        interval.end()
+        self._flights.append(flight)
+        for entry in host.entries:
             sequence = entry.sequence
-            if sequence in broken:
-                outputs += self._end_broken(sequence)
-            elif not sequence.aborted:
-                score_prompt(self._decoder, hidden[entry.start : entry.start + entry.count], sequence)
-                sequence.num_computed += entry.count
-                if sequence.num_left == 0 and sequence.request.sampling.max_tokens == 0:
-                    outputs.append(self._output(sequence, finish_reason=FinishReason.LENGTH))
-                elif sequence.num_left == 0:
-                    ready.append(entry)
-        if ready:
-            outputs += self._sample(ready, hidden)
-        self._release_leaving()
-        return outputs
+            sequence.num_computed += entry.count
+            if entry.samples:
+                sequence.tokens.append(PENDING)
+                sequence.num_pending += 1
 
-    def _find_broken(self, step: OnlineStep, hidden: torch.Tensor) -> set[Sequence]:
-        """Sequences of which a row of ``hidden`` is not finite. Decodes are left to the sampler, which sees it too."""
-        suspects = [entry for entry in step.entries if entry.count > 1 or not entry.sequence.is_decoding]
-        suspects += [entry for entry in step.entries if entry.sequence.aborted]
-        if not suspects:
-            return set()
-        finite: list[bool] = hidden[: step.batch.num_tokens].isfinite().all(dim=-1).tolist()
-        return {entry.sequence for entry in suspects if not all(finite[entry.start : entry.start + entry.count])}
+    def _look_at(self, hidden: torch.Tensor, host: HostBatch) -> None:
+        """Score prompts that want it, and find sequences of which a row is not finite. Decodes are left to the sampler,
+        which sees it too."""
+        chunks = [entry for entry in host.entries if entry.count > 1 or not entry.sequence.is_decoding]
+        if not chunks:
+            return
+        finite: list[bool] = hidden[: host.num_tokens].isfinite().all(dim=-1).tolist()
+        for entry in chunks:
+            rows = slice(entry.start, entry.start + entry.count)
+            entry.sequence.is_broken |= not all(finite[rows])
+            score_prompt(self._decoder, hidden[rows], entry.sequence)
 
-    def _end_broken(self, sequence: Sequence) -> list[SequenceOutput]:
-        """End a sequence whose numbers are not finite, and clean its pages: masked rows are multiplied by 0, and
-        0 * NaN would carry on into their next owner."""
-        self.kv_cache[list(self._pool.pages(sequence.number))] = 0
-        if sequence.aborted:
-            return []
-        logger.error("request %s ended: the model's output for it is not finite", sequence.request.request_id)
-        sequence.prompt_logprobs = None
-        return [self._output(sequence, finish_reason=FinishReason.ABORT)]
+    @torch.inference_mode()
+    def collect(self) -> Collected:
+        """Wait for the oldest batch in flight and update its sequences.
 
-    def _sample(self, ready: list[Entry], hidden: torch.Tensor) -> list[SequenceOutput]:
-        rows = [entry.start + entry.count - 1 for entry in ready]
-        if rows == list(range(len(rows))):
-            last = hidden[: len(rows)]
-        else:
-            last = hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self._decoder.logits(last)  # [ready, vocab]
-        sequences = [entry.sequence for entry in ready]
-        scored = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
-        # Of the raw logits, which the sampler may overwrite.
-        raw = logits[scored].log_softmax(dim=-1) if scored else None
-        token_ids = sample(logits, [sequence.sampling_state for sequence in sequences])
-        logprobs: dict[int, TokenLogprobs] = {}
-        if raw is not None:
-            tokens = [max(token_ids[row], 0) for row in scored]
-            num_top = [sequences[row].request.sampling.logprobs or 0 for row in scored]
-            logprobs = dict(zip(scored, token_logprobs(raw, tokens, num_top), strict=True))
+        A request whose numbers are not finite ends with ``FinishReason.ABORT``; the others are not touched by it.
+        """
+        flight = self._flights.popleft()
+        results = flight.results()
+        self._plan = None
         now_s = self._clock()
         outputs: list[SequenceOutput] = []
-        for row, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
-            if token_id == NOT_FINITE:
-                outputs += self._end_broken(sequence)
-                continue
-            reason = sequence.append(token_id, now_s)
-            outputs.append(self._output(sequence, (token_id,), logprobs.get(row), reason))
-        return outputs
+        for entry, token_id, logprobs in results:
+            if not entry.sequence.has_left:
+                outputs += self._advance(entry, token_id, logprobs, now_s)
+        return Collected(outputs, flight.step.shape, flight.interval.milliseconds(), flight.gap_ms())
+
+    def _advance(
+        self, entry: Entry, token_id: int | None, logprobs: TokenLogprobs | None, now_s: float
+    ) -> list[SequenceOutput]:
+        """``token_id``: what the entry has chosen; None if it chooses none."""
+        sequence, end = entry.sequence, entry.first + entry.count
+        if sequence.is_broken or token_id == NOT_FINITE:
+            logger.error("request %s ended: the model's output for it is not finite", sequence.request.request_id)
+            sequence.is_broken = True
+            sequence.prompt_logprobs = None
+            return [self._output(sequence, finish_reason=FinishReason.ABORT)]
+        self._register_pages(sequence, end)
+        if token_id is not None:
+            reason = sequence.resolve(end, token_id, now_s)
+            return [self._output(sequence, (token_id,), logprobs, reason)]
+        if sequence.request.sampling.max_tokens == 0 and end == sequence.num_prompt:
+            return [self._output(sequence, finish_reason=FinishReason.LENGTH)]
+        return []
+
+    def _register_pages(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence's first ``num_tokens`` tokens are computed: others may use the pages that they fill."""
+        if sequence.prefix is None or sequence.seat is None:
+            return
+        # No more than is computed: it may have been preempted and admitted again since the batch was launched.
+        num_full = min(num_tokens, sequence.num_computed) // self._limits.page_tokens
+        if num_full > sequence.num_registered:
+            keys = sequence.prefix.keys(sequence.tokens, num_full)
+            for index in range(sequence.num_registered, num_full):
+                self._cache.pool.register(sequence.number, index, keys[index])
+            sequence.num_registered = num_full
 
     def _output(
         self,
@@ -378,9 +509,7 @@ class OnlineEngine:
         prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         queue_s, sequence.queue_s = sequence.queue_s, None
         if finish_reason is not None:
-            del self._live[sequence.request.request_id]
-            self._running.remove(sequence)
-            self._vacate(sequence)
+            self._leave(sequence)
         return SequenceOutput(
             request_id=sequence.request.request_id,
             token_ids=token_ids,
@@ -393,23 +522,9 @@ class OnlineEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""
-        self._pool.check_integrity()
-        self._running.check_integrity()
-        self._waiting.check_integrity()
-        self._adapters.check_integrity(self._adapters_in_use())
-        live = [*self._running, *self._waiting]
-        assert {sequence.number for sequence in live} == {sequence.number for sequence in self._live.values()}
-        assert len(live) == len(self._live), "a sequence is both running and waiting"
-        seated = [*self._running, *self._leaving]
-        assert len({sequence.seat for sequence in seated}) == len(seated), "two sequences share a seat"
-        assert self._tables.num_free_seats == self._limits.max_num_seqs - len(seated), "a seat was lost"
-        assert self._pool.owners() == {sequence.number for sequence in seated}, "pages belong to nobody who runs"
-        for sequence in seated:
-            assert sequence.seat is not None
-            pages = self._pool.pages(sequence.number)
-            assert self._tables.pages(sequence.seat) == pages, "a block table disagrees with the pool"
-            assert self._limits.num_pages(sequence.num_computed) <= len(pages), "tokens were computed without a page"
-            assert sequence.num_left >= 1, "a live sequence has nothing to compute"
-        for sequence in self._waiting:
-            assert sequence.seat is None, "a waiting sequence has a seat"
-            assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
+        self._cache.check_integrity()
+        self._adapters.cache.check_integrity(self._adapters_in_use())
+        assert len(self._live) == len(self._running) + len(self._waiting), "a sequence is lost, or in two queues"
+        assert {*self._running, *self._waiting} == set(self._live.values())
+        assert self._tables.num_free_seats == self._limits.max_num_seqs - len(self._running), "a seat was lost"
+        check_queues(self._running, self._waiting, self._cache.pool, self._tables)

@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 
 from cotenant.core.plan import RequestView
 from cotenant.core.request import FinishReason, Request, TokenLogprobs
+from cotenant.engine.prefix import PrefixKeys
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.models.lora import LoraAdapter
+
+# Stands in ``Sequence.tokens`` for a token that the device has sampled, or will have, and the host has not seen.
+PENDING = -1
 
 
 @dataclass(eq=False, slots=True)
@@ -15,7 +19,8 @@ class Sequence:
     """One live request. ``number`` is unique in the engine's life and owns the sequence's pages.
 
     Waiting: no seat, no pages, ``num_computed`` 0. Running: a seat in the block tables, and pages for at least
-    ``num_computed`` tokens, which are always the first ones of ``tokens``.
+    ``num_computed`` tokens, which are always the first ones of ``tokens``. ``num_computed`` counts the tokens of every
+    batch that was launched; the last ``num_pending`` of ``tokens`` are ``PENDING`` until their batches are collected.
     """
 
     request: Request
@@ -25,12 +30,16 @@ class Sequence:
     sampling_state: SamplingState
     tokens: list[int]
     num_computed: int = 0
+    num_pending: int = 0
+    prefix: PrefixKeys | None = None  # None: it shares no pages
+    num_registered: int = 0  # pages whose content others may use
     seat: int | None = None
     adapter: LoraAdapter | None = None
     was_admitted: bool = False
     queue_s: float | None = None  # how long it waited for its first seat, until that is reported
     first_token_s: float | None = None
-    aborted: bool = False
+    has_left: bool = False  # ended or aborted; batches in flight may still name it
+    is_broken: bool = False  # something that was computed for it is not finite
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     stop_token_ids: frozenset[int] = field(init=False)
     key: tuple[int, float, int] = field(init=False)
@@ -61,15 +70,23 @@ class Sequence:
         """Only its newest generated token is left. A sequence that is recomputed after preemption is in prefill."""
         return self.num_left == 1 and self.num_computed >= len(self.request.prompt)
 
-    def append(self, token_id: int, now_s: float) -> FinishReason | None:
-        """Take a sampled token; say whether it was the last."""
-        self.tokens.append(token_id)
-        self.sampling_state.observe(token_id)
+    @property
+    def is_spent(self) -> bool:
+        """Its last token is on the way: there is nothing to schedule until it is collected."""
+        if self.num_pending == 0:
+            return False
+        return self.num_generated >= self.request.sampling.max_tokens or len(self.tokens) >= self.max_length
+
+    def resolve(self, position: int, token_id: int, now_s: float) -> FinishReason | None:
+        """Put the token that was sampled for ``position`` in its place; say whether it was the last."""
+        self.tokens[position] = token_id
+        self.num_pending -= 1
         if self.first_token_s is None:
             self.first_token_s = now_s
         if token_id in self.stop_token_ids:
             return FinishReason.STOP
-        if self.num_generated >= self.request.sampling.max_tokens or len(self.tokens) >= self.max_length:
+        length = position + 1
+        if length - self.num_prompt >= self.request.sampling.max_tokens or length >= self.max_length:
             return FinishReason.LENGTH
         return None
 
@@ -79,6 +96,6 @@ class Sequence:
             request_id=self.request.request_id,
             arrival_s=self.request.arrival_s,
             first_token_s=self.first_token_s,
-            num_generated=self.num_generated,
+            num_generated=self.num_generated - self.num_pending,
             num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
         )

@@ -34,7 +34,9 @@ def calibrate(
             engine.add(Request(f"calibration-{number}-{index}", prompt, sampling, time.time()))
             ttfts_ms.append(_run_until_first_token(engine, executor, predictor, steps_ms))
         while engine.has_work:
-            steps_ms.append(_step(executor, predictor).total_ms)
+            record = _step(executor, predictor)
+            if not record.batch.empty:
+                steps_ms.append(record.total_ms)
     return Slo(TARGET_FACTOR * statistics.median(ttfts_ms), TARGET_FACTOR * statistics.median(steps_ms))
 
 
@@ -45,12 +47,12 @@ def _run_until_first_token(
     start = time.perf_counter()
     while any(view.first_token_s is None for view in engine.views()):
         record = _step(executor, predictor)
-        if record.batch.prefill_tokens == 0:
+        if not record.batch.empty and record.batch.prefill_tokens == 0:
             steps_ms.append(record.total_ms)
     return (time.perf_counter() - start) * 1e3
 
 
 def _step(executor: Executor, predictor: LatencyPredictor) -> IterationRecord:
     record = executor.execute(Plan(mode=Mode.NONE), lambda outputs: None, lambda: False)
-    predictor.observe(record)
+    predictor.observe(record)  # of an empty batch, which has nothing to teach, when the batch is still in flight
     return record

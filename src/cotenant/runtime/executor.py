@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device import Device
 from cotenant.device.base import FinishedTasklet
-from cotenant.engine.engine import OnlineEngine, OnlineStep
+from cotenant.engine.engine import OnlineEngine
+from cotenant.engine.flight import Collected, OnlineStep
 from cotenant.finetune.job import FusedInput
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
@@ -34,70 +36,101 @@ class Executor:
         self._decoder = decoder
         self._engine = engine
         self._training = training
+        self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
-        """Do what the plan says and tell how long it took."""
+        """Do what the plan says and tell how long it took.
+
+        On a device that runs behind the host, a plan without tasklets leaves its batch in flight: the tokens that go
+        out are those of the batch before, and the record is about that one. Such a batch's time is the device's own.
+        """
         start = time.perf_counter()
-        shape, fused, num_launched = BatchShape(), None, 0
+        alone = plan.num_tasklets == 0 and not plan.until_step_end
+        fused, num_launched, collected = None, 0, None
+        if not (alone and plan.run_online and self._device.overlaps):
+            collected = self._collect(emit, 0)
         if plan.run_online:
-            shape, fused = self._run_online(plan, emit)
+            fused, latest = self._run_online(plan, emit, 1 if alone and self._device.overlaps else 0)
+            collected = latest or collected
             num_launched = fused.count if fused else 0
         online_end = time.perf_counter()
         num_launched += self._run_tasklets(plan, num_launched, interrupted)
         end = time.perf_counter()
-        return IterationRecord(
-            batch=shape,
+        record = IterationRecord(
+            batch=BatchShape() if collected is None else collected.shape,
             mode=plan.mode,
-            online_ms=(online_end - start) * 1e3 if not shape.empty else 0.0,
+            online_ms=0.0 if collected is None else (online_end - start) * 1e3,
             total_ms=(end - start) * 1e3,
             tasklets=_group(self._device.finished_tasklets()),
             fused=fused,
-            predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and not shape.empty else None,
+            predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and collected is not None else None,
         )
+        if alone and self._device.overlaps and collected is not None:
+            return replace(record, online_ms=collected.device_ms, total_ms=collected.device_ms)
+        return record
 
-    def _run_online(self, plan: Plan, emit: Emit) -> tuple[BatchShape, TaskletRun | None]:
-        step = self._engine.schedule()
+    def _collect(self, emit: Emit, num_left: int) -> Collected | None:
+        """Wait for batches until no more than ``num_left`` are in flight; the last one's results."""
+        collected = None
+        while self._engine.num_in_flight > num_left:
+            with self._device.online():
+                collected = self._engine.collect()
+            if collected.gap_ms is not None:
+                self.gaps_ms.append(collected.gap_ms)
+            emit(collected.outputs)
+        return collected
+
+    def _run_online(self, plan: Plan, emit: Emit, num_left: int) -> tuple[TaskletRun | None, Collected | None]:
+        """Launch the next batch and collect until ``num_left`` batches are in flight."""
+        fused = None
+        with self._device.online():
+            step = self._engine.schedule()
         if step is None:
-            return BatchShape(), None
-        fuse = plan.num_fused > 0 and self._training.fusable_layer is not None
-        with torch.no_grad(), self._device.fused() if fuse else self._device.online():
-            hidden, fused = self._forward(step, plan.num_fused if fuse else 0)
-            outputs = self._engine.finish(step, hidden)
-        emit(outputs)
-        return step.shape, fused
+            return None, self._collect(emit, 0)
+        if plan.num_fused > 0 and self._training.fusable_layer is not None:
+            with torch.no_grad(), self._device.fused():
+                hidden, fused = self._forward(step, plan.num_fused)
+                self._engine.launch(step, hidden)
+        else:
+            with self._device.online():
+                self._launch(step)
+        return fused, self._collect(emit, num_left)
 
-    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
-        """All layers of the online batch. What goes wrong because of the training layers in it ends the job alone: the
-        batch is run again without them, and writes the same rows of the KV cache."""
-        if num_fused > 0:
-            try:
-                return self._forward_fused(step, num_fused)
-            except Exception as error:
-                self._training.fail(error)
+    def _launch(self, step: OnlineStep) -> None:
         try:
-            return self._decoder.forward(step.batch, self._engine.kv_cache), None
+            self._engine.launch(step)
         except torch.OutOfMemoryError:
             if not self._training.discard():
                 raise
-        return self._decoder.forward(step.batch, self._engine.kv_cache), None
+            self._engine.launch(step)
+
+    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor | None, TaskletRun | None]:
+        """All layers of the online batch with training layers in it. What goes wrong because of those ends the job
+        alone: the engine then runs the batch itself, and writes the same rows of the KV cache."""
+        try:
+            return self._forward_fused(step, num_fused)
+        except Exception as error:
+            self._training.fail(error)
+        return None, None
 
     def _forward_fused(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
         """All layers of the online batch; the first ``num_fused`` training layers that it meets run inside it.
 
         LLMStation section 5.2: linear layers run over the tokens of both, attention over each alone.
         """
-        hidden = self._decoder.embed(step.batch.token_ids)  # [tokens, hidden]
+        batch = self._engine.batch_of(step)
+        hidden = self._decoder.embed(batch.token_ids)  # [tokens, hidden]
         joint: Batch | None = None
         fused: TaskletRun | None = None
         for index in range(self._decoder.spec.num_layers):
             if (fused is None or fused.count < num_fused) and self._training.fusable_layer == index:
                 piece = self._training.begin_fused()
-                joint = joint or join(step.batch, piece)
+                joint = joint or join(batch, piece)
                 hidden = self._fused_layer(index, hidden, piece, joint)
                 shape = TaskletShape(TaskletKind.FORWARD, piece.segment.num_tokens, max(piece.segment.lengths))
                 fused = replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
             else:
-                hidden = self._decoder.layer(index, hidden, step.batch, self._engine.kv_cache)
+                hidden = self._decoder.layer(index, hidden, batch, self._engine.kv_cache)
         return hidden, fused
 
     def _fused_layer(self, index: int, hidden: torch.Tensor, piece: FusedInput, joint: Batch) -> torch.Tensor:

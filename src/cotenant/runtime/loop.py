@@ -8,36 +8,45 @@ import time
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import IterationRecord, Plan, Slo, Snapshot
-from cotenant.core.request import SequenceOutput
+from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
+from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.slack import decode_slack_ms
 from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import (
     AbortRequests,
+    AdapterFailed,
+    AdapterLoaded,
     AddRequest,
     CancelJob,
     Drain,
     Drained,
+    LoadAdapter,
     Outputs,
     PauseJob,
     RequestFailed,
     StartJob,
     ToWorker,
+    UnloadAdapter,
 )
 
 logger = logging.getLogger(__name__)
 
 _STATS_EVERY_S = 0.2
 _IDLE_WAIT_S = 0.05
+_BUSY_WAIT_S = 0.001
 
 
 class WorkerLoop:
-    """Owns nothing but the order of things. Ends after a ``Drain``, or when the API process is gone."""
+    """Owns nothing but the order of things. Ends after a ``Drain``, or when the API process is gone.
+
+    ``sizes_chunks``: prompt chunks are sized by the running requests' slack; otherwise the configured limit is all.
+    """
 
     def __init__(
         self,
@@ -49,6 +58,7 @@ class WorkerLoop:
         predictor: LatencyPredictor,
         slo: Slo,
         can_fuse: bool,
+        sizes_chunks: bool = False,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -58,6 +68,7 @@ class WorkerLoop:
         self._predictor = predictor
         self._slo = slo
         self._can_fuse = can_fuse
+        self._sizes_chunks = sizes_chunks
         self._stats = LoopStats()
         self._next_stats_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
@@ -76,11 +87,17 @@ class WorkerLoop:
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
             self._handle(message)
+        now_s, batch, requests = time.time(), self._engine.next_shape(), self._engine.views()
+        if self._sizes_chunks and (batch.prefill_tokens or self._engine.num_waiting):
+            most = self._engine.max_num_batched_tokens
+            decodes = batch.num_decode, batch.context_tokens
+            self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
+            batch = self._engine.next_shape()
         return Snapshot(
-            now_s=time.time(),
+            now_s=now_s,
             slo=self._slo,
-            batch=self._engine.next_shape(),
-            requests=self._engine.views(),
+            batch=batch,
+            requests=requests,
             job=self._training.view(),
             can_fuse=self._can_fuse,
         )
@@ -90,10 +107,14 @@ class WorkerLoop:
         self._stats.count(record)
         for request_id, error in self._engine.take_failures():
             self._channel.send(RequestFailed(request_id, error.message, error.code))
+        for ref, failure in self._engine.take_loaded():
+            answer = AdapterLoaded(ref.name) if failure is None else AdapterFailed(ref.name, failure.message)
+            self._channel.send(answer)
         if time.monotonic() >= self._next_stats_s:
             self._publish_progress(snapshot)
         trains = plan.num_tasklets > 0 or plan.until_step_end
-        idle = record.batch.empty and not (trains and self._training.runnable)
+        trains = trains and self._training.runnable
+        idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
         self._unchecked = self._unchecked or not record.batch.empty
         if self._draining and not self._engine.has_work and self._training.job_id is None:
             self._channel.send(Drained())
@@ -107,14 +128,18 @@ class WorkerLoop:
         step_ms = self._predictor.batch_ms(snapshot.batch)
         has_slack = not snapshot.batch.empty and step_ms is not None
         slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None
-        self._channel.send(self._stats.message(self._engine, self._training, self._predictor, slack_ms))
+        message = self._stats.message(self._engine, self._executor, self._training, self._predictor, slack_ms)
+        self._channel.send(message)
         if os.getppid() != self._parent_pid:
             logger.error("the API process is gone; the worker exits")
             self._finished = True
 
     def _rest(self) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""
-        if self._unchecked and not self._engine.has_work:
+        if self._engine.has_work:  # all that is live waits for an adapter to be read
+            self._channel.wait(_BUSY_WAIT_S)
+            return
+        if self._unchecked:
             self._engine.check_integrity()
             self._unchecked = False
         if self._training.job_id is not None:
@@ -134,6 +159,10 @@ class WorkerLoop:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code))
             case AbortRequests(request_ids):
                 self._engine.abort(request_ids)
+            case LoadAdapter(name, path):
+                self._engine.load_adapter(AdapterRef(name, path))
+            case UnloadAdapter(name):
+                self._engine.drop_adapter(name)
             case StartJob(spec):
                 self._training.start(spec)
             case PauseJob(job_id):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from cotenant.config import ServerConfig
+from cotenant.config import BatchConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device
+from cotenant.models.lora_stacks import stack_bytes
 from cotenant.models.spec import ModelSpec
+
+# Workspaces of attention, captured graphs, what libraries keep for themselves.
+_SERVING_BYTES = 2 << 30
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
@@ -24,27 +28,41 @@ def training_bytes(spec: ModelSpec, tasklet_tokens: int, dtype: torch.dtype) -> 
 
 def num_pages(
     config: ServerConfig, device: Device, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, tasklet_tokens: int
-) -> int:
-    """Pages for ``--num-pages``, or as many as memory allows and the batch can ever use. Call with the weights loaded.
+) -> tuple[int, int]:
+    """(pages at the start, pages that the cache may grow to). Call with the weights loaded.
 
-    Raises InvalidInputError when not even one request of full length fits.
+    At the start: ``--num-pages``, or as many as memory allows and the batch can ever use. Raises InvalidInputError when
+    not even one request of full length fits.
     """
     cache, size = config.cache, page_bytes(spec, config.cache.page_tokens, dtype)
+    batch = config.batch.resolved(device.torch_device.type)
     pages_per_request = -(-max_model_len // cache.page_tokens)
-    useful = config.batch.max_num_seqs * pages_per_request
+    useful = batch.max_num_seqs * pages_per_request
+    free, total = device.memory_bytes()
+    most = 0
+    if device.torch_device.type != "cpu":
+        most = min(useful, total // size)
+        training = 0 if config.coexecution.policy == "inference-only" else training_bytes(spec, tasklet_tokens, dtype)
+        stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
+        own = _SERVING_BYTES + stacks + serving_bytes(spec, batch, dtype)
+        budget = total * cache.gpu_memory_utilization - (total - free) - own
+        count = int(min(useful, min(budget, free - own - training) // size))
+    else:
+        count = min(useful, cache.cpu_cache_bytes // size)
     if cache.num_pages is not None:
         count = cache.num_pages
-    elif device.torch_device.type == "cpu":
-        count = min(useful, cache.cpu_cache_bytes // size)
-    else:
-        free, total = device.memory_bytes()
-        reserved = 0 if config.coexecution.policy == "inference-only" else training_bytes(spec, tasklet_tokens, dtype)
-        budget = total * cache.gpu_memory_utilization - (total - free)
-        count = int(min(useful, min(budget, free - reserved) // size))
     if count < pages_per_request:
         raise InvalidInputError(
             f"the KV cache would have {max(count, 0)} pages of {cache.page_tokens} tokens, but one request of "
             f"{max_model_len} tokens needs {pages_per_request}: lower --max-model-len or give the cache more memory",
             param="max-model-len",
         )
-    return count
+    return count, max(count, most)
+
+
+def serving_bytes(spec: ModelSpec, batch: BatchConfig, dtype: torch.dtype) -> int:
+    """What the largest batch needs while it runs: each token's widest activations, each sequence's logits."""
+    widest = 4 * spec.intermediate_size + 6 * spec.hidden_size
+    # Logits in the model's dtype and in fp32, and what the sampler counts for penalties.
+    logits = batch.max_num_seqs * spec.vocab_size * (dtype.itemsize + 4 + 4)
+    return batch.max_num_batched_tokens * widest * dtype.itemsize + logits

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 
 from cotenant.core.plan import IterationRecord, Mode
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.executor import Executor
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import Stats
 
@@ -34,8 +36,14 @@ class LoopStats:
             self._num_fused += record.fused.count
 
     def message(
-        self, engine: OnlineEngine, training: TrainingTenant, predictor: LatencyPredictor, slack_ms: float | None
+        self,
+        engine: OnlineEngine,
+        executor: Executor,
+        training: TrainingTenant,
+        predictor: LatencyPredictor,
+        slack_ms: float | None,
     ) -> Stats:
+        gaps_ms = executor.gaps_ms
         return Stats(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
@@ -51,4 +59,7 @@ class LoopStats:
             slack_ms=slack_ms,
             prediction_error_ratio=predictor.error_ratio,
             job_id=training.job_id,
+            prefix_cache_queries=engine.num_queried_tokens,
+            prefix_cache_hits=engine.num_hit_tokens,
+            step_gap_us=statistics.median(gaps_ms) * 1e3 if gaps_ms else None,
         )

@@ -21,17 +21,12 @@ import torch
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
-from cotenant.device import Device, create_device
-from cotenant.engine.engine import OnlineEngine
 from cotenant.finetune.optimizer import warm_up
-from cotenant.models.decoder import Decoder
-from cotenant.models.loading import load_decoder
-from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.build import build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
-from cotenant.runtime.sizing import num_pages
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
 from cotenant.wire.channel import WorkerChannel
@@ -41,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
-_TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
 START_FAILED_EXIT_CODE = 2
 
 
@@ -54,25 +48,13 @@ def die_with_parent(parent_pid: int) -> None:
         sys.exit(1)
 
 
-def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> torch.dtype:
-    """The dtype of weights and KV cache for `--dtype`. ``auto`` keeps a checkpoint's half precision on a GPU."""
-    if name == "auto" and device.torch_device.type != "cpu" and checkpoint_dtype in ("bfloat16", "float16"):
-        name = checkpoint_dtype
-    return device.default_dtype() if name == "auto" else getattr(torch, name)
-
-
 def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> WorkerLoop:
     """Load everything and put it together. Sends ``Ready`` when requests can be served."""
-    device = create_device(config.model.device)
-    resolved = resolve_model(config.model)
-    dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
-    decoder = load_decoder(resolved, device.torch_device, dtype, config.model.seed)
-    max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
-    tasklet_tokens = config.coexecution.tasklet_tokens or _TASKLET_TOKENS[device.torch_device.type]
-    pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
-    engine = _create_engine(config, decoder, resolved, pages, max_model_len)
+    serving = build_serving(config)
+    device, decoder, engine, resolved = serving.device, serving.decoder, serving.engine, serving.resolved
+    max_model_len = serving.max_model_len
     predictor = LatencyPredictor(device.name, resolved.name)
-    training = TrainingTenant(device, decoder, resolved.folder, tasklet_tokens, channel.send)
+    training = TrainingTenant(device, decoder, resolved.folder, serving.tasklet_tokens, channel.send)
     executor = Executor(device, decoder, engine, training)
     default_slo = calibrate(engine, executor, predictor, resolved.spec.vocab_size, max_model_len)
     if device.torch_device.type != "cpu":
@@ -86,30 +68,16 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
         Ready(
             max_model_len=max_model_len,
             vocab_size=resolved.spec.vocab_size,
-            num_pages=pages,
+            num_pages=engine.num_pages,
             page_tokens=config.cache.page_tokens,
             device=device.name,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=str(decoder.dtype).removeprefix("torch."),
             policy=config.coexecution.policy,
             slo=slo,
             load_s=time.monotonic() - started_s,
         )
     )
-    return WorkerLoop(channel, engine, training, policy, executor, predictor, slo, fuse)
-
-
-def _create_engine(
-    config: ServerConfig, decoder: Decoder, resolved: ResolvedModel, pages: int, max_model_len: int
-) -> OnlineEngine:
-    return OnlineEngine(
-        decoder,
-        pages,
-        config.cache.page_tokens,
-        config.batch,
-        max_model_len,
-        config.lora,
-        resolved.spec.eos_token_ids,
-    )
+    return WorkerLoop(channel, engine, training, policy, executor, predictor, slo, fuse, sizes_chunks=device.overlaps)
 
 
 def main() -> int:

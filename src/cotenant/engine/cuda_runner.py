@@ -1,0 +1,267 @@
+"""Batches on a CUDA device: decode steps as captured graphs, batches with prompt chunks as pieces between attention.
+
+A graph holds the kernels of one batch size. What changes from step to step (tokens, positions, pages, adapters) lies in
+buffers of fixed addresses, which one copy fills. A batch between two sizes is padded: a padded row attends to one token
+of the batch's first sequence, keeps nothing, and its result is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cotenant.device.readback import Interval
+from cotenant.engine.assemble import HostBatch, HostSegment, Int32Array, page_indices
+from cotenant.engine.runner import EagerRunner, Forwarded
+from cotenant.models.batch import PageLists
+from cotenant.models.cuda_forward import CudaForward, TokenInputs
+from cotenant.models.cuda_pieces import CapturedPieces, LayerPieces
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora_stacks import GroupedLora, LoraStacks
+from cotenant.models.paged_attention import FlashInferBackend, PagedAttention
+
+logger = logging.getLogger(__name__)
+
+_NUM_FIELDS = 5  # token ids, positions, slots, seats, adapter slots
+# With more runs of rows per adapter than this, one grouped kernel is cheaper than a product per run.
+_MAX_SPANS = 4
+# Tokens of batches with prompt chunks that are captured in pieces; larger ones take the device longer than the host.
+_PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def choose_graph_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
+    """Batch sizes to capture: ``wanted``, or 1, 2, 4, multiples of 8 up to 64, of 16 up to 256, of 32 beyond."""
+    if wanted:
+        return tuple(sorted({min(size, max_num_seqs) for size in wanted}))
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
+    return tuple(sorted({size for size in sizes if size < max_num_seqs} | {min(max_num_seqs, 1024)}))
+
+
+# (indptr, indices, last_lengths) of a segment, on the host
+_Lists = tuple[Int32Array, Int32Array, Int32Array]
+# (layer, queries, where the result goes) -> the result
+_AttendInto = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class _Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    wrapper: Any
+    logits: torch.Tensor  # [size, vocab]
+
+
+class CudaRunner:
+    """Needs FlashInfer and Triton. ``kv_cache``, ``last_tokens`` and ``stacks`` stay where they are for good."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_cache: torch.Tensor,
+        last_tokens: torch.Tensor,
+        stacks: LoraStacks | None,
+        max_num_seqs: int,
+        max_pages_per_sequence: int,
+    ) -> None:
+        page_tokens = kv_cache.shape[3]
+        self._decoder = decoder
+        self._device = decoder.device
+        self._max_num_seqs = max_num_seqs
+        self._stacks = stacks
+        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, page_tokens)
+        decoder.attention = FlashInferBackend(self._attention)
+        self._forward = CudaForward(decoder, kv_cache, last_tokens)
+        self._eager = EagerRunner(decoder, kv_cache, last_tokens)
+        self._keys_values = [tuple(kv_cache[:, layer].unbind(1)) for layer in range(decoder.spec.num_layers)]
+        num_inputs = _NUM_FIELDS * max_num_seqs + max_num_seqs * max_pages_per_sequence
+        self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
+        self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
+        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._layers = LayerPieces(decoder, kv_cache, last_tokens)
+        self._pieces: dict[int, CapturedPieces] = {}  # by tokens, the smallest first
+        self._planned = torch.cuda.Event()
+
+    def wait_for_kernels(self) -> None:
+        self._attention.kernels.wait("fa3")
+
+    def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
+        if not enforce_eager:
+            self.capture(choose_graph_sizes(self._max_num_seqs, graph_sizes))
+        self._attention.kernels.compile_the_rest()
+
+    @torch.no_grad()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture decode steps of these batch sizes, with and without adapters, on the current stream."""
+        self._compile(sizes)  # while nvcc is at work on attention
+        self._attention.kernels.wait("fa2")
+        start = time.perf_counter()
+        pool = torch.cuda.graph_pool_handle()
+        self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
+        torch.cuda.synchronize(self._device)
+        for size in sorted(sizes, reverse=True):  # the largest first: the smaller ones fit into its memory
+            for with_adapters in (False, True) if self._stacks is not None else (False,):
+                self._captured[size, with_adapters] = self._capture(size, with_adapters, pool)
+        self._sizes = tuple(sorted(sizes))
+        self._pieces = dict(sorted(self._layers.capture(_PIECE_SIZES, pool).items()))
+        torch.cuda.synchronize(self._device)
+        num_graphs, elapsed_s = len(self._captured), time.perf_counter() - start
+        logger.info("decode: %d graphs, prompts: %d sizes, in %.1f s", num_graphs, len(_PIECE_SIZES), elapsed_s)
+
+    def _compile(self, sizes: Sequence[int]) -> None:
+        """Run steps without attention of sizes that between them have every kernel compiled."""
+        start = time.perf_counter()
+        for size in sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}):
+            tokens, _, adapters = self._views(size)
+            tokens.slots.fill_(-1)
+            adapters.fill_(-1)
+            for with_adapters in (False, True) if self._stacks is not None else (False,):
+                grouped = GroupedLora(self._stacks, adapters) if with_adapters and self._stacks is not None else None
+                self._forward.logits(self._forward(tokens, lambda layer, query, cache: query, grouped=grouped))
+        torch.cuda.synchronize(self._device)
+        logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
+
+    def _capture(self, size: int, with_adapters: bool, pool: Any) -> _Captured:
+        segment = HostSegment((1,) * size, (1,) * size, np.zeros((size, 1), dtype=np.int64))  # page 0 is always there
+        fields = np.zeros((_NUM_FIELDS, size), dtype=np.int32)
+        fields[2] = fields[4] = -1
+        tokens, indices, adapters = self._views(size)
+        wrapper = self._attention.captured_decode(
+            size,
+            torch.zeros(size + 1, dtype=torch.int32, device=self._device),
+            indices,
+            torch.ones(size, dtype=torch.int32, device=self._device),
+        )
+        self._fill(size, fields, segment, wrapper)
+        grouped = GroupedLora(self._stacks, adapters) if with_adapters and self._stacks is not None else None
+        logits = self._logits[:size]
+
+        def attend(layer: int, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = wrapper.run(query, self._keys_values[layer], out=torch.empty_like(query))
+            return out
+
+        def run() -> None:
+            self._forward.logits(self._forward(tokens, attend, grouped=grouped), out=logits)
+
+        run()  # compiles what is not compiled yet
+        graph = torch.cuda.CUDAGraph()
+        # Not through torch.cuda.graph, which collects garbage each time: that takes longer than all the rest.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+        return _Captured(graph, wrapper, logits)
+
+    def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
+        """A graph's parts of the input buffer: what it knows of tokens, the page indices, the adapter slots."""
+        fields = self._inputs[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
+        return TokenInputs(*fields[:4]), self._inputs[_NUM_FIELDS * size :], fields[4]
+
+    def _fill(self, size: int, fields: Int32Array, segment: HostSegment, wrapper: Any) -> None:
+        """Send what a graph reads, and plan its attention. ``fields`` [5, size], padded like the page lists here."""
+        indptr, indices, last = page_indices(segment, self._attention.page_tokens)
+        num_padded = size - len(segment.counts)
+        if num_padded:
+            indptr = np.concatenate([indptr, indptr[-1] + np.arange(1, num_padded + 1, dtype=np.int32)])
+            indices = np.concatenate([indices, np.repeat(indices[:1], num_padded)])
+            last = np.concatenate([last, np.ones(num_padded, dtype=np.int32)])
+        self._planned.synchronize()  # the wrappers' host buffers are free again
+        sent = torch.from_numpy(np.concatenate([fields.ravel(), indices])).pin_memory()
+        self._inputs[: len(sent)].copy_(sent, non_blocking=True)
+        pages = PageLists(
+            torch.from_numpy(indptr).pin_memory(),
+            self._inputs[fields.size : len(sent)],
+            torch.from_numpy(last).pin_memory(),
+        )
+        self._attention.plan_wrapper(wrapper, pages)
+        self._planned.record()
+
+    def forward(self, host: HostBatch, interval: Interval, *, keep_hidden: bool) -> Forwarded:
+        if keep_hidden:
+            return self._eager.forward(host, interval, keep_hidden=True)
+        if host.is_decode and self._sizes and host.num_tokens <= self._sizes[-1]:
+            return Forwarded(self._replay(host, interval), None)
+        return Forwarded(self._launch(host, interval), None)
+
+    def _replay(self, host: HostBatch, interval: Interval) -> torch.Tensor:
+        count = host.num_tokens
+        size = next(size for size in self._sizes if size >= count)
+        has_adapters = host.has_adapters
+        captured = self._captured[size, has_adapters]
+        fields = np.zeros((_NUM_FIELDS, size), dtype=np.int32)
+        fields[0, :count], fields[1, :count], fields[3, :count] = host.token_ids, host.positions, host.seats
+        fields[2], fields[4] = -1, -1
+        fields[2, :count] = host.slots
+        if has_adapters:
+            fields[4, :count] = host.adapter_slots()
+        self._fill(size, fields, host.segments[0], captured.wrapper)
+        interval.begin()
+        captured.graph.replay()
+        return captured.logits[:count]
+
+    def _launch(self, host: HostBatch, interval: Interval) -> torch.Tensor | None:
+        """A batch with prompt chunks, or larger than the largest graph."""
+        count, sampled = host.num_tokens, host.sampled_rows()
+        spans = host.spans()
+        use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
+        fields: list[npt.NDArray[Any]] = [host.token_ids, host.positions, host.slots, host.seats]
+        fields.append(host.adapter_slots() if use_grouped else host.seats)
+        rows = np.array(sampled or [0], dtype=np.int32)
+        self._planned.synchronize()
+        lists = [page_indices(segment, host.page_tokens) for segment in host.segments]
+        parts = [*fields, rows, *(indices for _, indices, _ in lists)]
+        sent = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).pin_memory().to(self._device, non_blocking=True)
+        tensors = sent[: _NUM_FIELDS * count].view(_NUM_FIELDS, count)
+        wanted = sent[_NUM_FIELDS * count :][: len(rows)]
+        attend = self._plan(host, lists, sent[_NUM_FIELDS * count + len(rows) :])
+        self._planned.record()
+        interval.begin()
+        pieces = next((one for size, one in self._pieces.items() if size >= count), None)
+        if pieces is not None and not spans:
+            normed = self._run_pieces(pieces, tensors[:4], attend, wanted)
+        else:
+            normed = self._forward(
+                TokenInputs(*tensors[:4]),
+                lambda layer, query, cache: attend(layer, query, torch.empty_like(query)),
+                rows=wanted,
+                spans=() if use_grouped else spans,
+                grouped=GroupedLora(self._stacks, tensors[4]) if use_grouped and self._stacks is not None else None,
+            )
+        return self._forward.logits(normed) if sampled else None
+
+    def _plan(self, host: HostBatch, lists: Sequence[_Lists], indices: torch.Tensor) -> _AttendInto:
+        """Plan the attention of every segment. ``indices``: all their pages on the device, one list after the other."""
+        wrappers, place, row = [], 0, 0
+        for segment, (indptr, pages, last) in zip(host.segments, lists, strict=True):
+            page_lists = PageLists(
+                torch.from_numpy(indptr).pin_memory(),
+                indices[place : place + len(pages)],
+                torch.from_numpy(last).pin_memory(),
+            )
+            if segment.is_decode:
+                wrapper = self._attention.plan_decode(page_lists)
+            else:
+                wrapper = self._attention.plan_prefill(segment.counts, page_lists)
+            wrappers.append((slice(row, row + sum(segment.counts)), wrapper))
+            place, row = place + len(pages), row + sum(segment.counts)
+
+        def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            for part, wrapper in wrappers:
+                wrapper.run(query[part], self._keys_values[layer], out=out[part])
+            return out
+
+        return attend
+
+    def _run_pieces(
+        self, pieces: CapturedPieces, fields: torch.Tensor, attend: _AttendInto, rows: torch.Tensor
+    ) -> torch.Tensor:
+        count = fields.shape[1]
+        pieces.inputs[:, :count].copy_(fields)
+        pieces.inputs[2, count:].fill_(-1)
+        for layer in range(self._decoder.spec.num_layers):
+            pieces.launch(layer)
+            attend(layer, pieces.query, pieces.attended)
+        return self._layers.end(pieces.attended[rows], pieces.residual[rows])

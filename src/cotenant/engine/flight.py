@@ -1,0 +1,90 @@
+"""A batch on its way: launched on the device, not yet seen by the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.plan import BatchShape
+from cotenant.core.request import SequenceOutput, TokenLogprobs
+from cotenant.device.readback import Interval, Readback
+from cotenant.engine.assemble import Entry, HostBatch
+from cotenant.engine.logprobs import score, to_token_logprobs
+from cotenant.engine.sampler import Sampler, SampleRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnlineStep:
+    """A batch that is ready to be launched."""
+
+    host: HostBatch
+    shape: BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a batch produced, in its order. ``device_ms``: how long it ran; ``gap_ms``: how long the device had nothing
+    of the online tenant's before it (None: nothing had been launched behind the batch before)."""
+
+    outputs: list[SequenceOutput]
+    shape: BatchShape
+    device_ms: float
+    gap_ms: float | None
+
+
+class Flight:
+    """The tokens that a launched batch chooses, and their log-probabilities where they are wanted.
+
+    ``follows``: the interval of the batch that was still in flight when this one was launched.
+    """
+
+    def __init__(self, step: OnlineStep, interval: Interval, follows: Interval | None) -> None:
+        self.step = step
+        self._sampling = [entry for entry in step.host.entries if entry.samples]
+        self.interval = interval
+        self.follows = follows
+        self._scored: list[int] = []
+        self._num_top: list[int] = []
+        self._readback = Readback([torch.empty(0, dtype=torch.int64)])
+
+    def sample(self, sampler: Sampler, logits: torch.Tensor) -> None:
+        """Launch the choice of the next tokens. ``logits`` [entries that choose one, vocab]."""
+        rows = []
+        for row, entry in enumerate(self._sampling):
+            sequence = entry.sequence
+            assert sequence.seat is not None
+            rows.append(SampleRow(sequence.sampling_state, sequence.seat, sequence.num_generated))
+            if sequence.request.sampling.logprobs is not None:
+                self._scored.append(row)
+                self._num_top.append(sequence.request.sampling.logprobs)
+        tokens = sampler.sample(logits, sampler.plan(rows))
+        tensors = [tokens]
+        if self._scored:
+            index = torch.tensor(self._scored)
+            if logits.is_cuda:
+                index = index.pin_memory().to(logits.device, non_blocking=True)
+            tensors += score(logits[index], tokens[index], self._num_top).tensors()
+        self._readback = Readback(tensors)
+
+    def results(self) -> Iterator[tuple[Entry, int | None, TokenLogprobs | None]]:
+        """Wait for the batch: each entry with the token it chose (``NOT_FINITE`` if there is none to choose, None if it
+        does not choose) and that token's log-probabilities if they are wanted."""
+        tokens, *scores = self._readback.wait()
+        token_ids: list[int] = tokens.tolist()
+        logprobs: dict[int, TokenLogprobs] = {}
+        if scores:
+            chosen = [max(0, token_ids[row]) for row in self._scored]
+            logprobs = dict(zip(self._scored, to_token_logprobs(scores, chosen, self._num_top), strict=True))
+        rows = enumerate(token_ids)
+        for entry in self.step.host.entries:
+            if entry.samples:
+                row, token_id = next(rows)
+                yield entry, token_id, logprobs.get(row)
+            else:
+                yield entry, None, None
+
+    def gap_ms(self) -> float | None:
+        """From the end of the batch before to the beginning of this one, if the two were launched back to back."""
+        return None if self.follows is None else self.interval.gap_ms(self.follows)

@@ -1,0 +1,76 @@
+"""The online tenant, put together from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.config import ServerConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.device import Device, create_device
+from cotenant.engine.engine import OnlineEngine
+from cotenant.models.attention_kernels import prepare
+from cotenant.models.decoder import Decoder
+from cotenant.models.loading import load_decoder
+from cotenant.models.paged_attention import is_supported
+from cotenant.models.registry import ResolvedModel, resolve_model
+from cotenant.runtime.sizing import num_pages
+
+_TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A device, a model on it, and the engine that serves it, warmed up."""
+
+    device: Device
+    resolved: ResolvedModel
+    decoder: Decoder
+    engine: OnlineEngine
+    max_model_len: int
+    tasklet_tokens: int
+
+
+def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> torch.dtype:
+    """The dtype of weights and KV cache for `--dtype`. ``auto`` keeps a checkpoint's half precision on a GPU."""
+    if name == "auto" and device.torch_device.type != "cpu" and checkpoint_dtype in ("bfloat16", "float16"):
+        name = checkpoint_dtype
+    return device.default_dtype() if name == "auto" else getattr(torch, name)
+
+
+def build_serving(config: ServerConfig) -> Serving:
+    """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served."""
+    device = create_device(config.model.device)
+    resolved = resolve_model(config.model)
+    dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
+    if is_supported(resolved.spec, device.torch_device, dtype):
+        prepare(resolved.spec, device.torch_device, dtype)  # while the weights are loaded
+    decoder = load_decoder(
+        resolved, device.torch_device, dtype, config.model.seed, quantization=config.model.quantization
+    )
+    max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
+    tasklet_tokens = config.coexecution.tasklet_tokens or _TASKLET_TOKENS[device.torch_device.type]
+    pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
+    try:
+        with device.online():
+            engine = OnlineEngine(
+                decoder,
+                pages,
+                config.cache.page_tokens,
+                config.batch,
+                max_model_len,
+                config.lora,
+                resolved.spec.eos_token_ids,
+                device=device,
+                max_pages=max_pages,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+            )
+            engine.warm_up(config.batch.cuda_graph_sizes, enforce_eager=config.batch.enforce_eager)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"the KV cache and what serving needs beside it do not fit into the device's memory: lower "
+            f"--gpu-memory-utilization or --num-pages ({error})",
+            param="gpu-memory-utilization",
+        ) from error
+    return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens)
