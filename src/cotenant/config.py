@@ -6,7 +6,7 @@ Environment variables are read here and nowhere else.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cotenant.core.errors import InvalidInputError
@@ -15,9 +15,12 @@ from cotenant.core.plan import Slo
 POLICIES = ("multitask", "temporal", "whole-step", "inference-only")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
+# (sequences, tokens) of a batch, by the device's type.
+_BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 
 
 def _require(condition: bool, flag: str, problem: str) -> None:
@@ -27,12 +30,14 @@ def _require(condition: bool, flag: str, problem: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows."""
+    """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows.
+    ``quantization`` None: weights stay in ``dtype``."""
 
     model: str
     served_model_names: tuple[str, ...] = ()
     load_format: str = "auto"
     dtype: str = "auto"
+    quantization: str | None = None
     device: str = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None
@@ -41,6 +46,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _require(self.load_format in LOAD_FORMATS, "load-format", f"must be one of {', '.join(LOAD_FORMATS)}")
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
+        _require(
+            self.quantization is None or self.quantization in QUANTIZATIONS,
+            "quantization",
+            f"must be none or one of {', '.join(QUANTIZATIONS)}",
+        )
         _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
         _require(self.max_model_len is None or self.max_model_len >= 16, "max-model-len", "must be at least 16")
 
@@ -52,12 +62,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The KV cache. ``num_pages`` None: from ``gpu_memory_utilization`` (CUDA) or ``cpu_cache_bytes`` (CPU)."""
+    """The KV cache. ``num_pages`` None: from ``gpu_memory_utilization`` (CUDA) or ``cpu_cache_bytes`` (CPU).
+    ``enable_prefix_caching``: full pages of a prompt are used again by prompts that begin alike."""
 
     page_tokens: int = 16
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.85
     cpu_cache_bytes: int = 1 << 30
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _require(self.page_tokens in (1, 2, 4, 8, 16, 32, 64, 128), "page-tokens", "must be a power of 2 up to 128")
@@ -67,32 +79,64 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
-    """Limits on an online batch and on the queue before it. ``max_queue``: live requests beyond which 503."""
+    """Limits on an online batch and on the queue before it. ``max_queue``: live requests beyond which 503.
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    ``max_num_seqs`` and ``max_num_batched_tokens`` 0: chosen for the device by ``resolved``. ``cuda_graph_sizes``:
+    batch sizes that decode graphs are captured for; empty: chosen by the server. ``enforce_eager``: no graphs.
+    """
+
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
     max_queue: int = 512
+    enforce_eager: bool = False
+    cuda_graph_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_num_seqs >= 1, "max-num-seqs", "must be at least 1")
+        _require(self.max_num_seqs >= 0, "max-num-seqs", "must be at least 1, or 0 for the device's default")
         _require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens >= 0,
+            "max-num-batched-tokens",
+            "must be at least 1, or 0 for the device's default",
+        )
+        _require(
+            self.max_num_batched_tokens == 0 or self.max_num_batched_tokens >= self.max_num_seqs,
             "max-num-batched-tokens",
             "must be at least --max-num-seqs",
         )
         _require(self.max_queue >= 1, "max-queue", "must be at least 1")
+        _require(all(size >= 1 for size in self.cuda_graph_sizes), "cuda-graph-sizes", "must be at least 1 each")
+
+    def resolved(self, device_type: str) -> BatchConfig:
+        """The same with no limit left open, for a device of this type (``cuda``, ``cpu``).
+
+        256 sequences and 4,096 tokens on CUDA, 64 and 512 elsewhere; where only one of the two is given, the other
+        follows it so far that it fits.
+        """
+        num_seqs, num_tokens = _BATCH_LIMITS.get(device_type, _BATCH_LIMITS["cpu"])
+        if self.max_num_batched_tokens:
+            num_seqs = min(num_seqs, self.max_num_batched_tokens)
+        num_seqs = self.max_num_seqs or num_seqs
+        num_tokens = self.max_num_batched_tokens or max(num_tokens, num_seqs)
+        return replace(self, max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Adapters. ``modules``: (name, path) pairs served from the start. Up to ``max_loras`` live on the device."""
+    """Adapters. ``modules``: (name, path) pairs served from the start. Up to ``max_loras`` live on the device, and up
+    to ``max_cpu_loras`` are kept in host memory (None: chosen by the server)."""
 
     max_loras: int = 8
+    max_cpu_loras: int | None = None
     max_lora_rank: int = 64
     modules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.max_loras >= 1, "max-loras", "must be at least 1")
+        _require(
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            "max-cpu-loras",
+            "must be at least --max-loras",
+        )
         _require(1 <= self.max_lora_rank <= 512, "max-lora-rank", "must be between 1 and 512")
 
 

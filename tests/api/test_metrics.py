@@ -85,6 +85,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     worker.stats = Stats(
         num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
         trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1,
+        prefix_cache_queries=64, prefix_cache_hits=48, step_gap_us=12.5,
     )  # fmt: skip
     seen = figures(Metrics("m", worker))
     for name, value in {
@@ -95,6 +96,9 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
         "trained_tokens_total": 9,
         "slack_ms": 4.5,
         "prediction_error_ratio": 0.1,
+        "prefix_cache_queries_total": 64,
+        "prefix_cache_hits_total": 48,
+        "step_gap_microseconds": 12.5,
     }.items():
         assert seen[f'cotenant:{name}{{model_name="m"}}'] == value
     assert seen['cotenant:tasklets_total{kind="forward",model_name="m"}'] == 7
@@ -106,5 +110,5 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
 
 def test_targets_are_unknown_before_the_model_is_loaded() -> None:
     seen = figures(Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny")))))
-    assert not [name for name in seen if "slo_target_ms" in name]
+    assert not [name for name in seen if "slo_target_ms" in name or "step_gap" in name]
     assert seen['cotenant:model_ready{model_name="m"}'] == 0

@@ -6,10 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
 from cotenant.api.schemas.chat import ChatChunk, ChunkChoice, Delta, Usage
-from cotenant.api.sse import DONE, EventStreamResponse, event, run_until_disconnect
+from cotenant.api.sse import DONE, EventStreamResponse, TextEvents, event, run_until_disconnect
 from cotenant.core.errors import WorkerLostError
 
 CHUNK = ChatChunk("chatcmpl-1", 5, "m", [ChunkChoice(0, Delta(content="a\nb"))])
@@ -30,6 +32,14 @@ def test_usage_is_absent_null_or_there() -> None:
 
 def test_an_empty_delta_is_empty() -> None:
     assert b'"delta":{},' in event(ChatChunk("c", 5, "m", [ChunkChoice(0, Delta(), None, "stop")]))
+
+
+@given(st.text())
+def test_events_that_differ_in_their_text_are_as_if_each_was_encoded(text: str) -> None:
+    def make(content: str) -> ChatChunk:
+        return ChatChunk('"c\\', 5, "m/\u00e9", [ChunkChoice(1, Delta(content=content))], usage=None)
+
+    assert TextEvents(make)(text) == event(make(text))
 
 
 async def _never() -> Any:
@@ -71,14 +81,14 @@ def test_work_is_cleaned_up_before_a_disconnect_is_reported() -> None:
     assert cleaned == [True]
 
 
-def _stream(events: Any, receive: Any) -> list[dict[str, Any]]:
+def _stream(events: Any, receive: Any, is_followed: Any = lambda: False) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     async def run() -> None:
-        await EventStreamResponse("req-1", b"first", events())({"type": "http"}, receive, send)
+        await EventStreamResponse("req-1", b"first", events(), is_followed)({"type": "http"}, receive, send)
 
     asyncio.run(run())
     return sent
@@ -92,6 +102,22 @@ def test_a_stream_ends_with_done() -> None:
     assert (b"content-type", b"text/event-stream; charset=utf-8") in sent[0]["headers"]
     assert [message["body"] for message in sent[1:]] == [b"first", b"second", DONE]
     assert [message["more_body"] for message in sent[1:]] == [True, True, False]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_came_together_leaves_together_and_nothing_is_lost(fails: bool) -> None:
+    waiting = [b"5", b"", b"4", b"3", b"", b"2"]
+
+    async def events() -> Any:
+        while waiting:
+            yield waiting.pop()
+        if fails:
+            raise WorkerLostError("The worker died.")
+
+    sent = [message["body"] for message in _stream(events, _never, lambda: len(waiting) not in (4, 3, 1))[1:]]
+    assert sent[:4] == [b"first", b"2", b"3", b"4"]
+    assert len(sent) == 5
+    assert sent[4].startswith(b'5data: {"error"' if fails else b"5" + DONE)
 
 
 @pytest.mark.parametrize(

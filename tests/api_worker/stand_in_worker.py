@@ -19,12 +19,15 @@ from cotenant.core.request import FinishReason, Request, SequenceOutput
 from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import (
     AbortRequests,
+    AdapterFailed,
+    AdapterLoaded,
     AddRequest,
     Drain,
     Drained,
     JobFailed,
     JobPaused,
     JobStarted,
+    LoadAdapter,
     Outputs,
     PauseJob,
     Ready,
@@ -40,6 +43,10 @@ FIRST_ONLY = 3  # one token, and then nothing
 REFUSE = 4  # the request fails with code model_not_found
 DIE = 5  # kills itself when it sees the request
 DIE_AFTER_FIRST = 6  # sends one token, and kills itself
+
+# What it does with an adapter follows from its name.
+BROKEN_ADAPTER = "broken"
+DEADLY_ADAPTER = "deadly"
 
 
 def die() -> None:
@@ -68,6 +75,12 @@ def answer(channel: WorkerChannel, request: Request) -> bool:
     return True
 
 
+def load(channel: WorkerChannel, name: str) -> None:
+    if name == DEADLY_ADAPTER:
+        die()
+    channel.send(AdapterFailed(name, "this is no adapter") if name == BROKEN_ADAPTER else AdapterLoaded(name))
+
+
 def serve(channel: WorkerChannel) -> None:
     live: set[str] = set()
     while True:
@@ -79,6 +92,8 @@ def serve(channel: WorkerChannel) -> None:
                         live.add(message.request.request_id)
                 case AbortRequests():
                     live -= set(message.request_ids)
+                case LoadAdapter():
+                    load(channel, message.name)
                 case StartJob():
                     job_id = message.spec.job_id
                     channel.send(JobStarted(job_id, 10, 0, 1.0))

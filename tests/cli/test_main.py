@@ -61,9 +61,9 @@ def test_a_users_mistake_is_one_line_on_stderr(arguments: list[str], complaint: 
 
 
 def test_an_unknown_flag_is_refused_by_name() -> None:
-    result = cotenant("serve", "tiny", "--enable-prefix-caching")
+    result = cotenant("serve", "tiny", "--enable-speculation")
     assert result.returncode == 2
-    assert "--enable-prefix-caching" in result.stderr
+    assert "--enable-speculation" in result.stderr
 
 
 def test_neither_the_command_line_nor_the_server_imports_torch() -> None:

@@ -39,9 +39,10 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "served_model_name": ["a", "b"], "max_model_len": 512, "dtype": "float32", "load_format": "dummy",
         "device": "cpu", "seed": 7, "chat_template": "t.jinja", "page_tokens": 8, "num_pages": 99,
         "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_queue": 5, "max_loras": 2,
-        "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal", "slo_ttft_ms": 12.5,
-        "slo_tpot_ms": 3, "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81, "api_key": "k",
-        "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
+        "enable_prefix_caching": False, "quantization": "fp8", "max_cpu_loras": 6, "enforce_eager": True,
+        "cuda_graph_sizes": [1, 4], "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal",
+        "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81,
+        "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
     }  # fmt: skip
     assert set(given) == set(FLAGS)
     by_flags = build_config("tiny", given, None)
@@ -71,6 +72,35 @@ def test_a_false_or_zero_flag_is_a_given_flag(tmp_path: Path) -> None:
     assert (config.coexecution.fuse, config.model.seed, config.api.port) == (False, 0, 0)
 
 
+def test_the_command_line_can_undo_what_a_file_asks_for(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "quantization: fp8\nenforce-eager: true\nenable-prefix-caching: false")
+    given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True}
+    assert build_config("tiny", given, file) == build_config("tiny", {}, None)
+
+
+def test_one_graph_size_needs_no_list(tmp_path: Path) -> None:
+    assert build_config("tiny", {}, yaml_file(tmp_path, "cuda-graph-sizes: 8")).batch.cuda_graph_sizes == (8,)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "seqs", "tokens"),
+    [
+        ("cuda", {}, 256, 4096),
+        ("cpu", {}, 64, 512),
+        ("cpu", {"max_num_seqs": 1000}, 1000, 1000),
+        ("cuda", {"max_num_seqs": 8}, 8, 4096),
+        ("cpu", {"max_num_batched_tokens": 32}, 32, 32),
+        ("cuda", {"max_num_seqs": 3, "max_num_batched_tokens": 77}, 3, 77),
+    ],
+)
+def test_limits_that_are_not_given_follow_the_device(
+    device: str, given: dict[str, int], seqs: int, tokens: int
+) -> None:
+    batch = build_config("tiny", {**given, "max_queue": 9}, None).batch.resolved(device)
+    assert (batch.max_num_seqs, batch.max_num_batched_tokens, batch.max_queue) == (seqs, tokens, 9)
+    assert batch.resolved("cuda") == batch
+
+
 def test_the_key_comes_from_the_flag_then_the_file_then_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +115,13 @@ def test_the_key_comes_from_the_flag_then_the_file_then_the_environment(
     ("text", "complaint"),
     [
         ("prot: 8000", "unknown key 'prot'"),
-        ("enable-prefix-caching: true", "unknown key 'enable-prefix-caching'"),
+        ("enable-prefix-cache: true", "unknown key 'enable-prefix-cache'"),
+        ("enable-prefix-caching: 1", "--enable-prefix-caching: expected 'bool', got 'int'"),
+        ("quantization: awq", "--quantization: must be none or one of fp8"),
+        ("max-cpu-loras: 7", "--max-cpu-loras: must be at least --max-loras"),
+        ("cuda-graph-sizes: [1, 0]", "--cuda-graph-sizes: must be at least 1"),
+        ("max-num-seqs: -1", "--max-num-seqs: must be at least 1"),
+        ("max-num-seqs: 8\nmax-num-batched-tokens: 7", "--max-num-batched-tokens: must be at least --max-num-seqs"),
         ("port: eight", "--port: expected 'int', got 'str'"),
         ("port: true", "--port: expected 'int', got 'bool'"),
         ("port: 70000", "--port: must be between"),
@@ -142,6 +178,7 @@ def test_the_same_lora_name_twice_is_refused(tmp_path: Path) -> None:
 
 def test_serve_offers_exactly_the_flags_of_the_table() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
-    offered = set(re.findall(r"--[a-z][a-z-]+", shown)) - {"--help", "--config", "--no-fuse"}
-    assert offered >= {f"--{flag.name}" for flag in FLAGS.values()}
-    assert "--enable-prefix-caching" not in offered
+    offered = set(re.findall(r"--[a-z][a-z-]+", shown))
+    off = {"--no-fuse", "--no-enforce-eager", "--no-enable-prefix-caching"}
+    assert offered >= {f"--{flag.name}" for flag in FLAGS.values()} | off
+    assert "--tensor-parallel-size" not in offered

@@ -10,7 +10,7 @@ from cotenant.api.auth import ApiKeyMiddleware
 from cotenant.api.errors import install_handlers
 from cotenant.api.middleware import BodyLimitMiddleware, RequestContextMiddleware
 from cotenant.api.models import ModelCard, ModelList
-from cotenant.api.routes import chat, completions, files, fine_tuning, health, metrics, models, tokenize
+from cotenant.api.routes import adapters, chat, completions, files, fine_tuning, health, metrics, models, tokenize
 from cotenant.api.schemas.chat import ChatChunk, ChatCompletion, ChatRequest
 from cotenant.api.schemas.completion import Completion, CompletionRequest
 from cotenant.api.schemas.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -20,6 +20,7 @@ _ROUTERS = (
     chat.router,
     completions.router,
     models.router,
+    adapters.router,
     tokenize.router,
     files.router,
     fine_tuning.router,
@@ -39,6 +40,7 @@ _DOCUMENTED = (
     DetokenizeRequest,
     DetokenizeResponse,
     health.Version,
+    *adapters.DOCUMENTED,
     *files.DOCUMENTED,
     *fine_tuning.DOCUMENTED,
 )

@@ -10,6 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+
 from cotenant.api.schemas.sampling import for_choice
 from cotenant.core.errors import CotenantError, OverloadedError, WorkerLostError
 from cotenant.core.request import AdapterRef, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
@@ -78,13 +80,12 @@ def make_choices(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What one output of the worker adds to a choice.
 
     ``logprobs`` has an entry per token if they were asked for, and ``offsets`` the number of generated characters
     before each of them. The last piece has a ``finish_reason``; ``stop_reason`` is the stop string or the stop token's
-    id that ended it, None for the model's own end.
+    id that ended it, None for the model's own end. A struct, because there is one per token and it is made faster.
     """
 
     text: str
@@ -112,6 +113,9 @@ class ChoiceText:
 
     def add(self, output: SequenceOutput) -> Piece:
         """Take the worker's next output."""
+        if self._stop is None and output.finish_reason is None and not output.logprobs:
+            text = self._detokenizer.add(output.token_ids)
+            return Piece(text, len(output.token_ids), prompt_logprobs=output.prompt_logprobs)
         shown = output.token_ids
         by_token = output.finish_reason is FinishReason.STOP
         if by_token and not self._options.include_stop:
@@ -154,8 +158,9 @@ class ChoiceText:
         return output.finish_reason.value, output.stop_token_id if is_asked_for else None
 
 
-async def stream_choice(state: AppState, choice: Choice) -> AsyncGenerator[Piece, None]:
-    """The pieces of one choice as they come. Closing the generator, or a stop string, frees the sequence at once.
+async def stream_choice(state: AppState, choice: Choice, index: int = 0) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of one choice as they come, each with the choice's index. Closing the generator, or a stop string,
+    frees the sequence at once.
 
     Raises what ``WorkerClient.generate`` raises, before the first piece unless the worker dies in between.
     """
@@ -171,16 +176,17 @@ async def stream_choice(state: AppState, choice: Choice) -> AsyncGenerator[Piece
                 clock.tokens(len(output.token_ids))
                 if is_first:
                     is_first = False
-                    state.metrics.prompt_tokens.inc(len(choice.request.prompt))
+                    state.metrics.prompt_tokens.value += len(choice.request.prompt)
                     if output.queue_s is not None:
                         state.metrics.queue_time.observe(output.queue_s)
                 piece = text.add(output)
-                if piece.finish_reason is not None:
-                    reason = piece.finish_reason
-                    clock.finish()
-                yield piece
-                if piece.finish_reason is not None:
-                    return
+                if piece.finish_reason is None:
+                    yield index, piece
+                    continue
+                reason = piece.finish_reason
+                clock.finish()
+                yield index, piece
+                return
     except OverloadedError:
         reason = None  # it never began
         raise
@@ -192,20 +198,24 @@ async def stream_choice(state: AppState, choice: Choice) -> AsyncGenerator[Piece
             state.metrics.count_end(reason)
 
 
-async def stream_choices(state: AppState, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
+def stream_choices(state: AppState, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of all choices as they come, each with its choice's index. The first error ends them all."""
-    if len(choices) == 1:
-        async with aclosing(stream_choice(state, choices[0])) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-        return
+    return stream_choice(state, choices[0]) if len(choices) == 1 else _stream_several(state, choices)
+
+
+def next_piece_is_here(state: AppState, choices: Sequence[Choice]) -> bool:
+    """Whether ``stream_choices`` has another piece without waiting. Never said of several choices."""
+    return len(choices) == 1 and state.worker.has_results(choices[0].request.request_id)
+
+
+async def _stream_several(state: AppState, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
     queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
 
     async def pump(index: int, choice: Choice) -> None:
         try:
-            async with aclosing(stream_choice(state, choice)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((index, piece))
+            async with aclosing(stream_choice(state, choice, index)) as pieces:
+                async for item in pieces:
+                    queue.put_nowait(item)
             queue.put_nowait(None)
         except Exception as error:  # handed to the consumer, who raises it
             queue.put_nowait(error)
@@ -234,7 +244,7 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
         collected: list[Piece] = []
         try:
             async with aclosing(stream_choice(state, choice)) as pieces:
-                async for piece in pieces:
+                async for _, piece in pieces:
                     collected.append(piece)
             return collected
         except WorkerLostError:

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cotenant.api.tallies import LatencyTally, Tally
 from cotenant.core.plan import Mode, Slo
 
 if TYPE_CHECKING:
@@ -38,27 +39,27 @@ class Metrics:
         self._model_name = model_name
         self._worker = worker
         self._registry = CollectorRegistry()
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.slo_requests = self._counter("slo_requests", "Finished requests that the targets apply to.")
-        self.slo_attained = self._counter("slo_attained", "Finished requests that met both targets.")
+        self.prompt_tokens = self._tally("prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._tally("generation_tokens", "Tokens generated.")
+        self.slo_requests = self._tally("slo_requests", "Finished requests that the targets apply to.")
+        self.slo_attained = self._tally("slo_attained", "Finished requests that met both targets.")
         self._request_success = Counter(
             PREFIX + "request_success",
             "Requests that ended, by reason.",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
-        self.time_to_first_token = self._histogram(
+        self.time_to_first_token = self._latencies(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS_S
         )
-        self.inter_token_latency = self._histogram(
+        self.inter_token_latency = self._latencies(
             "inter_token_latency_seconds", "Gap between tokens.", _PER_TOKEN_BUCKETS_S
         )
-        self.time_per_output_token = self._histogram(
+        self.time_per_output_token = self._latencies(
             "request_time_per_output_token_seconds", "TPOT: mean gap of a request.", _PER_TOKEN_BUCKETS_S
         )
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS_S)
-        self.queue_time = self._histogram(
+        self.e2e_latency = self._latencies("e2e_request_latency_seconds", "Arrival to last token.", _REQUEST_BUCKETS_S)
+        self.queue_time = self._latencies(
             "request_queue_time_seconds", "Arrival to the first iteration that works on it.", _FIRST_TOKEN_BUCKETS_S
         )
         self._registry.register(_WorkerCollector(model_name, worker))
@@ -80,13 +81,15 @@ class Metrics:
         """Everything in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(PREFIX + name, text, ("model_name",), registry=self._registry).labels(self._model_name)
+    def _tally(self, name: str, text: str) -> Tally:
+        tally = Tally(PREFIX + name, text, self._model_name)
+        self._registry.register(tally)
+        return tally
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, text, ("model_name",), registry=self._registry, buckets=buckets).labels(
-            self._model_name
-        )
+    def _latencies(self, name: str, text: str, bounds_s: tuple[float, ...]) -> LatencyTally:
+        tally = LatencyTally(PREFIX + name, text, bounds_s, self._model_name)
+        self._registry.register(tally)
+        return tally
 
 
 class RequestClock:
@@ -114,12 +117,10 @@ class RequestClock:
             self._first_token_s = now_s
             self._metrics.time_to_first_token.observe(now_s - self._arrival_s)
         else:
-            gap_s = (now_s - self._last_token_s) / count
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe(gap_s)
+            self._metrics.inter_token_latency.observe((now_s - self._last_token_s) / count, count)
         self._last_token_s = now_s
         self._num_tokens += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.generation_tokens.value += count
 
     def finish(self) -> None:
         """The sequence ended as it should."""
@@ -132,9 +133,9 @@ class RequestClock:
         if tpot_s is not None:
             self._metrics.time_per_output_token.observe(tpot_s)
         if self._slo is not None:
-            self._metrics.slo_requests.inc()
+            self._metrics.slo_requests.value += 1
             if attains(self._slo, ttft_s, tpot_s):
-                self._metrics.slo_attained.inc()
+                self._metrics.slo_attained.value += 1
 
 
 def time_per_output_token_s(ttft_s: float, e2e_s: float, num_tokens: int) -> float | None:
@@ -169,6 +170,13 @@ class _WorkerCollector(Collector):
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
         )
         yield self._counter("num_preemptions", "Sequences pushed out of the cache.", stats.num_preemptions)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits)
+        yield self._gauge(
+            "step_gap_microseconds", "Median time of late without work for the device between steps.", stats.step_gap_us
+        )
         yield self._counter("iterations", "Iterations of the worker loop.", stats.num_iterations)
         yield self._counter("fused_tasklets", "Tasklets that ran inside an online batch.", stats.num_fused_tasklets)
         yield self._counter("trained_tokens", "Tokens trained on.", stats.trained_tokens)

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 MAX_JSON_BYTES = 8 * 1024 * 1024
 UPLOAD_PATH = "/v1/files"
+# Where a request's scope has the way of a body's parts to the server, past all that only looks at a response's start.
+BODY_SEND = "cotenant.body_send"
 _UPLOAD_FRAME_BYTES = 1024 * 1024  # what multipart adds around the file itself
 _CLIENT_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
 
@@ -37,6 +39,7 @@ class RequestContextMiddleware:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _CLIENT_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        scope[BODY_SEND] = send
         started = False
 
         async def send_with_id(message: Message) -> None:

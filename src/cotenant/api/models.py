@@ -1,17 +1,18 @@
-"""Which models there are: the base model under its names, adapters named by flags, and what jobs have trained."""
+"""Which models there are: the base model under its names, adapters (named by flags, or loaded and unloaded while
+serving), and what jobs have trained."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cotenant.config import ServerConfig
-from cotenant.core.errors import NotFoundError
+from cotenant.core.errors import InvalidInputError, NotFoundError
 from cotenant.core.request import AdapterRef
 
 if TYPE_CHECKING:
@@ -48,39 +49,57 @@ class ResolvedName:
     adapter: AdapterRef | None
 
 
-@dataclass(slots=True)
-class ModelNames:
-    """Looks names up in the configuration first, which costs nothing, and then in the store."""
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that no job of ours has trained, in a folder of the user's."""
 
-    config: ServerConfig
-    base_folder: Path | None
-    worker: WorkerClient
-    store: Store
-    started_at: int = field(default_factory=lambda: int(time.time()))
+    ref: AdapterRef
+    created_at: float
+
+
+class ModelNames:
+    """Looks names up among those in memory first, which costs nothing, and then in the store.
+
+    Adapters that are loaded while serving are known until the server ends, whatever happens to the worker: requests
+    tell it the folder.
+    """
+
+    def __init__(self, config: ServerConfig, base_folder: Path | None, worker: WorkerClient, store: Store) -> None:
+        self._config = config
+        self._base_folder = base_folder
+        self._worker = worker
+        self._store = store
+        self._started_at = time.time()
+        self._named = {
+            name: NamedAdapter(AdapterRef(name, path), self._started_at) for name, path in config.lora.modules
+        }
+        # Held while an adapter is loaded or unloaded, so that a name's uses follow one another.
+        self._changing = asyncio.Lock()
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        model = self.config.model
+        model = self._config.model
         return model.served_model_names or (model.model,)
 
     async def resolve(self, name: str) -> ResolvedName:
         """The model called ``name``. Raises ``NotFoundError`` if there is none."""
         if name in self.base_names:
             return ResolvedName(name, None)
-        for module_name, path in self.config.lora.modules:
-            if name == module_name:
-                return ResolvedName(name, AdapterRef(name, path))
-        adapter = await asyncio.to_thread(self.store.find_adapter, name)
+        named = self._named.get(name)
+        if named is not None:
+            return ResolvedName(name, named.ref)
+        adapter = await asyncio.to_thread(self._store.find_adapter, name)
         if adapter is None:
             raise unknown_model(name)
         return ResolvedName(name, AdapterRef(adapter.name, adapter.path))
 
     async def cards(self) -> list[ModelCard]:
         """All models, the base model first."""
-        base = self.config.model.name
-        cards = [self._card(name, self._base_root, None, self.started_at) for name in self.base_names]
-        cards += [self._card(name, path, base, self.started_at) for name, path in self.config.lora.modules]
-        for adapter in await asyncio.to_thread(self.store.served_adapters):
+        base = self._config.model.name
+        cards = [self._card(name, self._base_root, None, self._started_at) for name in self.base_names]
+        for named in self._named.values():
+            cards.append(self._card(named.ref.name, named.ref.path, base, named.created_at))
+        for adapter in await asyncio.to_thread(self._store.served_adapters):
             cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
         return cards
 
@@ -91,14 +110,69 @@ class ModelNames:
                 return card
         raise unknown_model(name)
 
+    async def load_adapter(self, name: str, path: str, replace: bool) -> None:
+        """Serve the adapter in the folder ``path`` as ``name`` from now on, once the worker has read it.
+
+        ``replace``: also if ``name`` is an adapter's that was named by a flag or loaded before. Raises NotFoundError
+        when there is no such folder, InvalidInputError when the name is in use or the folder holds no adapter that
+        fits, OverloadedError when there is no worker to ask.
+        """
+        async with self._changing:
+            await self._check_free(name, replace)
+            ref = AdapterRef(name, await asyncio.to_thread(_existing_folder, path))
+            await self._worker.load_adapter(ref)
+            self._named[name] = NamedAdapter(ref, time.time())
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve this adapter no more; requests that run on it end as they would have. Raises NotFoundError if there is
+        no such adapter, InvalidInputError if it is a job's."""
+        async with self._changing:
+            if name not in self._named:
+                if await asyncio.to_thread(self._store.find_adapter, name) is None:
+                    raise NotFoundError(
+                        f"The LoRA adapter '{name}' cannot be found.", code="not_found", param="lora_name"
+                    )
+                raise InvalidInputError(
+                    f"The model '{name}' is a fine-tuning job's and is served as long as the job's files are there; "
+                    "only adapters of --lora-modules and of /v1/load_lora_adapter can be unloaded.",
+                    code="invalid_value",
+                    param="lora_name",
+                )
+            del self._named[name]
+            self._worker.unload_adapter(name)
+
+    async def _check_free(self, name: str, replace: bool) -> None:
+        if name in self._named:
+            if replace:
+                return
+            reason = "it has already been loaded; set 'load_inplace' to true to load it again"
+        elif name in self.base_names:
+            reason = "it is the base model's"
+        elif await asyncio.to_thread(self._store.find_adapter, name) is not None:
+            reason = "it is the name of a fine-tuning job's model"
+        else:
+            return
+        raise InvalidInputError(f"The name '{name}' is in use: {reason}.", code="invalid_value", param="lora_name")
+
     @property
     def _base_root(self) -> str:
-        return str(self.base_folder) if self.base_folder is not None else self.config.model.model
+        return str(self._base_folder) if self._base_folder is not None else self._config.model.model
 
     def _card(self, name: str, root: str, parent: str | None, created: float) -> ModelCard:
-        ready = self.worker.last_ready
-        max_model_len = ready.max_model_len if ready else self.config.model.max_model_len
+        ready = self._worker.last_ready
+        max_model_len = ready.max_model_len if ready else self._config.model.max_model_len
         return ModelCard(name, int(created), str(root), parent, max_model_len)
+
+
+def _existing_folder(path: str) -> str:
+    """The folder's absolute path. Raises NotFoundError if there is none."""
+    try:
+        folder = Path(path).resolve()
+        if folder.is_dir():
+            return str(folder)
+    except (OSError, ValueError):  # a path that no file can have, or one that we may not look at
+        pass
+    raise NotFoundError(f"There is no folder '{path[:200]}' on the server.", code="not_found", param="lora_path")
 
 
 def unknown_model(name: str) -> NotFoundError:

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import uvloop
 from cotenant.api.app import create_app
 from cotenant.api.jobs.manager import JobManager
 from cotenant.api.state import AppState
+from cotenant.api.supervisor import WORKER_COMMAND
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ApiConfig, ServerConfig
 from cotenant.core.errors import CotenantError
@@ -54,7 +55,13 @@ class BaseModel:
     vocab_size: int
 
 
-def run_server(config: ServerConfig, base: BaseModel, announce: Callable[[str], None]) -> int:
+def run_server(
+    config: ServerConfig,
+    base: BaseModel,
+    announce: Callable[[str], None],
+    *,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> int:
     """Serve until a signal says stop; returns the exit code. ``announce`` gets one line when the model is ready.
 
     HTTP listens from the start; ``/health`` answers 503 until the worker is ready. The first SIGTERM or SIGINT drains:
@@ -62,7 +69,7 @@ def run_server(config: ServerConfig, base: BaseModel, announce: Callable[[str], 
     Raises ServerFailedError, or CotenantError for what else is wrong with the configuration or the data folder.
     """
     _raise_open_files_limit()
-    with contextlib.closing(open_listener(config.api)) as listener, _open_state(config, base) as state:
+    with contextlib.closing(open_listener(config.api)) as listener, _open_state(config, base, worker_command) as state:
         http = _HttpServer(
             uvicorn.Config(
                 create_app(state),
@@ -83,11 +90,11 @@ def run_server(config: ServerConfig, base: BaseModel, announce: Callable[[str], 
 
 
 @contextlib.contextmanager
-def _open_state(config: ServerConfig, base: BaseModel) -> Iterator[AppState]:
+def _open_state(config: ServerConfig, base: BaseModel, worker_command: Sequence[str]) -> Iterator[AppState]:
     """Everything that the routes work with; the store stays locked until the end."""
     tokenizer = load_tokenizer(base.folder, base.vocab_size)
     chat_template = load_chat_template(base.folder, config.model.chat_template)
-    worker = WorkerClient(config, base.folder)
+    worker = WorkerClient(config, base.folder, worker_command=worker_command)
     with contextlib.closing(open_store(Path(config.data_dir))) as store:
         jobs = JobManager(store, worker, config, base.folder)
         worker.attach_jobs(jobs)

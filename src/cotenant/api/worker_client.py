@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from cotenant.api.live_request import LiveRequest
 from cotenant.api.supervisor import WORKER_COMMAND, CrashWindow, Supervisor
 from cotenant.config import ServerConfig
 from cotenant.core.errors import (
@@ -23,19 +24,23 @@ from cotenant.core.errors import (
     WorkerLostError,
 )
 from cotenant.core.plan import Slo
-from cotenant.core.request import Request, SequenceOutput
+from cotenant.core.request import AdapterRef, Request, SequenceOutput
 from cotenant.wire.messages import (
     AbortRequests,
+    AdapterFailed,
+    AdapterLoaded,
     AddRequest,
     Drain,
     Drained,
     FromWorker,
+    LoadAdapter,
     Outputs,
     Ready,
     RequestFailed,
     StartFailed,
     Stats,
     ToWorker,
+    UnloadAdapter,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,33 +68,6 @@ class JobMessages(Protocol):
         """A new worker is ready and knows of no job. All messages of the one before it have been handed over."""
 
 
-class _LiveRequest:
-    """A request between ``generate`` and its last output.
-
-    ``sent``: the worker that runs now has it. ``streamed``: some output was handed to the caller, so the request can
-    not be run again. ``has_ended``: its last result has come. ``results`` holds what has come and was not handed over.
-    """
-
-    __slots__ = ("has_ended", "num_runs", "request", "results", "sent", "streamed")
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.results: asyncio.Queue[SequenceOutput | CotenantError] = asyncio.Queue()
-        self.sent = False
-        self.streamed = False
-        self.has_ended = False
-        self.num_runs = 0
-
-    def add(self, result: SequenceOutput | CotenantError) -> None:
-        if not self.has_ended:
-            self.has_ended = isinstance(result, CotenantError) or result.finish_reason is not None
-            self.results.put_nowait(result)
-
-    def forget_results(self) -> None:
-        while not self.results.empty():
-            self.results.get_nowait()
-
-
 class WorkerClient:
     """Runs requests on the supervised worker, and passes job messages to and fro. One per API process.
 
@@ -114,7 +92,8 @@ class WorkerClient:
         self._config = config
         self._model_folder = model_folder
         self._max_queue = config.batch.max_queue
-        self._live: dict[str, _LiveRequest] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._adapter_loads: dict[str, asyncio.Future[None]] = {}
         self._jobs: JobMessages | None = None
         self._job_messages: asyncio.Queue[FromWorker] = asyncio.Queue()
         self._job_task: asyncio.Task[None] | None = None
@@ -215,9 +194,12 @@ class WorkerClient:
         server is starting or stopping), WorkerLostError, or what the worker says is wrong with the request.
         """
         live = self._admit(request)
+        results = live.results
         try:
             while True:
-                result = await live.results.get()
+                if not results:
+                    await live.arrival()
+                result = results.popleft()
                 if isinstance(result, CotenantError):
                     raise result
                 live.streamed = True
@@ -229,7 +211,12 @@ class WorkerClient:
             if live.sent and not live.has_ended:
                 self._supervisor.post(AbortRequests((request.request_id,)))
 
-    def _admit(self, request: Request) -> _LiveRequest:
+    def has_results(self, request_id: str) -> bool:
+        """Whether ``generate`` can go on with this request without waiting."""
+        live = self._live.get(request_id)
+        return live is not None and bool(live.results)
+
+    def _admit(self, request: Request) -> LiveRequest:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         if self.draining:
             raise OverloadedError("The server is shutting down.", code="shutting_down")
@@ -242,23 +229,52 @@ class WorkerClient:
                 f"The server already has {self.num_live} requests, which is its limit; try again later.",
                 code="overloaded",
             )
-        live = self._live[request.request_id] = _LiveRequest(request)
+        live = self._live[request.request_id] = LiveRequest(request)
         if self.ready is not None:
             self._send(live)
         return live
 
-    def _send(self, live: _LiveRequest) -> None:
+    def _send(self, live: LiveRequest) -> None:
         live.sent = True
         live.num_runs += 1
         self._supervisor.post(AddRequest(live.request))
+
+    async def load_adapter(self, adapter: AdapterRef) -> None:
+        """Have the worker read an adapter, and return when requests can use it. One at a time for each name.
+
+        Raises InvalidInputError with what is wrong with the folder, or OverloadedError when there is no worker.
+        """
+        assert adapter.name not in self._adapter_loads, f"adapter {adapter.name} is being loaded"
+        if self.ready is None or self.draining:
+            raise _no_worker()
+        loaded = self._adapter_loads[adapter.name] = asyncio.get_running_loop().create_future()
+        try:
+            self._supervisor.post(LoadAdapter(adapter.name, adapter.path))
+            await loaded
+        finally:
+            del self._adapter_loads[adapter.name]
+
+    def unload_adapter(self, name: str) -> None:
+        """Have the worker forget an adapter once no running request uses it."""
+        self._supervisor.post(UnloadAdapter(name))
+
+    def _on_adapter(self, name: str, error: CotenantError | None) -> None:
+        loaded = self._adapter_loads.get(name)
+        if loaded is None or loaded.done():
+            return
+        if error is None:
+            loaded.set_result(None)
+        else:
+            loaded.set_exception(error)
 
     # What follows is called by the supervisor (WorkerEvents).
 
     def on_message(self, message: FromWorker) -> None:
         match message:
             case Outputs():
+                find = self._live.get
                 for output in message.outputs:
-                    live = self._live.get(output.request_id)
+                    live = find(output.request_id)
                     if live is not None:
                         live.add(output)
             case Stats():
@@ -266,7 +282,12 @@ class WorkerClient:
             case RequestFailed():
                 live = self._live.get(message.request_id)
                 if live is not None:
-                    live.add(_request_error(message))
+                    live.fail(_request_error(message))
+            case AdapterLoaded():
+                self._on_adapter(message.name, None)
+            case AdapterFailed():
+                error = InvalidInputError(message.message, code="invalid_adapter", param="lora_path")
+                self._on_adapter(message.name, error)
             case Ready():
                 self._on_ready(message)
             case Drained():
@@ -301,15 +322,17 @@ class WorkerClient:
         self.stats = Stats()
         for live in self._live.values():
             self._on_request_lost(live, reason)
+        for name in self._adapter_loads:
+            self._on_adapter(name, _no_worker())
 
-    def _on_request_lost(self, live: _LiveRequest, reason: str) -> None:
+    def _on_request_lost(self, live: LiveRequest, reason: str) -> None:
         if live.has_ended:
             return
         live.sent = False
         if not live.streamed and live.num_runs < MAX_RUNS and not self.draining:
-            live.forget_results()
+            live.results.clear()
         else:
-            live.add(WorkerLostError(f"The model's worker {reason}.", code="worker_lost"))
+            live.fail(WorkerLostError(f"The model's worker {reason}.", code="worker_lost"))
 
     def on_give_up(self, message: str, exit_code: int) -> None:
         self.failed = message
@@ -319,7 +342,7 @@ class WorkerClient:
 
     def _end_all(self, message: str) -> None:
         for live in self._live.values():
-            live.add(WorkerLostError(message, code="worker_lost"))
+            live.fail(WorkerLostError(message, code="worker_lost"))
 
     async def _deliver_job_messages(self) -> None:
         while True:
@@ -344,6 +367,10 @@ def worker_config_json(config: ServerConfig, model_folder: Path | None) -> bytes
         model = dataclasses.replace(model, model=str(model_folder), served_model_names=names)
     api = dataclasses.replace(config.api, api_key="")
     return msgspec.json.encode(dataclasses.replace(config, model=model, api=api))
+
+
+def _no_worker() -> OverloadedError:
+    return OverloadedError("The model's worker is not running now; try again in a moment.", code="worker_not_ready")
 
 
 def _request_error(message: RequestFailed) -> CotenantError:

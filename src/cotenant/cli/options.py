@@ -20,6 +20,7 @@ from cotenant.config import (
     LOAD_FORMATS,
     LOG_LEVELS,
     POLICIES,
+    QUANTIZATIONS,
     ApiConfig,
     BatchConfig,
     CacheConfig,
@@ -60,6 +61,7 @@ _ALL_FLAGS = (
     Flag("served-model-name", ModelConfig, "served_model_names", "Name in the API; may be given several times."),
     Flag("max-model-len", ModelConfig, "max_model_len", "Longest prompt plus answer, in tokens."),
     Flag("dtype", ModelConfig, "dtype", f"Of weights and KV cache: {', '.join(DTYPES)}."),
+    Flag("quantization", ModelConfig, "quantization", f"Of weights: none (default) or {', '.join(QUANTIZATIONS)}."),
     Flag("load-format", ModelConfig, "load_format", f"{' or '.join(LOAD_FORMATS)}; dummy means random weights."),
     Flag("device", ModelConfig, "device", f"{', '.join(DEVICES)}."),
     Flag("seed", ModelConfig, "seed", "Of random weights."),
@@ -67,10 +69,36 @@ _ALL_FLAGS = (
     Flag("page-tokens", CacheConfig, "page_tokens", "Tokens in a page of KV memory."),
     Flag("num-pages", CacheConfig, "num_pages", "Pages of KV memory, in place of what fits."),
     Flag("gpu-memory-utilization", CacheConfig, "gpu_memory_utilization", "Share of the GPU's memory to use."),
-    Flag("max-num-seqs", BatchConfig, "max_num_seqs", "Most sequences in a batch."),
-    Flag("max-num-batched-tokens", BatchConfig, "max_num_batched_tokens", "Most tokens in a batch."),
+    Flag(
+        "enable-prefix-caching",
+        CacheConfig,
+        "enable_prefix_caching",
+        "Use the KV pages of equal beginnings of prompts again.",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+    ),
+    Flag("max-num-seqs", BatchConfig, "max_num_seqs", "Most sequences in a batch; 0: 256 on CUDA, 64 on a CPU."),
+    Flag(
+        "max-num-batched-tokens",
+        BatchConfig,
+        "max_num_batched_tokens",
+        "Most tokens in a batch; 0: 4096 on CUDA, 512 on a CPU.",
+    ),
     Flag("max-queue", BatchConfig, "max_queue", "Most live requests; beyond it the answer is 503."),
+    Flag(
+        "enforce-eager",
+        BatchConfig,
+        "enforce_eager",
+        "Run without CUDA graphs.",
+        "--enforce-eager/--no-enforce-eager",
+    ),
+    Flag(
+        "cuda-graph-sizes",
+        BatchConfig,
+        "cuda_graph_sizes",
+        "Batch size to capture a decode graph for, in place of the server's choice; may be given several times.",
+    ),
     Flag("max-loras", LoraConfig, "max_loras", "Most adapters on the device at once."),
+    Flag("max-cpu-loras", LoraConfig, "max_cpu_loras", "Most adapters in host memory; at least --max-loras."),
     Flag("max-lora-rank", LoraConfig, "max_lora_rank", "Highest rank of an adapter."),
     Flag("lora-modules", LoraConfig, "modules", "NAME=FOLDER of an adapter to serve; may be given several times."),
     Flag("policy", CoExecutionConfig, "policy", f"{', '.join(POLICIES)}."),
@@ -88,6 +116,8 @@ _ALL_FLAGS = (
 FLAGS = {flag.key: flag for flag in _ALL_FLAGS}
 # Keys of a YAML file that are not flags: the positional argument.
 _MODEL_KEY = "model"
+# What --quantization takes besides the methods, so that the command line can undo a file's.
+_NO_QUANTIZATION = "none"
 
 
 def option(name: str) -> Any:
@@ -111,6 +141,8 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     if _MODEL_KEY not in values:
         raise InvalidInputError("MODEL is missing: give a folder, a Hugging Face id, or 'tiny'", param="model")
     values.setdefault("api_key", api_key_from_environment())
+    if values.get("quantization") == _NO_QUANTIZATION:
+        del values["quantization"]
     if "lora_modules" in values:
         values["lora_modules"] = _parse_lora_modules(values["lora_modules"])
     sections: dict[type, dict[str, Any]] = {flag.section: {} for flag in _ALL_FLAGS}
@@ -156,8 +188,7 @@ def _read_file(file: Path) -> dict[str, object]:
 
 
 def _convert(name: str, value: object, kind: Any) -> Any:
-    is_list = typing.get_origin(kind) is tuple
-    if is_list and isinstance(value, str):
+    if typing.get_origin(kind) is tuple and not isinstance(value, list | tuple):
         value = [value]
     try:
         return msgspec.convert(value, kind)

@@ -23,6 +23,20 @@ class AbortRequests(msgspec.Struct, tag="abort_requests", frozen=True):
     request_ids: tuple[str, ...]
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
+    """Read the adapter in this folder and serve it under ``name``, in place of any other of that name once it has been
+    read. Answered by ``AdapterLoaded`` or ``AdapterFailed``."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
+    """Forget the adapter of this name. Requests that run on it keep it until they end. No answer."""
+
+    name: str
+
+
 class StartJob(msgspec.Struct, tag="start_job", frozen=True):
     """Run this job from its newest checkpoint in ``spec.folder``, or from the beginning. One job at a time."""
 
@@ -45,7 +59,7 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     """Finish the live requests, pause the running job with a checkpoint, answer ``Drained``, and exit."""
 
 
-ToWorker = AddRequest | AbortRequests | StartJob | PauseJob | CancelJob | Drain
+ToWorker = AddRequest | AbortRequests | LoadAdapter | UnloadAdapter | StartJob | PauseJob | CancelJob | Drain
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -80,6 +94,19 @@ class RequestFailed(msgspec.Struct, tag="request_failed", frozen=True):
     request_id: str
     message: str
     code: str | None = None
+
+
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", frozen=True):
+    """The adapter was read, fits the model, and can be used by requests."""
+
+    name: str
+
+
+class AdapterFailed(msgspec.Struct, tag="adapter_failed", frozen=True):
+    """The folder holds no adapter that fits this model; ``message`` says what is wrong."""
+
+    name: str
+    message: str
 
 
 class JobStarted(msgspec.Struct, tag="job_started", frozen=True):
@@ -139,12 +166,19 @@ class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """Gauges and running totals since the worker started, sent a few times a second."""
+    """Gauges and running totals since the worker started, sent a few times a second.
+
+    ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
+    ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    step_gap_us: float | None = None
     num_iterations: int = 0
     num_tasklets: dict[str, int] = {}
     num_fused_tasklets: int = 0
@@ -166,6 +200,8 @@ FromWorker = (
     | StartFailed
     | Outputs
     | RequestFailed
+    | AdapterLoaded
+    | AdapterFailed
     | JobStarted
     | JobMetrics
     | CheckpointSaved

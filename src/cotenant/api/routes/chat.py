@@ -8,13 +8,22 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cotenant.api.errors import request_id_of
-from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices, make_choices, stream_choices
+from cotenant.api.generation import (
+    Choice,
+    Piece,
+    TextOptions,
+    collect_choices,
+    make_choices,
+    next_piece_is_here,
+    stream_choices,
+)
 from cotenant.api.logprobs import chat_logprobs
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
@@ -33,7 +42,7 @@ from cotenant.api.schemas.chat import (
 )
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import sampling_params
-from cotenant.api.sse import event, run_until_disconnect, stream_response
+from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
 from cotenant.wire.messages import Ready
 
@@ -58,7 +67,7 @@ async def create_chat_completion(request: Request) -> Response:
     chat = await _Chat.prepare(state, ready, body, model, arrival_s)
     logger.debug("%s: runs as %s", request_id_of(request), chat.id)
     if body.stream:
-        return await stream_response(request, chat.events())
+        return await stream_response(request, chat.events(), partial(next_piece_is_here, state, chat.choices))
     return json_response(await run_until_disconnect(request.receive, chat.whole()))
 
 
@@ -118,18 +127,30 @@ class _Chat:
         return ChatChoice(index, ChatMessage(text), logprobs, last.finish_reason or "stop", last.stop_reason)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as a stream: roles, text as it comes, reasons for the ends, usage if it was asked for."""
+        """The answer as a stream: roles, text as it comes, reasons for the ends, usage if it was asked for.
+
+        Empty for a piece without text."""
         num_generated = 0
+        texts: dict[int, TextEvents] = {}
+        is_plain = not self.body.logprobs and not self.body.continuous_usage
         head = b"".join(self._chunk(ChunkChoice(index, Delta("assistant", "")), 0) for index in range(self.body.n))
         async with aclosing(stream_choices(self.state, self.choices)) as pieces:
             async for index, piece in pieces:
                 num_generated += piece.num_tokens
+                if is_plain and not head and piece.finish_reason is None:
+                    if index not in texts:
+                        texts[index] = self._text_events(index)
+                    yield texts[index](piece.text) if piece.text else b""
+                    continue
                 data = head + self._piece(index, piece, num_generated)
                 head = b""
-                if data:
-                    yield data
+                yield data
         if self.body.include_usage:
             yield event(ChatChunk(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+
+    def _text_events(self, index: int) -> TextEvents:
+        """The events of a choice that differ in nothing but their text."""
+        return TextEvents(lambda text: self._message(ChunkChoice(index, Delta(content=text)), 0))
 
     def _piece(self, index: int, piece: Piece, num_generated: int) -> bytes:
         data = b""
@@ -146,12 +167,15 @@ class _Chat:
         return chat_logprobs(piece.logprobs, self.state.token_texts) if self.body.logprobs else None
 
     def _chunk(self, choice: ChunkChoice, num_generated: int) -> bytes:
+        return event(self._message(choice, num_generated))
+
+    def _message(self, choice: ChunkChoice, num_generated: int) -> ChatChunk:
         chunk = ChatChunk(self.id, self.created, self.body.model, [choice])
         if self.body.continuous_usage:
             chunk.usage = self._usage(num_generated)
         elif self.body.include_usage:
             chunk.usage = None
-        return event(chunk)
+        return chunk
 
     def _usage(self, num_generated: int) -> Usage:
         return Usage(self.num_prompt, num_generated, self.num_prompt + num_generated)

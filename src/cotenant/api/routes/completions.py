@@ -9,13 +9,22 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cotenant.api.errors import request_id_of
-from cotenant.api.generation import Choice, Piece, TextOptions, collect_choices, make_choices, stream_choices
+from cotenant.api.generation import (
+    Choice,
+    Piece,
+    TextOptions,
+    collect_choices,
+    make_choices,
+    next_piece_is_here,
+    stream_choices,
+)
 from cotenant.api.logprobs import completion_logprobs, joined
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
@@ -32,7 +41,7 @@ from cotenant.api.schemas.completion import (
 )
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import check_token_id, sampling_params
-from cotenant.api.sse import event, run_until_disconnect, stream_response
+from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import TokenLogprobs
@@ -60,7 +69,9 @@ async def create_completion(request: Request) -> Response:
     completion = await _Completion.prepare(state, ready, body, model, arrival_s)
     logger.debug("%s: runs as %s", request_id_of(request), completion.id)
     if body.stream:
-        return await stream_response(request, completion.events())
+        return await stream_response(
+            request, completion.events(), partial(next_piece_is_here, state, completion.choices)
+        )
     return json_response(await run_until_disconnect(request.receive, completion.whole()))
 
 
@@ -142,18 +153,29 @@ class _Completion:
         )
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as a stream: text as it comes, and usage if it was asked for."""
+        """The answer as a stream: text as it comes, and usage if it was asked for. Empty for a piece without text."""
         num_generated = 0
-        started: set[int] = set()
+        started: dict[int, TextEvents | None] = {}
         async with aclosing(stream_choices(self.state, self.choices)) as pieces:
             async for index, piece in pieces:
                 num_generated += piece.num_tokens
+                texts = started.get(index)
+                if texts is not None and piece.finish_reason is None:
+                    yield texts(piece.text) if piece.text else b""
+                    continue
                 choice = self._choice(index, piece, is_first=index not in started)
-                started.add(index)
-                if choice.text or choice.logprobs is not None or choice.finish_reason is not None:
-                    yield self._chunk(choice, num_generated)
+                if index not in started:
+                    started[index] = self._text_events(index)
+                has_news = choice.text or choice.logprobs is not None or choice.finish_reason is not None
+                yield self._chunk(choice, num_generated) if has_news else b""
         if self.body.include_usage:
             yield event(Completion(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+
+    def _text_events(self, index: int) -> TextEvents | None:
+        """The events between the first and the last of a choice; None if more than their text differs."""
+        if self.body.logprobs is not None or self.body.continuous_usage:
+            return None
+        return TextEvents(lambda text: self._message(CompletionChoice(index, text, None, None), 0))
 
     def _choice(self, index: int, piece: Piece, is_first: bool) -> CompletionChoice:
         """What ``piece`` adds to its choice; the first one brings the prompt along if it is echoed."""
@@ -182,12 +204,15 @@ class _Completion:
         return completion_logprobs(token_ids, entries, offsets, self.state.token_texts)
 
     def _chunk(self, choice: CompletionChoice, num_generated: int) -> bytes:
+        return event(self._message(choice, num_generated))
+
+    def _message(self, choice: CompletionChoice, num_generated: int) -> Completion:
         chunk = Completion(self.id, self.created, self.body.model, [choice])
         if self.body.continuous_usage:
             chunk.usage = self._usage(num_generated)
         elif self.body.include_usage:
             chunk.usage = None
-        return event(chunk)
+        return chunk
 
     def _usage(self, num_generated: int) -> Usage:
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)

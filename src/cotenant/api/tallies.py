@@ -1,0 +1,55 @@
+"""Counters and histograms that one event loop writes and reads.
+
+``prometheus_client``'s own take a lock and several calls for each value, which at one value per streamed token costs as
+much as writing the token. These are plain numbers until Prometheus asks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_LABEL = "model_name"
+
+
+class Tally(Collector):
+    """A counter; ``value`` only grows."""
+
+    def __init__(self, name: str, text: str, model_name: str) -> None:
+        self.value = 0
+        self._name = name
+        self._text = text
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=[_LABEL])
+        family.add_metric([self._model_name], self.value)
+        yield family
+
+
+class LatencyTally(Collector):
+    """A histogram of latencies in seconds. ``bounds_s``: the buckets' upper bounds, rising, without infinity."""
+
+    def __init__(self, name: str, text: str, bounds_s: Sequence[float], model_name: str) -> None:
+        self._name = name
+        self._text = text
+        self._bounds_s = tuple(bounds_s)
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+        self._model_name = model_name
+
+    def observe(self, latency_s: float, count: int = 1) -> None:
+        """``count`` times this latency."""
+        self._counts[bisect_left(self._bounds_s, latency_s)] += count
+        self._sum_s += latency_s * count
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=[_LABEL])
+        bounds = [*map(repr, self._bounds_s), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family.add_metric([self._model_name], buckets, self._sum_s)
+        yield family
