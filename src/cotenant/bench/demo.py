@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import platform
 import shutil
 import time
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from rich.table import Table
 from cotenant.bench.client import ServerError, all_events, ask, call, metrics, new_client, upload, wait_healthy
 from cotenant.bench.live import Progress, View
 from cotenant.bench.load import ChatLoad, run_load
+from cotenant.bench.machine import cpu_name, versions
 from cotenant.bench.report import table_rows, write_html, write_json
 from cotenant.bench.server import running_server
 from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
@@ -132,7 +131,7 @@ class Demo:
         report = {
             "model": "tiny",
             "policy": self._options.policy,
-            "machine": _machine(),
+            "machine": {"cpu": cpu_name(), "num_cores": os.cpu_count(), **versions()},
             "online": {
                 "alone": summarize(alone, targets, self._options.alone_s),
                 "corun": summarize(corun, targets, corun_s),
@@ -286,18 +285,6 @@ async def _read_trained(client: httpx.AsyncClient) -> tuple[float, float]:
 async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:
     page = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}/events", params={"limit": 10})
     return max((int(event["data"]["step"]) for event in page["data"] if event["type"] == "metrics"), default=0)
-
-
-def _machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
-        ]
-        model = names[0] if names else model
-    versions = {name: metadata.version(name) for name in ("cotenant", "torch")}
-    return {"cpu": model, "num_cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:

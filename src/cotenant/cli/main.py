@@ -7,6 +7,7 @@ import sys
 import typer
 
 from cotenant import __version__
+from cotenant.cli.bench import bench_app
 from cotenant.cli.demo import demo
 from cotenant.cli.jobs import jobs_app
 from cotenant.cli.model import model_app
@@ -32,6 +33,7 @@ def version() -> None:
 
 app.command()(serve)
 app.command()(demo)
+app.add_typer(bench_app, name="bench")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(model_app, name="model")
 

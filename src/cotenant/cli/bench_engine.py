@@ -1,0 +1,142 @@
+"""``cotenant bench engine``: decode steps and prompts in this process, beside what the device could do at best."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.models.registry import resolve_model
+
+if TYPE_CHECKING:
+    from cotenant.runtime.engine_bench import EngineBench
+
+KIND = "engine"
+
+
+def engine(
+    model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
+    batch_sizes: Annotated[str, typer.Option(help="Sequences in a decode step, one row each.")] = "1,8,32,128,256",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, about.")] = 545,
+    prompt_lengths: Annotated[str, typer.Option(help="Tokens of a prompt alone, one row each.")] = "512,2048,4000",
+    num_steps: Annotated[int, typer.Option(min=8, help="Decode steps that are timed, per row.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts that are timed, per row.")] = 10,
+    num_adapters: Annotated[
+        str, typer.Option(help="Also decode with so many LoRA adapters in the batch, e.g. 8,64.")
+    ] = "",
+    lora_rank: Annotated[int, typer.Option(min=1, help="Their rank.")] = 16,
+    lora_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in steps with adapters.")] = 64,
+    load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option()] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
+    device: Annotated[str, typer.Option()] = "auto",
+    max_num_batched_tokens: Annotated[int, typer.Option(help="0: as the server chooses.")] = 0,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No captured graphs.")] = False,
+    label: Annotated[str, typer.Option(help="A name for these figures.")] = "cotenant",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.", show_default=False)
+    ] = None,
+) -> None:
+    """Time decode steps and prompts without a server, and compare them with the floor: the bytes that must be read and
+    the arithmetic that must be done, at the bandwidth and the matrix rate measured in the same run.
+    """
+    sizes, lengths = _numbers(batch_sizes, "batch-sizes"), _numbers(prompt_lengths, "prompt-lengths")
+    adapters = _numbers(num_adapters, "num-adapters") if num_adapters else []
+    most = max([*sizes, lora_batch_size if adapters else 1])
+    chosen = ModelConfig(
+        model,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        quantization=None if quantization in (None, "none") else quantization,
+    )
+    limit = resolve_model(chosen).spec.max_position_embeddings
+    config = ServerConfig(
+        model=replace(chosen, max_model_len=min(limit, _model_len(lengths, context, num_steps))),
+        cache=CacheConfig(enable_prefix_caching=False),  # every prompt is computed
+        batch=BatchConfig(
+            max_num_seqs=most,
+            max_num_batched_tokens=max_num_batched_tokens or max(4096, most),
+            enforce_eager=enforce_eager,
+        ),
+        lora=LoraConfig(max_loras=max([8, *adapters]), max_lora_rank=max(16, lora_rank)),
+        coexecution=CoExecutionConfig(policy="inference-only"),
+    )
+    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    from cotenant.runtime.engine_bench import open_bench
+
+    bench = open_bench(config)
+    decode = [bench.decode(size, context, num_steps) for size in sizes]
+    prefill = [bench.prefill(length, repeats) for length in lengths]
+    if adapters:
+        decode.append(bench.decode(lora_batch_size, context, num_steps))
+        refs = bench.random_adapters(max(adapters), lora_rank)
+        decode += [bench.decode(lora_batch_size, context, num_steps, refs[:count]) for count in adapters]
+    report = _report(bench, label, decode, prefill)
+    _print(report)
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InvalidInputError(f"--{flag}: expected numbers like 1,8,32, got '{text}'", param=flag)
+    return numbers
+
+
+def _model_len(lengths: list[int], context: int, num_steps: int) -> int:
+    """Room for the longest prompt, and for a decoding sequence however long the others take to come in."""
+    return max(max(lengths) + 16, context + 2 * num_steps + 1024)
+
+
+def _report(
+    bench: EngineBench, label: str, decode: list[dict[str, Any]], prefill: list[dict[str, Any]]
+) -> dict[str, Any]:
+    from cotenant.bench.machine import command_line, machine, versions
+
+    return {
+        "kind": KIND,
+        "label": label,
+        **bench.description(),
+        "decode": decode,
+        "prefill": prefill,
+        "machine": machine(),
+        "versions": versions(),
+        "command": command_line(sys.argv),
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    ceilings = report["ceilings"]
+    console = Console()
+    console.print(
+        f"{report['model']}, {report['dtype']}, on {report['device']}: copy {ceilings['copy_gb_s']:.0f} GB/s, "
+        f"matrix product {ceilings['matmul_tflop_s']:.1f} TFLOP/s"
+    )
+    table = Table("", "ms, median", "p10", "p90", "floor", "times the floor", "gap between steps, µs")
+    for row in report["decode"]:
+        with_adapters = f", {row['num_adapters']} adapters" if row["num_adapters"] else ""
+        name = f"decode {row['batch_size']}, context {row['context']}{with_adapters}"
+        gap = f"{row['gap_us']['p50']:.0f}" if row["gap_us"] else ""
+        table.add_row(name, *_cells(row, "step_ms"), gap)
+    for row in report["prefill"]:
+        table.add_row(f"prompt of {row['num_tokens']}", *_cells(row, "prefill_ms"), "")
+    console.print(table)
+
+
+def _cells(row: dict[str, Any], key: str) -> list[str]:
+    spread = row[key]
+    times = [f"{spread[share]:.3f}" for share in ("p50", "p10", "p90")]
+    return [*times, f"{row['floor_ms']:.3f}", f"{row['ratio_to_floor']:.2f}"]

@@ -1,0 +1,144 @@
+"""Results become one page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def render(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "bench" / "render.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_committed_page_is_what_the_command_renders(tmp_path: Path) -> None:
+    target = tmp_path / "benchmarks.md"
+    assert render("--target", str(target)).returncode == 0
+    assert target.read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def run_at(time_scale: float, ttft_ms: float, failed: int = 0) -> dict[str, Any]:
+    return {
+        "time_scale": time_scale,
+        "offered_request_rate": 5 * time_scale,
+        "completed": 90,
+        "failed": failed,
+        "failures": {"HTTP 503": failed} if failed else {},
+        "p50_ttft_ms": ttft_ms,
+        "p99_ttft_ms": 2 * ttft_ms,
+        "p50_tpot_ms": 7.0,
+        "p99_tpot_ms": None,
+        "slo": {"ttft_ms": 500.0, "tpot_ms": None},
+        "slo_attainment": 0.5,
+        "request_throughput": 3.25,
+        "output_throughput": 700.4,
+        "generator": {"lag_ms": {"p50": 0.1, "p99": 1.26, "max": 3.0}},
+    }
+
+
+def result(label: str, *runs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "serve",
+        "label": label,
+        "command": "cotenant bench serve",
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": ["A GPU"]},
+        "versions": {"torch": "2.13.0"},
+        "server_version": None,
+        "model_id": "tiny",
+        "trace": "conv.csv",
+        "trace_window_s": [10.0, 610.0],
+        "swept": "time_scale",
+        "highest_sustained": 2.0,
+        "runs": list(runs),
+    }
+
+
+def test_servers_stand_side_by_side(tmp_path: Path) -> None:
+    results = [result("ours", run_at(1, 10), run_at(2, 20)), result("theirs", run_at(1, 30, failed=10))]
+    (tmp_path / "serve_h200.json").write_text(json.dumps(results))
+    target = tmp_path / "page.md"
+    run = render("--results", str(tmp_path), "--target", str(target))
+    assert run.returncode == 0, run.stderr
+    page = target.read_text()
+    assert "## Serve h200" in page
+    (header, _, first, second) = [line for line in page.splitlines() if line.startswith("|")]
+    assert header.startswith("| trace speed | TTFT p50 / p99, ms: ours | TTFT p50 / p99, ms: theirs |")
+    assert first.startswith(
+        "| 1 (5.00 requests/s) | 10.0 / 20.0 | 30.0 / 60.0 | 7.0 / - | 7.0 / - | 50.0% of 90 | 50.0% of 100 |"
+    )
+    assert second.startswith("| 2 (10.00 requests/s) | 20.0 / 40.0 | - |")
+    assert "A CPU, 4 cores, A GPU, torch 2.13.0" in page
+    assert "Highest trace speed with p99 within targets: 2." in page
+    assert "The generator was at most 1.3 ms late at p99. 10 failed: HTTP 503." in page
+
+
+def test_a_kind_that_nobody_renders_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"kind": "guess"}')
+    run = render("--results", str(tmp_path), "--target", str(tmp_path / "page.md"))
+    assert run.returncode == 1
+    assert "its kind must be one of" in run.stderr
+
+
+def spread(p50: float) -> dict[str, float]:
+    return {"p50": p50, "p10": p50 - 0.1, "p90": p50 + 0.1, "p99": p50 + 0.2, "max": p50 + 0.3}
+
+
+def engine_result(label: str, factor: float) -> dict[str, Any]:
+    decode = {"batch_size": 8, "context": 545, "num_adapters": 0, "step_ms": spread(4.0 * factor), "floor_ms": 3.5}
+    return {
+        "kind": "engine",
+        "label": label,
+        "command": "cotenant bench engine",
+        "model": "llama",
+        "dtype": "bfloat16",
+        "ceilings": {"copy_gb_s": 4200.4, "matmul_tflop_s": 786.2},
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": ["A GPU"]},
+        "versions": {"torch": "2.11.0"},
+        "decode": [decode | {"gap_us": spread(13.0)}],
+        "prefill": [{"num_tokens": 512, "prefill_ms": spread(12.0 * factor), "floor_ms": 9.0}],
+    }
+
+
+def test_engines_stand_side_by_side(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "engine.json").write_text(json.dumps([engine_result("ours", 1.0), engine_result("theirs", 1.25)]))
+    target = tmp_path / "page.md"
+    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    page = target.read_text()
+    assert "| decode 8, context 545 | 4.00 (3.90 to 4.10) | 5.00 (4.90 to 5.10) | 0.800 | 3.50 | 13 |" in page
+    assert "| prompt of 512 | 12.00 (11.90 to 12.10) | 15.00 (14.90 to 15.10) | 0.800 | 9.00 | - |" in page
+    assert "4200 GB/s" in page
+
+
+def test_a_resize_says_what_it_cost(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    report = {
+        "kind": "resize",
+        "command": "python bench/resize_under_load.py",
+        "model": "llama",
+        "batch_size": 64,
+        "context": 1024,
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
+        "versions": {"torch": "2.11.0"},
+        "num_resizes": 12,
+        "resized_gib": 96.0,
+        "num_pages_moved": 1500,
+        "num_tokens": 25600,
+        "undisturbed_step_ms": spread(7.0),
+        "resizing_step_ms": spread(9.0),
+        "passed": False,
+        "problems": ["a token differs from the undisturbed run's"],
+    }
+    (results / "resize.json").write_text(json.dumps(report))
+    target = tmp_path / "page.md"
+    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    page = target.read_text()
+    assert "| resizing | 9.00 | 9.20 | 9.30 |" in page
+    assert "**failed: a token differs" in page

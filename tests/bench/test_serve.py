@@ -1,0 +1,249 @@
+"""`cotenant bench serve` against a server whose answers are known, and against the real one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from serving import running_server
+
+SSE_SERVER = Path(__file__).parent / "sse_server.py"
+INTERVAL_MS = 5.0
+
+
+@contextmanager
+def sse_server(*flags: str) -> Iterator[str]:
+    """The URL of a server that streams an event every INTERVAL_MS."""
+    command = [sys.executable, str(SSE_SERVER), "0", "--interval-ms", str(INTERVAL_MS), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with sse_server() as address:
+        yield address
+
+
+def command(url: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cotenant", "bench", "serve", "--url", url, *arguments]
+
+
+def bench(url: str, folder: Path, *arguments: str, exit_code: int = 0) -> tuple[dict[str, Any], str]:
+    """Run it; the report and what was printed."""
+    path = folder / "result.json"
+    run = subprocess.run(
+        command(url, "--json", str(path), *arguments), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == exit_code, run.stdout + run.stderr
+    assert run.stderr == ("" if exit_code == 0 else "error: no request was answered\n")
+    return json.loads(path.read_text()), run.stdout
+
+
+SHORT = ("--request-rate", "40", "--num-prompts", "20", "--random-input-len", "30", "--random-output-len", "20")
+SLO = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
+
+
+@pytest.mark.parametrize("processes", ["1", "3"])
+def test_every_request_is_sent_and_measured(url: str, tmp_path: Path, processes: str) -> None:
+    report, printed = bench(url, tmp_path, *SHORT, *SLO, "--processes", processes, "--label", "mine")
+    assert (report["kind"], report["label"], report["model_id"]) == ("serve", "mine", "tiny")
+    assert report["server_version"] == "1.2.3"
+    assert (report["completed"], report["failed"], report["unfinished"]) == (20, 0, 0)
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (600, 400)
+    assert report["median_tpot_ms"] == pytest.approx(INTERVAL_MS, rel=0.3)
+    assert report["slo_attainment"] == 1.0
+    assert report["request_goodput"] == report["request_throughput"] == pytest.approx(20 / report["duration"])
+    assert report["generator"]["num_processes"] == int(processes)
+    assert report["sustained"] is True
+    assert "Successful requests:                     20" in printed
+    seen = httpx.get(f"{url}/seen").json()
+    assert sorted(body["prompt_len"] for body in seen) == [30] * 20
+    assert len({tuple(body["prompt"]) for body in seen}) == 20
+
+
+def test_figures_are_those_of_the_detailed_arrays(url: str, tmp_path: Path) -> None:
+    report, _ = bench(url, tmp_path, *SHORT, *SLO, "--save-detailed")
+    ttfts = np.array(report["ttfts"])
+    e2els = ttfts + np.array([sum(gaps) for gaps in report["itls"]])
+    tpots = (e2els - ttfts) / (np.array(report["output_lens"]) - 1)
+    for name, seconds in (("ttft", ttfts), ("e2el", e2els), ("tpot", tpots)):
+        assert report[f"mean_{name}_ms"] == pytest.approx(seconds.mean() * 1e3)
+        assert report[f"median_{name}_ms"] == pytest.approx(np.median(seconds) * 1e3)
+        assert report[f"p99_{name}_ms"] == pytest.approx(np.percentile(seconds, 99) * 1e3)
+    assert [len(gaps) for gaps in report["itls"]] == [19] * 20
+    assert report["output_throughput"] == pytest.approx(400 / report["duration"])
+    lags = np.array(report["start_times"]) - np.array(report["due_times"])
+    assert lags.min() > -0.002  # a timer's tick
+    assert report["generator"]["lag_ms"]["max"] == pytest.approx(lags.max() * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("model", "failure", "message"),
+    [
+        ("busy", "HTTP 503", "too many requests"),
+        ("hangs-up", "connection lost", ""),
+        ("truncated", "truncated stream", "after 3 chunks"),
+        ("error-event", "error event", "the worker died"),
+        ("not-json", "malformed answer", ""),
+        ("stalls", "timeout", "within 0.5 s"),
+    ],
+)
+def test_a_failure_is_counted_by_its_kind(url: str, tmp_path: Path, model: str, failure: str, message: str) -> None:
+    report, printed = bench(url, tmp_path, *SHORT, *SLO, "--model", model, "--timeout", "0.5", exit_code=1)
+    assert report["failures"] == {failure: 20}
+    assert (report["completed"], report["failed"], report["slo_attainment"]) == (0, 20, 0.0)
+    assert report["mean_ttft_ms"] is None
+    assert report["sustained"] is False
+    assert all(failure in example and message in example for example in report["failure_examples"])
+    assert failure in printed
+
+
+@pytest.mark.parametrize("model", ["split", "no-usage", "closes"])
+def test_unusual_answers_that_are_whole(url: str, tmp_path: Path, model: str) -> None:
+    report, _ = bench(url, tmp_path, *SHORT, "--model", model)
+    assert (report["completed"], report["total_output_tokens"]) == (20, 400)
+
+
+def test_tokens_are_counted_from_usage_when_a_chunk_has_several(tmp_path: Path) -> None:
+    with sse_server("--tokens-per-chunk", "4") as address:
+        report, _ = bench(address, tmp_path, *SHORT)
+    assert report["total_output_tokens"] == 400
+    assert report["median_tpot_ms"] == pytest.approx(4 * INTERVAL_MS / 19, rel=0.3)
+    assert report["median_itl_ms"] == pytest.approx(INTERVAL_MS, rel=0.3)
+
+
+def test_a_late_generator_says_so(url: str, tmp_path: Path) -> None:
+    arguments = (
+        "--request-rate",
+        "inf",
+        "--num-prompts",
+        "3000",
+        "--random-input-len",
+        "4",
+        "--random-output-len",
+        "2",
+    )
+    report, printed = bench(url, tmp_path, *arguments)
+    assert (report["completed"], report["request_rate"]) == (3000, "inf")
+    assert report["generator"]["lag_ms"]["p99"] > 10
+    assert "these figures are the generator's" in printed
+
+
+def test_a_server_that_ends_early_is_noticed(url: str, tmp_path: Path) -> None:
+    report, printed = bench(url, tmp_path, *SHORT, "--model", "short")
+    assert report["short_answers"] == 20
+    assert "shorter than asked for" in printed
+
+
+def test_a_server_that_dies_during_the_run_is_a_failure_of_what_it_owed(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    with sse_server() as address:
+        arguments = ("--request-rate", "20", "--duration", "3", "--random-output-len", "20", "--json", str(path))
+        process = subprocess.Popen(command(address, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        deadline_s = time.monotonic() + 30
+        while len(httpx.get(f"{address}/seen").json()) < 20 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, b"")
+    report = json.loads(path.read_text())
+    assert report["completed"] >= 10
+    assert report["completed"] + report["failed"] == 60
+    assert "cannot connect" in report["failures"]
+    assert set(report["failures"]) <= {"cannot connect", "truncated stream", "connection lost"}
+
+
+def test_adapters_are_drawn_for_each_request(url: str, tmp_path: Path) -> None:
+    names = ["tiny", "tiny-b", "tiny-c"]
+    report, _ = bench(url, tmp_path, *SHORT, "--lora-modules", "tiny,tiny-b", "--lora-modules", "tiny-c")
+    assert report["lora_modules"] == names
+    assert {body["model"] for body in httpx.get(f"{url}/seen").json()} == set(names)
+
+
+def test_a_trace_is_replayed_with_shared_prefixes(url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
+        {"timestamp": 100, "input_length": 700, "output_length": 4, "hash_ids": [1, 3]},
+        {"timestamp": 200, "input_length": 20, "output_length": 5, "hash_ids": [4]},
+        {"timestamp": 90_000, "input_length": 20, "output_length": 5, "hash_ids": [4]},
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report, _ = bench(url, tmp_path, "--trace", str(trace), "--window", ":1", "--time-scale", "2", "--warmup", "2")
+    assert (report["trace_format"], report["completed"], report["total_output_tokens"]) == ("mooncake", 3, 12)
+    seen = httpx.get(f"{url}/seen").json()
+    assert len(seen) == 5
+    *warm, first, second, third = (body["prompt"] for body in seen)
+    assert first[:512] == second[:512]
+    assert first[512:] != second[512:]
+    assert len(third) == 20
+    assert all(prompt[:512] != first[:512] for prompt in warm)
+
+
+def test_a_sweep_ends_with_the_first_rate_that_misses(url: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{at},5,8\n" for at in range(10)))
+    arguments = ("--trace", str(trace), "--sweep", "20,40", "--slo-ttft-ms", "2000")
+    report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "0.5")
+    assert [run["time_scale"] for run in report["runs"]] == [20.0]
+    assert report["highest_sustained"] is None
+    report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "500")
+    assert [run["time_scale"] for run in report["runs"]] == [20.0, 40.0]
+    assert (report["swept"], report["highest_sustained"]) == ("time_scale", 40.0)
+    assert "highest time_scale sustained: 40" in printed
+    prompts = [tuple(body["prompt"]) for body in httpx.get(f"{url}/seen").json()]
+    assert len(set(prompts)) == 20, "two runs of one report must not share prompts"
+
+
+def test_results_of_several_servers_go_into_one_file(url: str, tmp_path: Path) -> None:
+    for label in ("a", "b"):
+        report, _ = bench(url, tmp_path, *SHORT, "--label", label, "--append-result")
+    assert [one["label"] for one in report] == ["a", "b"]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_interrupting_ends_the_run_and_reports(url: str, tmp_path: Path, processes: str) -> None:
+    path = tmp_path / "result.json"
+    arguments = ("--request-rate", "20", "--duration", "60", "--random-output-len", "30", "--processes", processes)
+    process = subprocess.Popen(
+        command(url, *arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline_s = time.monotonic() + 30
+    while len(httpx.get(f"{url}/seen").json()) < 20 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    report = json.loads(path.read_text())
+    assert report["interrupted"] is True
+    assert report["completed"] >= 5
+    assert report["failed"] == 0
+    assert report["completed"] + report["unfinished"] == report["num_prompts"] == 1200
+    assert "ended early" in printed
+
+
+def test_a_real_server(tmp_path: Path) -> None:
+    flags = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100")
+    arguments = ("--request-rate", "8", "--num-prompts", "16", "--random-input-len", "40", "--random-output-len", "9")
+    with running_server(tmp_path / "data", *flags, env={"COTENANT_API_KEY": "open-sesame"}) as server:
+        report, _ = bench(server.base_url, tmp_path, *arguments, *SLO, "--warmup", "2", "--api-key", "open-sesame")
+    assert (report["completed"], report["total_input_tokens"], report["total_output_tokens"]) == (16, 640, 144)
+    assert report["short_answers"] == 0
+    assert "open-sesame" not in json.dumps(report)

@@ -1,0 +1,66 @@
+"""`cotenant bench serve`: what a user may get wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+URL = ("--url", "http://127.0.0.1:1")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cotenant", "bench", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (URL, "give --trace, --request-rate or --sweep"),
+        ((*URL, "--trace", "x.csv", "--request-rate", "1"), "give --trace or --request-rate, not both"),
+        ((*URL, "--trace", "/nonexistent.csv"), "/nonexistent.csv cannot be read"),
+        ((*URL, "--trace", "x", "--window", "0:1", "--busiest", "3"), "give --window or --busiest, not both"),
+        ((*URL, "--request-rate", "1", "--window", "0:1"), "choose a part of a trace"),
+        ((*URL, "--request-rate", "0"), "--request-rate must be above 0"),
+        ((*URL, "--request-rate", "nan"), "--request-rate must be above 0"),
+        ((*URL, "--request-rate", "inf", "--duration", "3"), "give --num-prompts"),
+        ((*URL, "--request-rate", "1", "--burstiness", "0"), "--burstiness must be above 0"),
+        ((*URL, "--sweep", "1,fast"), "--sweep: expected a number, got 'fast'"),
+        ((*URL, "--request-rate", "1", "--stop-when-missed"), "--stop-when-missed needs"),
+        ((*URL, "--request-rate", "1", "--append-result"), "--append-result needs --json"),
+        ((*URL, "--request-rate", "1", "--header", "x"), "--header: expected NAME=VALUE"),
+        ((*URL, "--request-rate", "1", "--api-key", "a\nb"), "--api-key: a key is printable ASCII"),
+        ((*URL, "--request-rate", "1", "--endpoint", "/v1/chat/completions"), "which chat completions do not take"),
+        (("--url", "localhost:8000", "--request-rate", "1"), "localhost:8000 is not a URL"),
+        ((*URL, "--request-rate", "1"), "cannot reach a server at http://127.0.0.1:1"),
+        ((*URL, "--request-rate", "1", "--model", "m"), "cannot reach a server at http://127.0.0.1:1"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: tuple[str, ...], complaint: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+
+
+@pytest.mark.parametrize("window", ["5:2", "-1:3", "a:b", "7"])
+def test_a_window_is_start_and_end(tmp_path: Path, window: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Request tokens,Response tokens\n0,5,5\n2,5,5\n")
+    result = bench(*URL, "--trace", str(trace), "--window", window)
+    assert result.returncode == 2
+    assert "--window" in result.stderr
+
+
+def test_a_file_that_cannot_be_added_to_is_refused_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("not JSON")
+    result = bench(*URL, "--request-rate", "1", "--json", str(path), "--append-result")
+    assert result.returncode == 2
+    assert "cannot be added to" in result.stderr
+    assert path.read_text() == "not JSON"

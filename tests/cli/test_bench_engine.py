@@ -1,0 +1,51 @@
+"""`cotenant bench engine` on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bench_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cotenant", "bench", "engine", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_figures_and_their_floor(tmp_path: Path) -> None:
+    path = tmp_path / "engine.json"
+    flags = ["--batch-sizes", "1,3", "--context", "48", "--prompt-lengths", "24", "--num-steps", "8", "--repeats", "2"]
+    result = bench_engine(
+        "tiny", *flags, "--num-adapters", "2", "--lora-batch-size", "3", "--device", "cpu", "--json", str(path)
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert (report["kind"], report["model"], report["dtype"]) == ("engine", "tiny", "float32")
+    assert [(row["batch_size"], row["num_adapters"]) for row in report["decode"]] == [(1, 0), (3, 0), (3, 0), (3, 2)]
+    for row, key in [*((row, "step_ms") for row in report["decode"]), (report["prefill"][0], "prefill_ms")]:
+        assert 0 < row[key]["p10"] <= row[key]["p50"] <= row[key]["p90"]
+        assert row["ratio_to_floor"] == pytest.approx(row[key]["p50"] / row["floor_ms"], rel=0.01)
+        assert row["ratio_to_floor"] > 0.5
+    assert report["ceilings"]["copy_gb_s"] > 0.1
+    assert "prompt of" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["tiny", "--batch-sizes", "1,x"], "--batch-sizes: expected numbers like 1,8,32"),
+        (["tiny", "--prompt-lengths", "0"], "--prompt-lengths"),
+        (["no-such-model"], "unknown model 'no-such-model'"),
+        (["tiny", "--quantization", "fp8", "--device", "cpu"], "quantization"),
+        (["tiny", "--quantization", "int3"], "--quantization"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
+    result = bench_engine(*arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
