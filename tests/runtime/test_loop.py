@@ -9,6 +9,7 @@ import pytest
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.plan import Slo
 from cotenant.device import create_device
+from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
@@ -72,3 +73,49 @@ def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path
     paused = any(isinstance(message, JobPaused) for message in channel.sent)
     assert paused == (policy == "inference-only"), "only there is the job still to do"
     assert isinstance(channel.sent[-1], Drained)
+
+
+class AheadDevice(CpuDevice):
+    """A CPU whose batches are launched a step ahead, as on a device that runs behind the host."""
+
+    overlaps = True
+
+
+@pytest.mark.parametrize("policy", ["inference-only", "multitask", "temporal", "whole-step"])
+@pytest.mark.parametrize("tpot_ms", [0.001, 1000.0])
+def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, tmp_path: Path) -> None:
+    """Whatever room prompts are given beside the decodes: with targets that cannot be met it is the least there is."""
+    save_llama(tmp_path / "model")
+    prompts = {
+        f"r{index}": [5 + (index + 3 * place) % 90 for place in range(4 + 11 * (index % 7))] for index in range(24)
+    }
+    channel = Channel(
+        StartJob(support.make_spec(tmp_path / "job")),
+        *(AddRequest(request(name, prompt, 2 + len(prompt) % 9)) for name, prompt in prompts.items()),
+    )
+    engine = OnlineEngine(support.load(tmp_path / "model"), 96, 4, BatchConfig(12, 96), 128, LoraConfig(), ())
+    device, decoder = AheadDevice(), support.load(tmp_path / "model")
+    training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    predictor = LatencyPredictor("test", "test")
+    loop = WorkerLoop(
+        channel,  # type: ignore[arg-type]
+        engine,
+        training,
+        create_policy(policy, predictor),
+        Executor(device, decoder, engine, training),
+        predictor,
+        Slo(1000.0, tpot_ms),
+        can_fuse=False,
+        sizes_chunks=True,
+    )
+    loop.run()
+    tokens: dict[str, int] = dict.fromkeys(prompts, 0)
+    ended: list[str] = []
+    for message in channel.sent:
+        for output in message.outputs if isinstance(message, Outputs) else ():
+            tokens[output.request_id] += len(output.token_ids)
+            ended += [output.request_id] if output.finish_reason is not None else []
+    assert tokens == {name: 2 + len(prompt) % 9 for name, prompt in prompts.items()}
+    assert sorted(ended) == sorted(prompts)
+    assert isinstance(channel.sent[-1], Drained)
+    assert engine.kv_cache_usage == 0

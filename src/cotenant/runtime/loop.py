@@ -88,7 +88,7 @@ class WorkerLoop:
         for message in self._channel.receive():
             self._handle(message)
         now_s, batch, requests = time.time(), self._engine.next_shape(), self._engine.views()
-        if self._sizes_chunks and (batch.prefill_tokens or self._engine.num_waiting):
+        if self._sizes_chunks and any(request.num_prompt_tokens_left for request in requests):
             most = self._engine.max_num_batched_tokens
             decodes = batch.num_decode, batch.context_tokens
             self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
