@@ -33,11 +33,24 @@ def test_figures_and_their_floor(tmp_path: Path) -> None:
     assert "prompt of" in result.stdout
 
 
+def test_default_prompts_fit_the_model_and_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flags = ["--batch-sizes", "1", "--context", "48", "--num-steps", "8", "--repeats", "1", "--device", "cpu"]
+    result = bench_engine("tiny", *flags, "--json", str(tmp_path / "file" / "engine.json"))
+    assert "512" in result.stdout
+    assert "2048" not in result.stdout
+    assert result.returncode == 1
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: --json: ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["tiny", "--batch-sizes", "1,x"], "--batch-sizes: expected numbers like 1,8,32"),
         (["tiny", "--prompt-lengths", "0"], "--prompt-lengths"),
+        (["tiny", "--prompt-lengths", "24,1024"], "--prompt-lengths: 1024 is too long: tiny takes 1024 tokens"),
+        (["tiny", "--batch-sizes", "8", "--context", "1000"], "64 steps of 8 sequences leave 912"),
         (["no-such-model"], "unknown model 'no-such-model'"),
         (["tiny", "--quantization", "fp8", "--device", "cpu"], "quantization"),
         (["tiny", "--quantization", "int3"], "--quantization"),

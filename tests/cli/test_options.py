@@ -176,6 +176,16 @@ def test_the_same_lora_name_twice_is_refused(tmp_path: Path) -> None:
         build_config("tiny", {"lora_modules": ["x=a", "x=a"]}, None)
 
 
+def test_an_adapter_does_not_take_the_base_models_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(InvalidInputError, match="'tiny' is the base model's name"):
+        build_config("tiny", {"lora_modules": ["tiny=a"]}, None)
+    with pytest.raises(InvalidInputError, match="'y' is the base model's name"):
+        build_config("tiny", {"lora_modules": ["y=a"], "served_model_name": ["x", "y"]}, None)
+    config = build_config("tiny", {"lora_modules": ["tiny=a"], "served_model_name": ["x"]}, None)
+    assert [name for name, _ in config.lora.modules] == ["tiny"]
+
+
 def test_serve_offers_exactly_the_flags_of_the_table() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
     offered = set(re.findall(r"--[a-z][a-z-]+", shown))

@@ -196,6 +196,20 @@ def test_a_registered_adapter_is_served_without_its_folder_until_it_is_dropped(s
     assert fails(small, engine, prompt, fresh)
 
 
+def test_who_waits_while_its_adapter_is_replaced_takes_no_pages_of_the_old_one(small, refs) -> None:
+    prompt = small.prompt(30)
+    fresh = AdapterRef("ft:fresh", "/nowhere/fresh")
+    engine = small.engine(max_num_seqs=1)
+    engine.register_adapter(fresh, read_adapter(Path(refs[0].path), small.decoder.spec, 8))
+    run(small, engine, [small.request(prompt, 4, adapter=fresh)])
+    waiting = small.request(prompt, 12, adapter=fresh)
+    engine.add(waiting)
+    engine.register_adapter(fresh, read_adapter(Path(refs[1].path), small.decoder.spec, 8))
+    (outputs,) = run(small, engine).values()
+    assert engine.num_hit_tokens == 0
+    assert small.tokens(outputs) == alone(small, prompt, refs[1], 12)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_an_adapter_that_is_not_finite_harms_no_neighbour(small, refs, tmp_path, caplog, poison: float) -> None:
     """Neither those in its batches nor those who get its pages afterwards."""

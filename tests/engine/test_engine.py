@@ -1,5 +1,6 @@
 """The engine against transformers' greedy generation, and how requests end."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape
 from cotenant.core.request import FinishReason
+from cotenant.engine import flight
 
 
 def test_staggered_arrivals_give_the_tokens_of_transformers(small) -> None:
@@ -352,3 +354,36 @@ def test_prompts_that_begin_alike_share_pages(small) -> None:
     assert small.tokens(outputs[scored.request_id]) == small.greedy(prompt, 3)
     assert len(outputs[scored.request_id][0].prompt_logprobs) == 18
     assert first
+
+
+@pytest.mark.parametrize("place", ["sampler", "scores"])
+def test_a_launch_that_ran_out_of_memory_may_be_repeated(small, monkeypatch, place: str) -> None:
+    """Behind a batch in flight too, whose tokens only the device knows; and no token counts twice for penalties."""
+
+    def requests():
+        return [
+            small.request(small.prompt(7, seed), 12, frequency_penalty=1.5, repetition_penalty=1.3, logprobs=1)
+            for seed in range(3)
+        ]
+
+    expected = [small.tokens(outputs) for outputs in small.run(small.engine(), requests()).values()]
+    engine = small.engine()
+    owner, name = (engine._sampler, "plan") if place == "sampler" else (flight, "score")
+    wrapped, calls = getattr(owner, name), itertools.count()
+
+    def short_of_memory(*arguments):
+        if next(calls) % 2 == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return wrapped(*arguments)
+
+    monkeypatch.setattr(owner, name, short_of_memory)
+    launch = engine.launch
+
+    def launch_twice(step) -> None:
+        with pytest.raises(torch.OutOfMemoryError):
+            launch(step)
+        launch(step)
+
+    monkeypatch.setattr(engine, "launch", launch_twice)
+    outputs = run_ahead(engine, requests(), [0, 1, 1])
+    assert [small.tokens(one) for one in outputs.values()] == expected

@@ -147,6 +147,21 @@ def _weights(logits: torch.Tensor, one: Request, generated: Sequence[int]) -> to
     return weights.where(weights >= ordered[inside][-1], 0.0)
 
 
+def test_a_batch_that_chooses_no_token_is_waited_for(online: Overlapped) -> None:
+    """A chunk of a prompt alone: nothing of it is read back."""
+    engine = online.engine
+    one = request(prompt(180, 5), 2)
+    engine.add(one)
+    with online.device.online():
+        step = engine.schedule()
+        assert step is not None
+        assert not step.host.sampled_rows()
+        torch.cuda._sleep(200_000_000)  # cycles, so that the host is there first
+        engine.launch(step)
+        assert engine.collect().device_ms > 0
+    engine.abort([one.request_id])
+
+
 # Pages.
 
 

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import msgspec
 
 from cotenant.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import _csv
 
 HASH_BLOCK_TOKENS = 512
 
@@ -135,9 +138,10 @@ def _read_csv(
     file: TextIO, path: Path, columns: Sequence[str], parse_time: Callable[[str], float]
 ) -> Iterator[TraceRequest]:
     reader = csv.reader(file)
-    header = [name.strip().lower() for name in next(reader)]
+    rows = _csv_rows(reader, path)
+    header = [name.strip().lower() for name in next(rows)]
     time_index, input_index, output_index = (header.index(column) for column in columns)
-    for row in reader:
+    for row in rows:
         if not row:
             continue
         try:
@@ -149,6 +153,13 @@ def _read_csv(
         if not math.isfinite(at_s):
             raise _bad_line(path, reader.line_num, f"the time {row[time_index]!r} is not a finite number")
         yield TraceRequest(at_s, input_len, output_len)
+
+
+def _csv_rows(reader: _csv.Reader, path: Path) -> Iterator[list[str]]:
+    try:
+        yield from reader
+    except csv.Error as error:  # a quote that is never closed, say
+        raise _bad_line(path, reader.line_num, str(error)) from None
 
 
 def _tokens(text: str) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from cotenant.cli.bench_engine import engine
-from cotenant.cli.output import fail
+from cotenant.cli.output import fail, write_json
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def serve(
     if "runs" in report:
         say(f"highest {report['swept']} sustained: {report['highest_sustained']}")
     if json_path is not None:
-        _write(json_path, [*earlier, report] if append_result else report, is_compact=save_detailed)
+        write_json(json_path, [*earlier, report] if append_result else report, is_compact=save_detailed)
     if not any(run["completed"] for run in report.get("runs", [report])):
         fail("no request was answered", exit_code=1)
 
@@ -249,11 +249,3 @@ def _read_results(path: Path) -> list[Any]:
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"--json: {path} cannot be added to: {error}") from error
     return content if isinstance(content, list) else [content]
-
-
-def _write(path: Path, content: object, is_compact: bool) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=None if is_compact else 1) + "\n", encoding="utf-8")
-    except OSError as error:
-        fail(f"--json: {path} cannot be written: {error}", exit_code=1)

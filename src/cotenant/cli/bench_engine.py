@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cotenant.cli.output import write_json
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.models.registry import resolve_model
@@ -20,13 +20,20 @@ if TYPE_CHECKING:
     from cotenant.runtime.engine_bench import EngineBench
 
 KIND = "engine"
+_PROMPT_LENGTHS = (512, 2048, 4000)
 
 
 def engine(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     batch_sizes: Annotated[str, typer.Option(help="Sequences in a decode step, one row each.")] = "1,8,32,128,256",
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, about.")] = 545,
-    prompt_lengths: Annotated[str, typer.Option(help="Tokens of a prompt alone, one row each.")] = "512,2048,4000",
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a prompt alone, one row each. Default: those of 512,2048,4000 that the model takes.",
+            show_default=False,
+        ),
+    ] = None,
     num_steps: Annotated[int, typer.Option(min=8, help="Decode steps that are timed, per row.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Prompts that are timed, per row.")] = 10,
     num_adapters: Annotated[
@@ -48,7 +55,7 @@ def engine(
     """Time decode steps and prompts without a server, and compare them with the floor: the bytes that must be read and
     the arithmetic that must be done, at the bandwidth and the matrix rate measured in the same run.
     """
-    sizes, lengths = _numbers(batch_sizes, "batch-sizes"), _numbers(prompt_lengths, "prompt-lengths")
+    sizes = _numbers(batch_sizes, "batch-sizes")
     adapters = _numbers(num_adapters, "num-adapters") if num_adapters else []
     most = max([*sizes, lora_batch_size if adapters else 1])
     chosen = ModelConfig(
@@ -59,6 +66,8 @@ def engine(
         quantization=None if quantization in (None, "none") else quantization,
     )
     limit = resolve_model(chosen).spec.max_position_embeddings
+    lengths = _prompt_lengths(prompt_lengths, model, limit)
+    _check_context(context, num_steps, most, model, limit)
     config = ServerConfig(
         model=replace(chosen, max_model_len=min(limit, _model_len(lengths, context, num_steps))),
         cache=CacheConfig(enable_prefix_caching=False),  # every prompt is computed
@@ -83,7 +92,7 @@ def engine(
     report = _report(bench, label, decode, prefill)
     _print(report)
     if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(json_path, report)
 
 
 def _numbers(text: str, flag: str) -> list[int]:
@@ -94,6 +103,33 @@ def _numbers(text: str, flag: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise InvalidInputError(f"--{flag}: expected numbers like 1,8,32, got '{text}'", param=flag)
     return numbers
+
+
+def _prompt_lengths(text: str | None, model: str, limit: int) -> list[int]:
+    """The lengths asked for, or those of the default below the model's ``limit``, which counts the answer too."""
+    if text is None:
+        return [length for length in _PROMPT_LENGTHS if length < limit] or [limit - 1]
+    lengths = _numbers(text, "prompt-lengths")
+    if max(lengths) >= limit:
+        raise InvalidInputError(
+            f"--prompt-lengths: {max(lengths)} is too long: {model} takes {limit} tokens, the answer's included",
+            param="prompt-lengths",
+        )
+    return lengths
+
+
+def _check_context(context: int, num_steps: int, batch_size: int, model: str, limit: int) -> None:
+    """Raise InvalidInputError where sequences would end before the last of their steps is timed.
+
+    Each begins with ``context`` less half of the steps, and decodes until all of the batch are in and timed.
+    """
+    most = limit - num_steps - batch_size - 72 + num_steps // 2
+    if context > most:
+        raise InvalidInputError(
+            f"--context: {context} is too long: {model} takes {limit} tokens, and {num_steps} steps of {batch_size} "
+            f"sequences leave {max(0, most)}",
+            param="context",
+        )
 
 
 def _model_len(lengths: list[int], context: int, num_steps: int) -> int:

@@ -151,12 +151,15 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
         flag = FLAGS[key]
         sections[flag.section][flag.field] = _convert(flag.name, value, flag.type)
     server = sections[ServerConfig]
+    model_config = ModelConfig(**sections[ModelConfig])
+    lora_config = LoraConfig(**sections[LoraConfig])
+    _check_lora_names(model_config, lora_config)
     server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
     return ServerConfig(
-        model=ModelConfig(**sections[ModelConfig]),
+        model=model_config,
         cache=CacheConfig(**sections[CacheConfig]),
         batch=BatchConfig(**sections[BatchConfig]),
-        lora=LoraConfig(**sections[LoraConfig]),
+        lora=lora_config,
         coexecution=CoExecutionConfig(**sections[CoExecutionConfig]),
         api=ApiConfig(**sections[ApiConfig]),
         **server,
@@ -209,6 +212,13 @@ def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
             raise InvalidInputError(f"--lora-modules: '{name}': there is no folder {folder}", param="lora-modules")
         modules[name] = str(Path(folder).resolve())
     return tuple(modules.items())
+
+
+def _check_lora_names(model: ModelConfig, lora: LoraConfig) -> None:
+    """Raise InvalidInputError for an adapter under the base model's name, where no request could reach it."""
+    for name, _ in lora.modules:
+        if name in (model.served_model_names or (model.model,)):
+            raise InvalidInputError(f"--lora-modules: '{name}' is the base model's name", param="lora-modules")
 
 
 def _parse_lora_module(item: object) -> tuple[str, str]:

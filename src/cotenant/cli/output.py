@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -18,6 +20,15 @@ def fail(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
 
 def print_error(message: str) -> None:
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+
+
+def write_json(path: Path, content: object, is_compact: bool = False) -> None:
+    """Write what ``--json`` asked for, or say why it cannot be and end the program."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=None if is_compact else 1) + "\n", encoding="utf-8")
+    except OSError as error:
+        fail(f"--json: {path} cannot be written: {error}", exit_code=1)
 
 
 def local_time(timestamp_s: int | float | None) -> str:

@@ -46,8 +46,9 @@ class Interval:
             self._events[1].record()
 
     def milliseconds(self) -> float:
-        """How long it took. The work has ended."""
+        """How long it took. Waits for its end: nobody has, where nothing was read back."""
         if self._events is not None:
+            self._events[1].synchronize()
             return float(self._events[0].elapsed_time(self._events[1]))
         return (self._times_s[1] - self._times_s[0]) * 1e3
 

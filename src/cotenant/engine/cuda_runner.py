@@ -72,7 +72,7 @@ class CudaRunner:
         self._device = decoder.device
         self._max_num_seqs = max_num_seqs
         self._stacks = stacks
-        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, page_tokens)
+        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, page_tokens, max_num_seqs)
         decoder.attention = FlashInferBackend(self._attention)
         self._forward = CudaForward(decoder, kv_cache, last_tokens)
         self._eager = EagerRunner(decoder, kv_cache, last_tokens)
@@ -181,7 +181,10 @@ class CudaRunner:
 
     def forward(self, host: HostBatch, interval: Interval, *, keep_hidden: bool) -> Forwarded:
         if keep_hidden:
-            return self._eager.forward(host, interval, keep_hidden=True)
+            self._planned.synchronize()  # it plans with the same wrappers
+            forwarded = self._eager.forward(host, interval, keep_hidden=True)
+            self._planned.record()
+            return forwarded
         if host.is_decode and self._sizes and host.num_tokens <= self._sizes[-1]:
             return Forwarded(self._replay(host, interval), None)
         return Forwarded(self._launch(host, interval), None)

@@ -107,6 +107,7 @@ class OnlineEngine:
         self._failures: list[tuple[str, CotenantError]] = []
         self._plan: BatchPlan | None = None  # what schedule() would do, until something changes
         self._step: OnlineStep | None = None
+        self._begun: tuple[Flight, torch.Tensor | None] | None = None  # what a launch that ran out of memory had done
         self._flights: deque[Flight] = deque()
         self._num_added = 0
 
@@ -175,6 +176,10 @@ class OnlineEngine:
         self._sampler.warm_up(self._decoder.dtype)
         self._runner.warm_up(graph_sizes, enforce_eager=enforce_eager)
 
+    def forget_counts(self) -> None:
+        """Begin to count prompt tokens and preemptions anew."""
+        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
+
     def wait_for_kernels(self) -> None:
         """Block until nothing more is compiled in the background; for measurements."""
         self._runner.wait_for_kernels()
@@ -224,12 +229,12 @@ class OnlineEngine:
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self._adapters.register(ref, adapter, self._adapters_in_use())
-        self._plan = None
+        self._renew_keys(ref.name)
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
         self._adapters.load(ref)
-        self._plan = None
+        self._renew_keys(ref.name)
 
     def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Adapters that ``load_adapter`` asked for and that were read since the last call, or why they were not."""
@@ -238,6 +243,13 @@ class OnlineEngine:
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""
         self._adapters.drop(name)
+        self._renew_keys(name)
+
+    def _renew_keys(self, name: str) -> None:
+        """Sequences that wait for the adapter of this name will run on another one than their page keys say."""
+        for sequence in self._waiting:
+            if sequence.request.adapter is not None and sequence.request.adapter.name == name:
+                sequence.prefix = self._prefix_keys(sequence.request)
         self._plan = None
 
     def _adapters_in_use(self) -> set[AdapterRef]:
@@ -313,7 +325,7 @@ class OnlineEngine:
 
     def discard(self) -> None:
         """Give up the step that is scheduled and not launched, if there is one: its work will be scheduled again."""
-        self._step = None
+        self._step = self._begun = None
 
     def _next_plan(self) -> BatchPlan:
         if self._plan is None:
@@ -373,7 +385,9 @@ class OnlineEngine:
         self._running.remove(sequence)
         self._vacate(sequence)
         sequence.num_computed = 0
-        sequence.adapter = None
+        if sequence.adapter is not None:
+            sequence.adapter = None
+            sequence.prefix = self._prefix_keys(sequence.request)  # the next one may be of other weights
         self._waiting.add(sequence)
         self.num_preemptions += 1
 
@@ -413,9 +427,26 @@ class OnlineEngine:
         """Put the batch on the device, and behind it the choice of the next tokens.
 
         ``hidden`` [tokens, hidden_size], if the caller has run all layers itself: rows after the batch's own (a fused
-        segment's) are ignored.
+        segment's) are ignored. After torch.OutOfMemoryError it may be called again with the same arguments: what has
+        read or changed the tokens on the device is not done twice.
         """
         assert step is self._step, "a step is launched once, and before the next one is scheduled"
+        self._begun = self._begun or self._begin(step, hidden)
+        flight, logits = self._begun
+        if logits is not None:
+            flight.sample(self._sampler, logits)
+        flight.interval.end()
+        self._step = self._begun = self._plan = None
+        self._flights.append(flight)
+        for entry in step.host.entries:
+            sequence = entry.sequence
+            sequence.num_computed += entry.count
+            if entry.samples:
+                sequence.tokens.append(PENDING)
+                sequence.num_pending += 1
+
+    def _begin(self, step: OnlineStep, hidden: torch.Tensor | None) -> tuple[Flight, torch.Tensor | None]:
+        """All that comes before the choice of tokens: the batch on its way, and its logits."""
         host = step.host
         interval = Interval(self._decoder.device)
         scores_prompt = any(entry.sequence.prompt_logprobs is not None for entry in host.entries)
@@ -424,21 +455,9 @@ class OnlineEngine:
         else:
             interval.begin()
             logits = sampled_logits(self._decoder, host, hidden)
-        self._step = None
-        self._plan = None
         if hidden is not None:
             self._look_at(hidden, host)
-        flight = Flight(step, interval, self._flights[-1].interval if self._flights else None)
-        if logits is not None:
-            flight.sample(self._sampler, logits)
-        interval.end()
-        self._flights.append(flight)
-        for entry in host.entries:
-            sequence = entry.sequence
-            sequence.num_computed += entry.count
-            if entry.samples:
-                sequence.tokens.append(PENDING)
-                sequence.num_pending += 1
+        return Flight(step, interval, self._flights[-1].interval if self._flights else None), logits
 
     def _look_at(self, hidden: torch.Tensor, host: HostBatch) -> None:
         """Score prompts that want it, and find sequences of which a row is not finite. Decodes are left to the sampler,

@@ -47,19 +47,27 @@ class Flight:
         self.follows = follows
         self._scored: list[int] = []
         self._num_top: list[int] = []
+        for row, entry in enumerate(self._sampling):
+            num_top = entry.sequence.request.sampling.logprobs
+            if num_top is not None:
+                self._scored.append(row)
+                self._num_top.append(num_top)
+        self._tokens: torch.Tensor | None = None
         self._readback = Readback([torch.empty(0, dtype=torch.int64)])
 
     def sample(self, sampler: Sampler, logits: torch.Tensor) -> None:
-        """Launch the choice of the next tokens. ``logits`` [entries that choose one, vocab]."""
-        rows = []
-        for row, entry in enumerate(self._sampling):
-            sequence = entry.sequence
-            assert sequence.seat is not None
-            rows.append(SampleRow(sequence.sampling_state, sequence.seat, sequence.num_generated))
-            if sequence.request.sampling.logprobs is not None:
-                self._scored.append(row)
-                self._num_top.append(sequence.request.sampling.logprobs)
-        tokens = sampler.sample(logits, sampler.plan(rows))
+        """Launch the choice of the next tokens. ``logits`` [entries that choose one, vocab].
+
+        May be called again after torch.OutOfMemoryError, with the same logits: no token is counted twice.
+        """
+        if self._tokens is None:
+            rows = []
+            for entry in self._sampling:
+                sequence = entry.sequence
+                assert sequence.seat is not None
+                rows.append(SampleRow(sequence.sampling_state, sequence.seat, sequence.num_generated))
+            self._tokens = sampler.sample(logits, sampler.plan(rows))
+        tokens = self._tokens
         tensors = [tokens]
         if self._scored:
             index = torch.tensor(self._scored)

@@ -89,9 +89,8 @@ class Sampler:
         """A sequence takes a seat: ``tokens`` are its first ``num_prompt`` of the prompt and all generated so far."""
         if not state.has_penalties:
             return
-        if self._counts is None:
-            shape = (len(self.last_tokens), self._vocab_size)
-            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+        self._make_counts()
+        assert self._counts is not None
         known = np.array(tokens, dtype=np.int64)
         counts = np.bincount(known[num_prompt:], minlength=self._vocab_size).astype(np.int32)  # [vocab]
         counts[known[:num_prompt]] |= IN_PROMPT
@@ -146,8 +145,16 @@ class Sampler:
             self._counts.view(-1).scatter_add_(0, entries, torch.ones_like(entries, dtype=torch.int32))
         return chosen
 
+    def _make_counts(self) -> None:
+        if self._counts is None:
+            shape = (len(self.last_tokens), self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernels for logits of this type, so that no request waits for that."""
+        """Compile the kernels for logits of this type, so that no request waits for that; on CUDA take the memory that
+        penalties need, so that no request finds it gone."""
+        if self._device.type == "cuda":
+            self._make_counts()
         if self._kernels is None:
             return
         greedy, drawn, biased = (

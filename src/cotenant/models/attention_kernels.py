@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,18 @@ class AttentionKernels:
         return backend in self._ended and self._ended[backend].is_set() and backend not in self._failures
 
     def wait(self, backend: str) -> None:
-        """Block until the kernels of ``backend`` can be used. Raises what went wrong in compiling them."""
+        """Block until the kernels of ``backend`` can be used or will never be. Raises InvalidInputError if everything
+        needs them and they cannot be made."""
         if backend in self._ended:
             if backend != "fa2":
                 self.compile_the_rest()
             self._ended[backend].wait()
-        if backend in self._failures:
-            raise self._failures[backend]
+        if backend == "fa2" and backend in self._failures:
+            reason = (str(self._failures[backend]).strip().splitlines() or ["no reason given"])[0]
+            raise InvalidInputError(
+                f"FlashInfer's attention kernels cannot be made ready ({reason}): they are compiled by nvcc and ninja, "
+                "which must be installed; without the package flashinfer-python torch's own attention is used"
+            )
 
     def compile_the_rest(self) -> None:
         """Nobody is in a hurry any more."""
@@ -51,19 +57,22 @@ class AttentionKernels:
         return bool(gen_batch_prefill_module(backend, *self._key).is_compiled)
 
     def _build(self) -> None:
-        from flashinfer.prefill import get_batch_prefill_module
-
         for backend, ended in self._ended.items():
-            if backend != "fa2" and not self._is_compiled(backend):
-                self._go_on.wait()  # compiling takes all cores, and the start has use for them
-            start = time.perf_counter()
             try:
-                get_batch_prefill_module(backend, *self._key)
+                self._build_one(backend)
             except Exception as error:
                 logger.warning("attention kernels %s cannot be compiled: %s", backend, error)
                 self._failures[backend] = error
-            logger.info("attention kernels %s are ready after %.1f s", backend, time.perf_counter() - start)
-            ended.set()
+            ended.set()  # whatever happened: the start waits for it
+
+    def _build_one(self, backend: str) -> None:
+        from flashinfer.prefill import get_batch_prefill_module
+
+        if backend != "fa2" and not self._is_compiled(backend):
+            self._go_on.wait()  # compiling takes all cores, and the start has use for them
+        start = time.perf_counter()
+        get_batch_prefill_module(backend, *self._key)
+        logger.info("attention kernels %s are ready after %.1f s", backend, time.perf_counter() - start)
 
 
 def prepare(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> AttentionKernels:

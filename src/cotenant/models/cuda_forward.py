@@ -92,6 +92,7 @@ def _linear(
 ) -> torch.Tensor | Unfinished:
     """For a few rows the kernel that follows finishes the product: what would be launches of its own costs nothing.
     Without adapters the library is faster from a number of rows on."""
-    if spans or not fits_unfinished(x, base.weight) or (grouped is None and x.shape[0] > MAX_PLAIN_ROWS):
+    fits = not spans and fits_unfinished(x, base.weight, with_adapters=grouped is not None)
+    if not fits or (grouped is None and x.shape[0] > MAX_PLAIN_ROWS):
         return linear(x, base, layer, spans, grouped)
     return unfinished_product(x, base.weight, base.bias, None if grouped is None else grouped.group(base, layer))

@@ -20,6 +20,7 @@ from cotenant.models.spec import ModelSpec
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 256 * 1024 * 1024
+_QUERY_TILES = (16, 64, 128)  # rows of a tile: a key head's queries of several tokens
 
 
 def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
@@ -33,16 +34,28 @@ def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> b
     )
 
 
+def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
+    """What FlashInfer may ask for. A captured decode step always splits its contexts, and keeps a partial result in
+    float32 for each tile of queries that its batch size could have (``PrefillPlan`` in its scheduler.cuh)."""
+    group = spec.num_heads // spec.num_kv_heads
+    tile = next((size for size in _QUERY_TILES if size >= group), _QUERY_TILES[-1])
+    num_tiles = -(-max_num_seqs * group // tile) + max_num_seqs
+    partial = spec.num_heads * num_tiles * tile * (spec.head_dim + 1) * 4
+    return max(_WORKSPACE_BYTES, partial + (1 << 20))
+
+
 class PagedAttention:
     """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
     one after the other on one stream."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int, max_num_seqs: int
+    ) -> None:
         self.spec = spec
         self.device = device
         self.dtype = dtype
         self.page_tokens = page_tokens
-        self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self.workspace = torch.empty(workspace_bytes(spec, max_num_seqs), dtype=torch.uint8, device=device)
         self._decode: Any = None
         self._prefill: dict[str, Any] = {}
         self.kernels = prepare(spec, device, dtype)

@@ -37,6 +37,7 @@ def calibrate(
             record = _step(executor, predictor)
             if not record.batch.empty:
                 steps_ms.append(record.total_ms)
+    engine.forget_counts()  # of prompts that nobody sent
     return Slo(TARGET_FACTOR * statistics.median(ttfts_ms), TARGET_FACTOR * statistics.median(steps_ms))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cotenant.config import ServerConfig
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.core.request import AdapterRef, Request, SamplingParams
 from cotenant.models.lora import LoraAdapter
@@ -111,6 +112,11 @@ class EngineBench:
             self._iterate()
         for _ in range(_WARM_STEPS):
             self._iterate()
+        if self._engine.num_running < batch_size:
+            raise InvalidInputError(
+                f"{batch_size} sequences of {context} tokens do not decode together: the KV cache has "
+                f"{self._engine.num_pages} pages; lower --batch-sizes or --context"
+            )
         steps_ms, device_ms, gaps_us = [], [], []
         last = time.perf_counter()
         for _ in range(num_steps):

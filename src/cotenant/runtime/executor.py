@@ -90,19 +90,19 @@ class Executor:
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
                 hidden, fused = self._forward(step, plan.num_fused)
-                self._engine.launch(step, hidden)
+                self._launch(step, hidden)
         else:
             with self._device.online():
                 self._launch(step)
         return fused, self._collect(emit, num_left)
 
-    def _launch(self, step: OnlineStep) -> None:
+    def _launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
         try:
-            self._engine.launch(step)
+            self._engine.launch(step, hidden)
         except torch.OutOfMemoryError:
             if not self._training.discard():
                 raise
-            self._engine.launch(step)
+            self._engine.launch(step, hidden)
 
     def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor | None, TaskletRun | None]:
         """All layers of the online batch with training layers in it. What goes wrong because of those ends the job

@@ -7,11 +7,13 @@ next adds ``h @ b.T``. So adapters cost the bytes of their matrices and no launc
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from cotenant.models.kernels.lora import Delta
 from cotenant.models.lora_stacks import GroupAdapters
@@ -97,14 +99,14 @@ def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.shape[0] <= MAX_PLAIN_ROWS and fits_unfinished(x, weight)
 
 
-def fits_unfinished(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def fits_unfinished(x: torch.Tensor, weight: torch.Tensor, with_adapters: bool = False) -> bool:
     """Whether ``unfinished_product`` takes this product, and is meant for it."""
     return (
         x.shape[0] <= MAX_ROWS
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.dtype == weight.dtype
         and x.is_contiguous()
-        and choose_tiling(x.shape[0], *weight.shape) is not None
+        and choose_tiling(x.shape[0], weight.shape[0], weight.shape[1], with_adapters) is not None
     )
 
 
@@ -150,6 +152,7 @@ def launch(
     """Write the product to ``out`` [splits, rows, out], and return what the adapters add to it."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     num_programs = num_out // tiling.columns * tiling.splits
+    stage_bytes = (tiling.rows + tiling.columns) * tiling.depth * x.element_size()
     ranks, span, stages, delta = 16, num_in, 1, None
     if adapters is not None:
         ranks, span, stages = adapter_blocks(tiling.rows, num_in, adapters.num_modules)
@@ -183,9 +186,16 @@ def launch(
         ADAPTER_SPAN=span,
         ADAPTER_STAGES=stages,
         num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        num_stages=max(1, min(tiling.num_stages, _shared_bytes(x.device) // stage_bytes)),
     )
     return delta
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may take: 227 KiB on Hopper, 99 on GPUs of compute capability 8.6 and 8.9."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 @triton.jit
