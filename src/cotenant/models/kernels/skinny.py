@@ -1,5 +1,5 @@
-"""The product of a few rows with a large matrix. It is bound by reading the matrix once; libraries tuned for large
-products reach about 90% of what this reaches (docs/benchmarks.md).
+"""The product of a few rows with a large matrix. It is bound by reading the matrix once, and libraries tuned for large
+products read it more slowly.
 
 Adapters ride along: programs of the same launch compute each row's ``x @ a.T``, and whatever kernel reads the product
 next adds ``h @ b.T``. So adapters cost the bytes of their matrices and no launches of their own.
