@@ -1,6 +1,6 @@
 """FlashInfer's kernels, compiled for this model by nvcc when they are wanted for the first time and kept on disk.
 
-"fa2" runs everything; compiling it takes some 11 seconds. "fa3" is for prompts on Hopper and takes about a minute: it
+"fa2" runs everything. "fa3" is for prompts on Hopper and takes several times as long to compile: it
 is compiled while the server serves, and prompts go through "fa2" until it is there.
 """
 
