@@ -13,7 +13,6 @@ from cotenant.bench.traces import HASH_BLOCK_TOKENS, Trace
 
 # Below lie special tokens and bytes in most vocabularies.
 _FIRST_TOKEN_ID = 100
-DEFAULT_VOCAB_SIZE = 1100
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cotenant.device.cuda.graphs import capture_graph
 from cotenant.device.readback import Interval
 from cotenant.engine.assemble import HostBatch, HostSegment, Int32Array, page_indices
 from cotenant.engine.runner import EagerRunner, Forwarded
@@ -147,13 +148,7 @@ class CudaRunner:
         def run() -> None:
             self._forward.logits(self._forward(tokens, attend, grouped=grouped), out=logits)
 
-        run()  # compiles what is not compiled yet
-        graph = torch.cuda.CUDAGraph()
-        # Not through torch.cuda.graph, which collects garbage each time: that takes longer than all the rest.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        run()
-        graph.capture_end()
-        return _Captured(graph, wrapper, logits)
+        return _Captured(capture_graph(run, pool), wrapper, logits)
 
     def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
         """A graph's parts of the input buffer: what it knows of tokens, the page indices, the adapter slots."""

@@ -9,7 +9,7 @@ be launched before the host has seen the tokens of the step before. All work goe
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from cotenant.core.request import SamplingParams
 from cotenant.engine.sampling_state import SamplingState, uniforms
+from cotenant.models.products import has_triton
 
 NOT_FINITE = -1
 
@@ -82,7 +83,7 @@ class Sampler:
         self._device = device
         self._counts: torch.Tensor | None = None  # int32 [num_seats + 1, vocab], from the first penalty on
         self._kernels: Any = None
-        if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        if device.type == "cuda" and has_triton():
             self._kernels = importlib.import_module("cotenant.engine.kernels.sample")
 
     def open(self, seat: int, state: SamplingState, num_prompt: int, tokens: list[int]) -> None:

@@ -7,10 +7,12 @@ one takes the host longer than a small batch takes the device; a piece is one la
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from cotenant.device.cuda.graphs import capture_graph
 from cotenant.models.cuda_forward import TokenInputs
 from cotenant.models.decoder import Decoder
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
@@ -27,22 +29,13 @@ class CapturedPieces:
     def __init__(self, layers: LayerPieces, size: int, pool: Any) -> None:
         weights = layers.decoder.weights.embedding
         spec = layers.decoder.spec
-        self.size = size
         self.inputs = torch.zeros((4, size), dtype=torch.int32, device=weights.device)
         self.inputs[2] = -1
         self.residual = weights.new_zeros((size, spec.hidden_size))
         self.query = weights.new_zeros((size, spec.num_heads, spec.head_dim))
         self.attended = weights.new_zeros((size, spec.num_heads, spec.head_dim))
         self._layers = layers
-        self._graphs = [self._capture(index, pool) for index in range(spec.num_layers)]
-
-    def _capture(self, index: int, pool: Any) -> torch.cuda.CUDAGraph:
-        self._run_piece(index)
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        self._run_piece(index)
-        graph.capture_end()
-        return graph
+        self._graphs = [capture_graph(partial(self._run_piece, index), pool) for index in range(spec.num_layers)]
 
     def _run_piece(self, index: int) -> None:
         tokens = TokenInputs(*self.inputs)

@@ -16,6 +16,7 @@ import torch
 from cotenant.models.attention import SdpaBackend, SegmentAttention
 from cotenant.models.attention_kernels import prepare
 from cotenant.models.batch import PagedSegment, PageLists, Segment
+from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
 _HEAD_DIMS = (64, 128, 256)
@@ -30,7 +31,7 @@ def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> b
         and dtype in (torch.bfloat16, torch.float16)
         and spec.head_dim in _HEAD_DIMS
         and importlib.util.find_spec("flashinfer") is not None
-        and importlib.util.find_spec("triton") is not None
+        and has_triton()
     )
 
 
