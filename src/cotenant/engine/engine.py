@@ -1,4 +1,4 @@
-"""The online engine: live sequences, their pages, and their batches.
+"""The online engine: requests come in, batches go out to the device, and what they produced comes back.
 
 ``schedule`` decides and prepares a batch, ``launch`` puts it and the choice of its next tokens on the device,
 ``collect`` waits for the oldest launched batch and says what it produced. On a device that runs behind the host a
@@ -10,7 +10,6 @@ chosen. A step that is scheduled and not launched has changed no token; the next
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections import deque
@@ -22,23 +21,22 @@ import torch
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.plan import BatchShape, RequestView
-from cotenant.core.request import AdapterRef, FinishReason, Request, SequenceOutput, TokenLogprobs
+from cotenant.core.request import AdapterRef, Request, SequenceOutput
 from cotenant.device import Device, create_device
 from cotenant.device.readback import Interval
 from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.adapters import AdapterCache
 from cotenant.engine.admission import check_request
-from cotenant.engine.assemble import Entry, HostBatch, assemble, send
-from cotenant.engine.batcher import Admission, BatchPlan, Limits, plan_batch
+from cotenant.engine.assemble import HostBatch, assemble, send
+from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
 from cotenant.engine.block_table import BlockTables
 from cotenant.engine.flight import Collected, Flight, OnlineStep
-from cotenant.engine.integrity import check_queues
 from cotenant.engine.kv_cache import KvCache
+from cotenant.engine.live import LiveSequences
 from cotenant.engine.logprobs import score_prompt
-from cotenant.engine.prefix import PrefixKeys
-from cotenant.engine.queue import SequenceQueue
+from cotenant.engine.outputs import advance
 from cotenant.engine.runner import create_runner, sampled_logits
-from cotenant.engine.sampler import NOT_FINITE, Sampler
+from cotenant.engine.sampler import Sampler
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.engine.sequence import PENDING, Sequence
 from cotenant.models.batch import Batch
@@ -76,9 +74,6 @@ class OnlineEngine:
         spec = decoder.spec
         device = device or create_device(decoder.device.type)
         self.max_model_len = min(max_model_len, num_pages * page_tokens)
-        self.num_preemptions = 0
-        self.num_queried_tokens = 0  # of admitted prompts, as vLLM counts them
-        self.num_hit_tokens = 0  # of those, found in the cache
         self._decoder = decoder
         batch_config = batch_config.resolved(decoder.device.type)
         self._limits = Limits(
@@ -100,10 +95,9 @@ class OnlineEngine:
         self._runner = create_runner(
             decoder, self._cache.tensor, self._sampler, adapters.stacks, self._limits, self.max_model_len
         )
-        self._prefix_caching = enable_prefix_caching
-        self._live: dict[str, Sequence] = {}
-        self._running = SequenceQueue()
-        self._waiting = SequenceQueue()
+        self._live = LiveSequences(
+            self._cache, self._tables, self._sampler, self._adapters, clock, enable_prefix_caching=enable_prefix_caching
+        )
         self._failures: list[tuple[str, CotenantError]] = []
         self._plan: BatchPlan | None = None  # what schedule() would do, until something changes
         self._step: OnlineStep | None = None
@@ -125,7 +119,7 @@ class OnlineEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live or self._flights)
+        return len(self._live) > 0 or len(self._flights) > 0
 
     @property
     def num_in_flight(self) -> int:
@@ -134,11 +128,25 @@ class OnlineEngine:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._live.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._live.waiting)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._live.num_preemptions
+
+    @property
+    def num_queried_tokens(self) -> int:
+        """Tokens of admitted prompts, as vLLM counts them."""
+        return self._live.num_queried_tokens
+
+    @property
+    def num_hit_tokens(self) -> int:
+        """Those of ``num_queried_tokens`` that were found in the cache."""
+        return self._live.num_hit_tokens
 
     @property
     def kv_cache_usage(self) -> float:
@@ -147,8 +155,7 @@ class OnlineEngine:
 
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
-        order = heapq.merge(self._running, self._waiting, key=lambda sequence: sequence.key)
-        return tuple(sequence.view() for sequence in order)
+        return self._live.views()
 
     def next_shape(self) -> BatchShape:
         """The shape of the batch that ``schedule`` would return now. Changes nothing."""
@@ -178,7 +185,7 @@ class OnlineEngine:
 
     def forget_counts(self) -> None:
         """Begin to count prompt tokens and preemptions anew."""
-        self.num_preemptions = self.num_queried_tokens = self.num_hit_tokens = 0
+        self._live.num_preemptions = self._live.num_queried_tokens = self._live.num_hit_tokens = 0
 
     def wait_for_kernels(self) -> None:
         """Block until nothing more is compiled in the background; for measurements."""
@@ -191,7 +198,7 @@ class OnlineEngine:
 
         Whether its adapter is one is known later: see ``take_failures``.
         """
-        if request.request_id in self._live:
+        if self._live.get(request.request_id) is not None:
             raise InvalidInputError(f"request id '{request.request_id}' is in use", param="request_id")
         check_request(request, self._decoder.spec.vocab_size, self.max_model_len)
         if request.adapter is not None:
@@ -203,18 +210,10 @@ class OnlineEngine:
             eos_token_ids=self._eos_token_ids,
             sampling_state=SamplingState(request.sampling),
             tokens=list(request.prompt),
-            prefix=self._prefix_keys(request),
         )
         self._num_added += 1
-        self._live[request.request_id] = sequence
-        self._waiting.add(sequence)
+        self._live.add(sequence)
         self._plan = None
-
-    def _prefix_keys(self, request: Request) -> PrefixKeys | None:
-        # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
-        if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
-            return None
-        return PrefixKeys(self._limits.page_tokens, self._adapters.prefix_root(request.adapter))
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget these requests and free their pages; ids that are not live are ignored.
@@ -222,47 +221,39 @@ class OnlineEngine:
         A batch in flight may still write to their pages: whoever gets them next is launched behind it.
         """
         for request_id in request_ids:
-            if request_id in self._live:
-                self._leave(self._live[request_id])
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                self._leave(sequence)
                 self.discard()
 
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
-        self._adapters.register(ref, adapter, self._adapters_in_use())
-        self._renew_keys(ref.name)
+        self._adapters.register(ref, adapter, self._live.adapters_in_use())
+        self._live.renew_keys(ref.name)
+        self._plan = None
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
         self._adapters.load(ref)
-        self._renew_keys(ref.name)
+        self._live.renew_keys(ref.name)
+        self._plan = None
 
     def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Adapters that ``load_adapter`` asked for and that were read since the last call, or why they were not."""
-        return self._adapters.take_loaded(self._adapters_in_use())
+        return self._adapters.take_loaded(self._live.adapters_in_use())
 
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""
         self._adapters.drop(name)
-        self._renew_keys(name)
-
-    def _renew_keys(self, name: str) -> None:
-        """Sequences that wait for the adapter of this name will run on another one than their page keys say."""
-        for sequence in self._waiting:
-            if sequence.request.adapter is not None and sequence.request.adapter.name == name:
-                sequence.prefix = self._prefix_keys(sequence.request)
+        self._live.renew_keys(name)
         self._plan = None
-
-    def _adapters_in_use(self) -> set[AdapterRef]:
-        if not self._adapters.is_used:
-            return set()
-        return {sequence.request.adapter for sequence in self._running if sequence.request.adapter is not None}
 
     def _look_for_adapters(self) -> None:
         """Have the adapters read that waiting sequences want; end the requests of those that cannot be."""
-        failures, has_changed = self._adapters.look(self._waiting, self._adapters_in_use())
+        failures, has_changed = self._adapters.look(self._live.waiting, self._live.adapters_in_use())
         if has_changed:
             self._plan = None
-        for sequence in list(self._waiting) if failures else ():
+        for sequence in list(self._live.waiting) if failures else ():
             if sequence.request.adapter in failures:
                 self._fail(sequence, failures[sequence.request.adapter])
 
@@ -270,6 +261,10 @@ class OnlineEngine:
         logger.warning("request %s: %s", sequence.request.request_id, error)
         self._failures.append((sequence.request.request_id, error))
         self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._live.remove(sequence)
+        self._plan = None
 
     # The cache's size.
 
@@ -290,16 +285,6 @@ class OnlineEngine:
     def is_resizing(self) -> bool:
         return self._resizing
 
-    def _resize_a_little(self) -> None:
-        result = self._cache.step(_RESIZE_BYTES)
-        self._tables.move(result.moves)
-        victims = list(self._running)
-        num_free = self._cache.pool.num_free
-        while victims and self._cache.pool.num_free < num_free + result.pages_short:
-            self._preempt(victims.pop())
-        self._resizing = not result.done
-        self._plan = None
-
     # One iteration.
 
     def step(self) -> list[SequenceOutput]:
@@ -314,10 +299,11 @@ class OnlineEngine:
         """The next batch, with pages for all its tokens; None when there is nothing to launch now."""
         self.discard()
         if self._resizing:
-            self._resize_a_little()
+            self._resizing = not self._live.resize_a_little(_RESIZE_BYTES)
+            self._plan = None
         self._look_for_adapters()
-        plan = self._next_plan()
-        self._apply(plan)
+        plan, self._plan = self._next_plan(), None
+        self._live.apply(plan)
         if not plan.decodes and not plan.chunks:
             return None
         self._step = OnlineStep(assemble(plan, self._tables), plan.shape)
@@ -329,94 +315,16 @@ class OnlineEngine:
 
     def _next_plan(self) -> BatchPlan:
         if self._plan is None:
-            in_use = self._adapters_in_use()
+            in_use = self._live.adapters_in_use()
             self._plan = plan_batch(
-                self._running,
-                self._waiting,
+                self._live.running,
+                self._live.waiting,
                 self._cache.pool,
                 self._limits,
                 ready=lambda ref: self._adapters.cache.is_ready(ref, in_use),
-                match=self._match,
+                match=self._live.match,
             )
         return self._plan
-
-    def _match(self, sequence: Sequence) -> tuple[int, ...]:
-        """The cached pages that hold the beginning of a waiting sequence; its last token is always computed."""
-        if sequence.prefix is None:
-            return ()
-        num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._limits.page_tokens
-        return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, num_keys))
-
-    def _apply(self, plan: BatchPlan) -> None:
-        self._plan = None
-        pool = self._cache.pool
-        for sequence in plan.preempted:
-            self._preempt(sequence)
-        for admission in plan.admitted:  # first of all, so that nobody's new pages displace what is matched
-            pool.attach(admission.sequence.number, admission.cached_pages)
-        for admission in plan.admitted:
-            self._admit(admission)
-        for sequence in plan.decodes:
-            if sequence.num_computed == pool.count(sequence.number) * self._limits.page_tokens:
-                assert sequence.seat is not None
-                self._tables.extend(sequence.seat, pool.allocate(sequence.number, 1))
-
-    def _admit(self, admission: Admission) -> None:
-        sequence, request, pool = admission.sequence, admission.sequence.request, self._cache.pool
-        if request.adapter is not None:
-            sequence.adapter = self._adapters.cache.acquire(request.adapter, self._adapters_in_use())
-        num_cached = len(admission.cached_pages)
-        pool.allocate(sequence.number, self._limits.num_pages(len(sequence.tokens)) - num_cached)
-        sequence.seat = self._tables.open(pool.pages(sequence.number))
-        sequence.num_computed = num_cached * self._limits.page_tokens
-        sequence.num_registered = num_cached
-        self._sampler.open(sequence.seat, sequence.sampling_state, sequence.num_prompt, sequence.tokens)
-        self.num_queried_tokens += len(sequence.tokens)
-        self.num_hit_tokens += sequence.num_computed
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
-            sequence.queue_s = max(0.0, self._clock() - request.arrival_s)
-        self._waiting.remove(sequence)
-        self._running.add(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; its tokens stay, what the KV cache held of them is computed again later."""
-        logger.info("request %s gives its pages up and will be recomputed", sequence.request.request_id)
-        self._running.remove(sequence)
-        self._vacate(sequence)
-        sequence.num_computed = 0
-        if sequence.adapter is not None:
-            sequence.adapter = None
-            sequence.prefix = self._prefix_keys(sequence.request)  # the next one may be of other weights
-        self._waiting.add(sequence)
-        self.num_preemptions += 1
-
-    def _vacate(self, sequence: Sequence) -> None:
-        assert sequence.seat is not None
-        if sequence.is_broken:
-            self._clean_pages(sequence)
-        self._tables.close(sequence.seat)
-        sequence.seat = None
-        self._cache.pool.free(sequence.number)
-
-    def _clean_pages(self, sequence: Sequence) -> None:
-        """Nobody may use what the sequence has computed, and masked rows are multiplied by 0: a NaN that stayed in its
-        pages would carry on into their next owner."""
-        pool = self._cache.pool
-        pool.forget(sequence.number)
-        pages = [page for page in pool.pages(sequence.number) if pool.num_users(page) == 1]
-        self._cache.tensor[pages] = 0
-
-    def _leave(self, sequence: Sequence) -> None:
-        """The sequence is no longer live."""
-        del self._live[sequence.request.request_id]
-        sequence.has_left = True
-        self._plan = None
-        if sequence.seat is None:
-            self._waiting.remove(sequence)
-        else:
-            self._running.remove(sequence)
-            self._vacate(sequence)
 
     def batch_of(self, step: OnlineStep) -> Batch:
         """The step's batch on the device, for a caller that runs the layers itself."""
@@ -484,66 +392,12 @@ class OnlineEngine:
         outputs: list[SequenceOutput] = []
         for entry, token_id, logprobs in results:
             if not entry.sequence.has_left:
-                outputs += self._advance(entry, token_id, logprobs, now_s)
+                outputs += advance(self._live, entry, token_id, logprobs, now_s)
         return Collected(outputs, flight.step.shape, flight.interval.milliseconds(), flight.gap_ms())
-
-    def _advance(
-        self, entry: Entry, token_id: int | None, logprobs: TokenLogprobs | None, now_s: float
-    ) -> list[SequenceOutput]:
-        """``token_id``: what the entry has chosen; None if it chooses none."""
-        sequence, end = entry.sequence, entry.first + entry.count
-        if sequence.is_broken or token_id == NOT_FINITE:
-            logger.error("request %s ended: the model's output for it is not finite", sequence.request.request_id)
-            sequence.is_broken = True
-            sequence.prompt_logprobs = None
-            return [self._output(sequence, finish_reason=FinishReason.ABORT)]
-        self._register_pages(sequence, end)
-        if token_id is not None:
-            reason = sequence.resolve(end, token_id, now_s)
-            return [self._output(sequence, (token_id,), logprobs, reason)]
-        if sequence.request.sampling.max_tokens == 0 and end == sequence.num_prompt:
-            return [self._output(sequence, finish_reason=FinishReason.LENGTH)]
-        return []
-
-    def _register_pages(self, sequence: Sequence, num_tokens: int) -> None:
-        """The sequence's first ``num_tokens`` tokens are computed: others may use the pages that they fill."""
-        if sequence.prefix is None or sequence.seat is None:
-            return
-        # No more than is computed: it may have been preempted and admitted again since the batch was launched.
-        num_full = min(num_tokens, sequence.num_computed) // self._limits.page_tokens
-        if num_full > sequence.num_registered:
-            keys = sequence.prefix.keys(sequence.tokens, num_full)
-            for index in range(sequence.num_registered, num_full):
-                self._cache.pool.register(sequence.number, index, keys[index])
-            sequence.num_registered = num_full
-
-    def _output(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...] = (),
-        logprobs: TokenLogprobs | None = None,
-        finish_reason: FinishReason | None = None,
-    ) -> SequenceOutput:
-        """What the sequence puts out now; it leaves the engine if that is its last."""
-        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        queue_s, sequence.queue_s = sequence.queue_s, None
-        if finish_reason is not None:
-            self._leave(sequence)
-        return SequenceOutput(
-            request_id=sequence.request.request_id,
-            token_ids=token_ids,
-            logprobs=() if logprobs is None else (logprobs,),
-            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
-            finish_reason=finish_reason,
-            stop_token_id=token_ids[-1] if finish_reason is FinishReason.STOP else None,
-            queue_s=queue_s,
-        )
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""
         self._cache.check_integrity()
-        self._adapters.cache.check_integrity(self._adapters_in_use())
-        assert len(self._live) == len(self._running) + len(self._waiting), "a sequence is lost, or in two queues"
-        assert {*self._running, *self._waiting} == set(self._live.values())
-        assert self._tables.num_free_seats == self._limits.max_num_seqs - len(self._running), "a seat was lost"
-        check_queues(self._running, self._waiting, self._cache.pool, self._tables)
+        self._adapters.cache.check_integrity(self._live.adapters_in_use())
+        self._live.check_integrity()
+        assert self._tables.num_free_seats == self._limits.max_num_seqs - len(self._live.running), "a seat was lost"

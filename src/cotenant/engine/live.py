@@ -1,0 +1,199 @@
+"""The live sequences: who waits and who runs, and the seats, pages and adapters that those who run have."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable
+
+from cotenant.core.plan import RequestView
+from cotenant.core.request import AdapterRef, Request
+from cotenant.engine.adapter_desk import AdapterDesk
+from cotenant.engine.batcher import Admission, BatchPlan
+from cotenant.engine.block_table import BlockTables
+from cotenant.engine.integrity import check_queues
+from cotenant.engine.kv_cache import KvCache
+from cotenant.engine.prefix import PrefixKeys
+from cotenant.engine.queue import SequenceQueue
+from cotenant.engine.sampler import Sampler
+from cotenant.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class LiveSequences:
+    """From ``add`` to ``remove`` a sequence is in one of the two queues: without a seat, a page or an adapter in
+    ``waiting``, with them in ``running``. Only this class moves it from one to the other.
+
+    ``clock`` is the wall clock that ``Request.arrival_s`` is on.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        tables: BlockTables,
+        sampler: Sampler,
+        adapters: AdapterDesk,
+        clock: Callable[[], float],
+        *,
+        enable_prefix_caching: bool,
+    ) -> None:
+        self.running = SequenceQueue()
+        self.waiting = SequenceQueue()
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0  # of admitted prompts, as vLLM counts them
+        self.num_hit_tokens = 0  # of those, found in the cache
+        self._by_id: dict[str, Sequence] = {}
+        self._cache = cache
+        self._tables = tables
+        self._sampler = sampler
+        self._adapters = adapters
+        self._clock = clock
+        self._prefix_caching = enable_prefix_caching
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, request_id: str) -> Sequence | None:
+        """The live sequence of this request."""
+        return self._by_id.get(request_id)
+
+    def views(self) -> tuple[RequestView, ...]:
+        """All live requests in the order in which they are served."""
+        order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
+        return tuple(sequence.view() for sequence in order)
+
+    def adapters_in_use(self) -> set[AdapterRef]:
+        """Those of running sequences."""
+        if not self._adapters.is_used:
+            return set()
+        return {sequence.request.adapter for sequence in self.running if sequence.request.adapter is not None}
+
+    # Coming and going.
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence whose request's id is not in use."""
+        sequence.prefix = self._prefix_keys(sequence.request)
+        self._by_id[sequence.request.request_id] = sequence
+        self.waiting.add(sequence)
+
+    def apply(self, plan: BatchPlan) -> None:
+        """Preempt and admit as planned, and give decodes the pages that they cross into."""
+        pool = self._cache.pool
+        for sequence in plan.preempted:
+            self.preempt(sequence)
+        for admission in plan.admitted:  # first of all, so that nobody's new pages displace what is matched
+            pool.attach(admission.sequence.number, admission.cached_pages)
+        for admission in plan.admitted:
+            self._admit(admission)
+        for sequence in plan.decodes:
+            if sequence.num_computed == pool.count(sequence.number) * self._tables.page_tokens:
+                assert sequence.seat is not None
+                self._tables.extend(sequence.seat, pool.allocate(sequence.number, 1))
+
+    def _admit(self, admission: Admission) -> None:
+        sequence, request, pool = admission.sequence, admission.sequence.request, self._cache.pool
+        page_tokens = self._tables.page_tokens
+        if request.adapter is not None:
+            sequence.adapter = self._adapters.cache.acquire(request.adapter, self.adapters_in_use())
+        num_cached = len(admission.cached_pages)
+        pool.allocate(sequence.number, -(-len(sequence.tokens) // page_tokens) - num_cached)
+        sequence.seat = self._tables.open(pool.pages(sequence.number))
+        sequence.num_computed = num_cached * page_tokens
+        sequence.num_registered = num_cached
+        self._sampler.open(sequence.seat, sequence.sampling_state, sequence.num_prompt, sequence.tokens)
+        self.num_queried_tokens += len(sequence.tokens)
+        self.num_hit_tokens += sequence.num_computed
+        if not sequence.was_admitted:
+            sequence.was_admitted = True
+            sequence.queue_s = max(0.0, self._clock() - request.arrival_s)
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the queue; its tokens stay, what the KV cache held of them is computed again later."""
+        logger.info("request %s gives its pages up and will be recomputed", sequence.request.request_id)
+        self.running.remove(sequence)
+        self._vacate(sequence)
+        sequence.num_computed = 0
+        if sequence.adapter is not None:
+            sequence.adapter = None
+            sequence.prefix = self._prefix_keys(sequence.request)  # the next one may be of other weights
+        self.waiting.add(sequence)
+        self.num_preemptions += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence is no longer live."""
+        del self._by_id[sequence.request.request_id]
+        sequence.has_left = True
+        if sequence.seat is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._vacate(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        assert sequence.seat is not None
+        if sequence.is_broken:
+            self._clean_pages(sequence)
+        self._tables.close(sequence.seat)
+        sequence.seat = None
+        self._cache.pool.free(sequence.number)
+
+    def _clean_pages(self, sequence: Sequence) -> None:
+        """Nobody may use what the sequence has computed, and masked rows are multiplied by 0: a NaN that stayed in its
+        pages would carry on into their next owner."""
+        pool = self._cache.pool
+        pool.forget(sequence.number)
+        pages = [page for page in pool.pages(sequence.number) if pool.num_users(page) == 1]
+        self._cache.tensor[pages] = 0
+
+    def resize_a_little(self, max_bytes: int) -> bool:
+        """Take the cache a part of the way to its target size (see ``KvCache.step``); those last in order make room.
+        Whether it is there."""
+        result = self._cache.step(max_bytes)
+        self._tables.move(result.moves)
+        victims = list(self.running)
+        num_free = self._cache.pool.num_free
+        while victims and self._cache.pool.num_free < num_free + result.pages_short:
+            self.preempt(victims.pop())
+        return result.done
+
+    # Pages that others may use.
+
+    def match(self, sequence: Sequence) -> tuple[int, ...]:
+        """The cached pages that hold the beginning of a waiting sequence; its last token is always computed."""
+        if sequence.prefix is None:
+            return ()
+        num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._tables.page_tokens
+        return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, num_keys))
+
+    def register_pages(self, sequence: Sequence, num_tokens: int) -> None:
+        """The sequence's first ``num_tokens`` tokens are computed: others may use the pages that they fill."""
+        if sequence.prefix is None or sequence.seat is None:
+            return
+        # No more than is computed: it may have been preempted and admitted again since the batch was launched.
+        num_full = min(num_tokens, sequence.num_computed) // self._tables.page_tokens
+        if num_full > sequence.num_registered:
+            keys = sequence.prefix.keys(sequence.tokens, num_full)
+            for index in range(sequence.num_registered, num_full):
+                self._cache.pool.register(sequence.number, index, keys[index])
+            sequence.num_registered = num_full
+
+    def renew_keys(self, adapter_name: str) -> None:
+        """Sequences that wait for the adapter of this name will run on another one than their page keys say."""
+        for sequence in self.waiting:
+            if sequence.request.adapter is not None and sequence.request.adapter.name == adapter_name:
+                sequence.prefix = self._prefix_keys(sequence.request)
+
+    def _prefix_keys(self, request: Request) -> PrefixKeys | None:
+        # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
+        if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
+            return None
+        return PrefixKeys(self._tables.page_tokens, self._adapters.prefix_root(request.adapter))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if queues, pages and block tables disagree."""
+        assert len(self._by_id) == len(self.running) + len(self.waiting), "a sequence is lost, or in two queues"
+        assert {*self.running, *self.waiting} == set(self._by_id.values())
+        check_queues(self.running, self.waiting, self._cache.pool, self._tables)
