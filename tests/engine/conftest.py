@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.request import AdapterRef, Request, SamplingParams, SequenceOutput
+from cotenant.device import Device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
@@ -46,6 +47,8 @@ class SmallModel:
         max_loras: int = 2,
         eos_token_ids: Iterable[int] = (),
         clock: Callable[[], float] = time.time,
+        max_pages: int | None = None,
+        device: Device | None = None,
     ) -> OnlineEngine:
         return OnlineEngine(
             self.decoder,
@@ -55,6 +58,8 @@ class SmallModel:
             max_model_len,
             LoraConfig(max_loras=max_loras, max_lora_rank=8),
             eos_token_ids,
+            device=device,
+            max_pages=max_pages,
             clock=clock,
         )
 

@@ -10,6 +10,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape
 from cotenant.core.request import FinishReason
 from cotenant.engine import flight
+from engine.limited_memory import LimitedDevice
 
 
 def test_staggered_arrivals_give_the_tokens_of_transformers(small) -> None:
@@ -340,6 +341,24 @@ def test_the_cache_grows_and_shrinks_under_live_sequences(small) -> None:
         assert small.tokens(outputs[request.request_id]) == small.greedy(request.prompt, 30)
     with pytest.raises(InvalidInputError, match="pages"):
         engine.resize(3)
+
+
+def test_a_device_without_memory_for_more_pages_goes_on_with_those_it_has(small, caplog) -> None:
+    engine = small.engine(num_pages=20, max_pages=400, max_model_len=64, device=LimitedDevice(num_chunks=4))
+    num_pages = engine.num_pages
+    requests = [small.request(small.prompt(5 + seed, seed), 30) for seed in range(6)]
+    engine.add(requests[0])
+    outputs = engine.step()
+    engine.resize(400)
+    outputs += engine.step()
+    assert not engine.is_resizing
+    assert engine.num_pages == num_pages
+    assert caplog.text.count("does not grow to 400") == 1
+    by_id = small.run(engine, requests[1:])
+    by_id[requests[0].request_id] = [*outputs, *by_id[requests[0].request_id]]
+    for request in requests:
+        assert small.tokens(by_id[request.request_id]) == small.greedy(request.prompt, 30)
+    assert caplog.text.count("does not grow to 400") == 1
 
 
 def test_prompts_that_begin_alike_share_pages(small) -> None:

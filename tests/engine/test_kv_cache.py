@@ -8,23 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cotenant.device import create_device
+from cotenant.device import Device, create_device
 from cotenant.device.arena import chunk_granularity
 from cotenant.engine.kv_cache import KvCache, Resized
 from cotenant.models.spec import ModelSpec
+from engine.limited_memory import LimitedDevice
 
 PAGE_TOKENS = 2
 OWNERS = st.integers(0, 5)
 
 
-def create_cache(num_pages: int, max_pages: int | None = None, *, pages_per_chunk: int = 8) -> KvCache:
+def create_cache(
+    num_pages: int, max_pages: int | None = None, *, pages_per_chunk: int = 8, device: Device | None = None
+) -> KvCache:
     """Pages of 1/``pages_per_chunk`` of what the device maps at least, so that chunks have as many."""
     head_dim = chunk_granularity(torch.device("cpu")) // pages_per_chunk // (2 * 2 * PAGE_TOKENS * 2 * 4)
     spec = ModelSpec(
         family="llama", num_layers=2, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=2,
         head_dim=head_dim, vocab_size=64, max_position_embeddings=64,
     )  # fmt: skip
-    cache = KvCache(spec, torch.float32, create_device("cpu"), PAGE_TOKENS, num_pages, max_pages)
+    cache = KvCache(spec, torch.float32, device or create_device("cpu"), PAGE_TOKENS, num_pages, max_pages)
     assert cache.chunk_pages == pages_per_chunk
     return cache
 
@@ -187,6 +190,30 @@ def test_a_step_takes_at_least_one_chunk_and_at_most_what_it_may() -> None:
         cache.step(max_bytes)
         sizes.append(cache.num_pages)
     assert sizes == [16, 40, 80]
+
+
+def test_a_cache_that_the_device_has_no_memory_for_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    device = LimitedDevice(num_chunks=4)
+    cache = create_cache(8, 64, device=device)
+    (page,) = cache.pool.allocate(1, 1)
+    cache.tensor[page] = 3
+    cache.resize(64)
+    assert cache.step(2 * cache.chunk_bytes) == Resized(done=False)
+    for _ in range(3):  # chunks 3 and 4 together are one too many
+        assert cache.step(2 * cache.chunk_bytes) == Resized(done=True)
+        assert cache.num_pages == 24
+        cache.check_integrity()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "stays at 24 pages and does not grow to 64: no memory for 2 chunks beside 3" in caplog.text
+    cache.resize(32)
+    assert cache.step(1 << 30) == Resized(done=True)
+    device.num_chunks = 8
+    cache.resize(64)
+    assert cache.step(1 << 30) == Resized(done=True)
+    assert cache.num_pages == 64
+    assert (cache.tensor[page] == 3).all()
+    assert not cache.tensor[8:].any()
+    cache.check_integrity()
 
 
 def test_what_does_not_fit_is_said_and_what_fits_is_done() -> None:

@@ -207,15 +207,15 @@ def test_a_half_full_cache_gives_a_gib_up_and_takes_it_back_within_5_ms() -> Non
     assert sorted(shrink)[2] < 5
 
 
-def test_a_cache_that_cannot_grow_stays_as_it_was() -> None:
+def test_a_cache_that_cannot_grow_stays_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     _, total = torch.cuda.mem_get_info()
     cache = create_cache(64, total // (2 * MIB) + 1024)
     cache.tensor[cache.pool.allocate(1, 1)[0]] = 3
     cache.resize(cache.max_pages)
-    with pytest.raises(torch.OutOfMemoryError, match="cannot map"):
-        cache.step(2 * total)
+    assert cache.step(2 * total).done, "the target is given up"
     assert cache.num_pages == 64
-    assert cache.step(GIB).done, "the target is what the cache has"
+    assert "stays at 64 pages" in caplog.text
+    assert "cannot map" in caplog.text
     cache.check_integrity()
     cache.resize(128)
     assert cache.step(GIB).done

@@ -271,6 +271,8 @@ class OnlineEngine:
     def resize(self, num_pages: int) -> None:
         """Let the cache grow or shrink to about ``num_pages``, by whole chunks, a part of the way at each ``schedule``.
 
+        When the device runs out of memory on the way, the cache stays at what it has and the rest is given up, which
+        the log says; ``is_resizing`` is then False and ``num_pages`` tells how far it came.
         Raises InvalidInputError for less than one sequence of full length needs, or more than was reserved.
         """
         least = self._limits.num_pages(self.max_model_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from cotenant.memory.chunks import KV, ChunkPool
 from cotenant.memory.pages import PagePool
 from cotenant.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 32 << 20  # a mapping costs the same whatever its size: at this one, about a millisecond per GiB
 _CHUNKS_AT_LEAST = 16  # so that a small cache has something to give too
 _STAGING_BYTES = 64 << 20  # what a move needs beside the cache, when memory is short
@@ -24,9 +27,9 @@ _CANDIDATES = 64  # chunks that are looked at when a few are to be given up
 class Resized:
     """What one step of a resize came to.
 
-    ``done``: the target is reached. ``moves``: old page to new page, for pages in use that were moved; block tables
-    name the old ones until the caller rewrites them. ``pages_short``: so many more pages must be freed before all of
-    the step that was asked for can happen.
+    ``done``: the target is reached, or was given up for want of memory. ``moves``: old page to new page, for pages in
+    use that were moved; block tables name the old ones until the caller rewrites them. ``pages_short``: so many more
+    pages must be freed before all of the step that was asked for can happen.
     """
 
     done: bool
@@ -88,7 +91,11 @@ class KvCache:
         return self._arena.chunk_bytes
 
     def resize(self, num_pages: int) -> None:
-        """Set the target that ``step`` moves towards: ``num_pages``, rounded up to whole chunks."""
+        """Set the target that ``step`` moves towards: ``num_pages``, rounded up to whole chunks.
+
+        A target that the device has no memory for is given up at that step: the cache keeps what it has by then, says
+        so in the log, and does not try again until this is called again.
+        """
         if not 1 <= num_pages <= self.max_pages:
             raise ValueError(f"a KV cache of {num_pages} pages: must be from 1 to max_pages, {self.max_pages}")
         self._target = self._chunks_for(num_pages)
@@ -98,8 +105,6 @@ class KvCache:
 
         Called on the stream that reads the cache. No launched work may still use the cache on another stream. When
         ``pages_short`` is not 0, sequences must give up so many pages first; what fits has been done.
-
-        Raises torch.OutOfMemoryError when there is no memory to grow into. The target is then what the cache has.
         """
         num_chunks = len(self._chunks.owned(KV))
         most = max(1, max_bytes // self.chunk_bytes)
@@ -116,10 +121,16 @@ class KvCache:
         chunks = self._chunks.take(KV, count)
         try:
             self._arena.map(chunks)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self._chunks.give_back(KV, chunks)
-            self._target = len(self._chunks.owned(KV))
-            raise
+            wanted, self._target = self._target, len(self._chunks.owned(KV))
+            logger.warning(
+                "the KV cache stays at %d pages and does not grow to %d: %s",
+                self.num_pages,
+                self._pages_in(wanted),
+                error,
+            )
+            return
         self.pool.add(self._pages_of(chunks))
 
     def _shrink(self, count: int) -> dict[int, int]:
