@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,9 @@ import psutil
 import pytest
 import torch
 
+from cotenant.config import ModelConfig
+from cotenant.models.lora import LoraAdapter, save_adapter
+from cotenant.models.registry import resolve_model
 from serving import RunningServer, running_server, start_server
 
 FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
@@ -136,6 +140,43 @@ def test_a_worker_that_cannot_start_says_why_and_ends_the_server(tmp_path: Path)
     assert failed.wait_exit() == 2
     assert re.search(r"^error: .*cuda", failed.log, re.MULTILINE | re.IGNORECASE)
     assert "Traceback" not in failed.log
+
+
+def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Path) -> None:
+    spec = resolve_model(ModelConfig("tiny")).spec
+    config, weights = "adapter_config.json", "adapter_model.safetensors"
+
+    def save(folder: Path, rank: int = 4) -> Path:
+        adapter = LoraAdapter.trainable(spec, r=rank, alpha=8.0, target_modules=("q_proj",), seed=0)
+        save_adapter(adapter, folder, "tiny")
+        return folder
+
+    def unknown_target(folder: Path) -> None:
+        values = json.loads((folder / config).read_text()) | {"target_modules": ["q_proj", "lm_head"]}
+        (folder / config).write_text(json.dumps(values))
+
+    spoiled: dict[str, tuple[Callable[[Path], object], str]] = {
+        "missing": (shutil.rmtree, "there is no folder"),
+        "empty": (lambda folder: (folder / config).unlink(), f"holds no {config}"),
+        "wide": (lambda folder: save(folder, 8), "q_proj is over --max-lora-rank, which is 4"),
+        "strange": (unknown_target, "target_modules lm_head cannot have LoRA here"),
+        "torn": (lambda folder: os.truncate(folder / weights, 100), f"{weights} is not a readable safetensors file"),
+    }
+    fine = save(tmp_path / "fine")
+    servers = {}
+    for name, (spoil, _) in spoiled.items():
+        folder = save(tmp_path / name)
+        spoil(folder)
+        flags = ("--max-lora-rank", "4", "--lora-modules", f"fine={fine}", "--lora-modules", f"{name}={folder}")
+        servers[name] = start_server(tmp_path / f"{name}-data", *flags, wait=False)
+    for name, server in servers.items():
+        assert server.wait_exit() == 2
+        (said,) = re.findall(r"^error: (.*)$", server.log, re.MULTILINE)
+        assert said.startswith(f"--lora-modules: '{name}'")
+        assert str(tmp_path / name) in said
+        assert spoiled[name][1] in said
+        assert "Traceback" not in server.log
+        assert not server.data_dir.exists()
 
 
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cotenant.cli.options import build_config, option
 from cotenant.cli.output import fail
-from cotenant.config import ServerConfig
+from cotenant.config import LoraConfig, ServerConfig
+from cotenant.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from cotenant.models.spec import ModelSpec
 
 _MODEL_HELP = "'tiny', a Hugging Face folder or id, or with --load-format dummy a known architecture."
 _CONFIG_HELP = "YAML file of these flags, without the dashes in front. The command line wins."
@@ -70,6 +74,7 @@ def run(config: ServerConfig) -> None:
     for name in ("httpx", "huggingface_hub", "uvicorn"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     resolved = resolve_model(config.model)
+    _check_lora_modules(config.lora, resolved.spec)
     base = BaseModel(resolved.folder, resolved.spec.vocab_size)
     try:
         code = run_server(config, base, typer.echo)
@@ -77,3 +82,18 @@ def run(config: ServerConfig) -> None:
         fail(error.message, error.exit_code)
     if code != 0:
         raise typer.Exit(code)
+
+
+def _check_lora_modules(lora: LoraConfig, spec: ModelSpec) -> None:
+    """Raise InvalidInputError for an adapter that no request could be served with."""
+    from cotenant.models.adapter_files import check_adapter
+
+    for name, folder in lora.modules:
+        try:
+            check_adapter(Path(folder), spec, lora.max_lora_rank)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"--lora-modules: '{name}' in {folder} cannot be served: {error.message}. Mend it, or leave "
+                f"{name}={folder} out",
+                param="lora-modules",
+            ) from error

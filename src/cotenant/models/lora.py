@@ -19,14 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
-from cotenant.models.names import module_name
-from cotenant.models.peft_config import CONFIG_FILE, read_config, written_config
+from cotenant.models.adapter_files import WEIGHTS_FILE, check_adapter, tensor_names
+from cotenant.models.peft_config import CONFIG_FILE, written_config
 from cotenant.models.spec import ModelSpec
 
 # Modules that read the same input, in the order in which the decoder fuses their weights.
 MODULE_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-
-WEIGHTS_FILE = "adapter_model.safetensors"
 
 ModuleKey = tuple[int, str]  # (layer, module)
 
@@ -231,36 +229,26 @@ class LoraAdapter:
 def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdapter:
     """An adapter from a folder in PEFT's format, on the CPU and in the dtype of its file.
 
-    Raises InvalidInputError, naming the file and what is wrong there, for anything but a whole LoRA adapter for a model
-    of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most.
+    Raises InvalidInputError as ``check_adapter`` does.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    path = folder / WEIGHTS_FILE
-    tensors = _read_weights(path)
-    weights, alphas = {}, {}
-    for layer, module in config.targets(spec):
-        name = module_name(layer, module)
-        rank, alpha = config.rank_of(name), config.alpha_of(name)
-        if rank > max_rank:
-            raise InvalidInputError(
-                f"{folder / CONFIG_FILE}: rank {rank} of {name} is over --max-lora-rank, which is {max_rank}"
-            )
-        num_out, num_in = spec.module_shape(module)
-        a = _take(tensors, path, f"{_PREFIX}{name}.lora_A.weight", (rank, num_in))
-        b = _take(tensors, path, f"{_PREFIX}{name}.lora_B.weight", (num_out, rank))
-        weights[layer, module] = LoraPair(a, b)
-        if alpha != config.alpha:
-            alphas[layer, module] = alpha
-    if tensors:
-        raise InvalidInputError(f"{path}: {min(tensors)} is no part of the adapter that {CONFIG_FILE} describes")
+    files = check_adapter(folder, spec, max_rank)
+    config = files.config
+    try:
+        tensors = load_file(files.weights_path)
+    except (SafetensorError, OSError) as error:
+        raise InvalidInputError(f"{files.weights_path} is not a readable safetensors file: {error}") from error
+    weights = {}
+    for key in files.alphas:
+        a, b = tensor_names(*key)
+        weights[key] = LoraPair(tensors[a], tensors[b])
     return LoraAdapter(
         folder.name,
         spec,
         config.r,
         config.alpha,
         weights,
-        alphas=alphas,
+        alphas={key: alpha for key, alpha in files.alphas.items() if alpha != config.alpha},
         use_rslora=config.use_rslora,
         dropout=config.dropout,
     )
@@ -271,9 +259,9 @@ def save_adapter(adapter: LoraAdapter, folder: Path, base_model_name_or_path: st
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for (layer, module), (a, b) in adapter.weights.items():
-        name = f"{_PREFIX}{module_name(layer, module)}"
-        tensors[f"{name}.lora_A.weight"] = a.detach().cpu().contiguous()
-        tensors[f"{name}.lora_B.weight"] = b.detach().cpu().contiguous()
+        a_name, b_name = tensor_names(layer, module)
+        tensors[a_name] = a.detach().cpu().contiguous()
+        tensors[b_name] = b.detach().cpu().contiguous()
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = written_config(
         base_model_name_or_path,
@@ -286,24 +274,3 @@ def save_adapter(adapter: LoraAdapter, folder: Path, base_model_name_or_path: st
         alphas=adapter.alphas,
     )
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-_PREFIX = "base_model.model."
-
-
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_file():
-        raise InvalidInputError(f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format")
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}") from error
-
-
-def _take(tensors: dict[str, torch.Tensor], path: Path, name: str, shape: tuple[int, int]) -> torch.Tensor:
-    if name not in tensors:
-        raise InvalidInputError(f"{path} lacks {name}, which {CONFIG_FILE} calls for")
-    tensor = tensors.pop(name)
-    if tuple(tensor.shape) != shape:
-        raise InvalidInputError(f"{path}: {name} has shape {list(tensor.shape)}; this model needs {list(shape)}")
-    return tensor
