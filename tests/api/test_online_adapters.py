@@ -105,6 +105,27 @@ def test_loading_in_place_serves_what_the_folder_holds_now(
     assert unload(http, "changing").status_code == 200
 
 
+def test_a_refused_reload_leaves_the_old_adapter_serving(
+    http: httpx.Client, adapters: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters[1], folder)
+    assert load(http, "staying", str(folder)).status_code == 200
+    before = say(http, "staying")
+    (folder / "adapter_model.safetensors").write_bytes(b"torn")
+    fresh = load(http, "another", str(folder))
+    again = load(http, "staying", str(folder), load_inplace=True)
+    assert (again.status_code, again.json()) == (fresh.status_code, fresh.json())
+    error = error_of(again)
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_adapter")
+    assert (error["param"], str(folder) in error["message"]) == ("lora_path", True)
+    assert say(http, "staying") == before
+    assert load(http, "staying", str(tmp_path), load_inplace=True).status_code == 400
+    assert http.get("/v1/models/staying").json()["root"] == str(folder)
+    assert say(http, "staying") == before
+    assert unload(http, "staying").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -140,13 +161,23 @@ def test_both_need_the_key(server: serving.RunningServer) -> None:
 
 
 def test_a_loaded_adapter_outlives_the_worker_and_a_flags_adapter_can_be_unloaded(
-    server: serving.RunningServer, http: httpx.Client, adapters: list[str]
+    server: serving.RunningServer, http: httpx.Client, adapters: list[str], tmp_path: Path
 ) -> None:
-    assert load(http, "staying", adapters[1]).status_code == 200
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters[1], folder)
+    assert load(http, "staying", str(folder)).status_code == 200
     before = say(http, "staying")
     server.kill_worker()
     assert say(http, "staying") == before
     server.wait_ready()
+    (folder / "adapter_config.json").unlink()
+    server.kill_worker()
+    refused = http.post("/v1/completions", json={"model": "staying", "prompt": "a"})
+    assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (
+        400,
+        "invalid_adapter",
+        "model",
+    )
     assert unload(http, "staying").status_code == 200
     assert unload(http, "flagged").status_code == 200
     assert http.post("/v1/completions", json={"model": "flagged", "prompt": "a"}).status_code == 404

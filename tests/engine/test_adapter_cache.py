@@ -186,11 +186,11 @@ def test_an_adapter_of_too_high_a_rank_is_refused(make_cache, tmp_path) -> None:
 def test_a_registered_adapter_is_a_frozen_copy(make_cache) -> None:
     cache, ref = make_cache(), AdapterRef("ft:new", "/nowhere")
     source = tiny_adapter(7)
-    cache.register(ref, source, frozenset())
+    cache.register(ref, source)
     source.weights[0, "q_proj"].a.fill_(8)
     cache.wait(ref)
     assert number_of(cache.acquire(ref, frozenset())) == 7
-    cache.register(ref, source, frozenset())
+    cache.register(ref, source)
     cache.wait(ref)
     assert number_of(cache.acquire(ref, frozenset())) == 8
 
@@ -239,7 +239,7 @@ def test_whatever_comes_and_goes_who_runs_keeps_its_adapter(
         elif action == "drop":
             cache.drop(ref.name)
         elif action == "register":
-            cache.register(ref, tiny_adapter(100.0 + index), in_use)
+            cache.register(ref, tiny_adapter(100.0 + index))
         for _, adapter, number in running:
             assert number_of(adapter) == number
         cache.check_integrity({ref for ref, _, _ in running})

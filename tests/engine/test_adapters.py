@@ -1,6 +1,7 @@
 """Adapters in one batch, those that are still being read, and what a broken one can harm."""
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -194,6 +195,57 @@ def test_a_registered_adapter_is_served_without_its_folder_until_it_is_dropped(s
     outputs += until(engine, lambda: not engine.has_work)
     assert small.tokens(outputs) == alone(small, prompt, refs[1], 200)
     assert fails(small, engine, prompt, fresh)
+
+
+def load(engine, ref: AdapterRef) -> tuple[InvalidInputError | None, list[SequenceOutput]]:
+    """Why the adapter could not be read, and what was put out meanwhile."""
+    told: list[tuple[AdapterRef, InvalidInputError | None]] = []
+
+    def is_told() -> bool:
+        told.extend(engine.take_loaded())
+        return bool(told)
+
+    engine.load_adapter(ref)
+    outputs = until(engine, is_told)
+    ((loaded, error),) = told
+    assert loaded == ref
+    return error, outputs
+
+
+def test_an_adapter_serves_until_its_successor_has_been_read(small, refs, tmp_path) -> None:
+    prompt = small.prompt(9)
+    texts = [alone(small, prompt, ref, 60) for ref in refs[:2]]
+    ref = AdapterRef("changing", str(tmp_path / "changing"))
+    engine = small.engine()
+    shutil.copytree(refs[0].path, ref.path)
+    assert load(engine, ref) == (None, [])
+    running = small.request(prompt, 60, adapter=ref)
+    engine.add(running)
+    outputs = until(engine, lambda: engine.num_running == 1)
+
+    (tmp_path / "changing" / "adapter_model.safetensors").write_bytes(b"torn")
+    error, more = load(engine, ref)
+    assert error is not None
+    assert (error.code, ref.path in error.message) == ("invalid_adapter", True)
+    again = small.request(prompt, 60, adapter=ref)
+    engine.add(again)
+    outputs += more + until(engine, lambda: engine.num_running == 2)
+    assert engine.take_failures() == []
+
+    shutil.copytree(refs[1].path, ref.path, dirs_exist_ok=True)
+    error, more = load(engine, ref)
+    assert error is None
+    successor = small.request(prompt, 60, adapter=ref)
+    engine.add(successor)
+    outputs += more + until(engine, lambda: not engine.has_work)
+    for request, text in ((running, texts[0]), (again, texts[0]), (successor, texts[1])):
+        assert small.tokens([output for output in outputs if output.request_id == request.request_id]) == text
+
+    engine.load_adapter(ref)
+    engine.drop_adapter(ref.name)
+    shutil.rmtree(ref.path)
+    assert fails(small, engine, prompt, ref)
+    assert engine.take_loaded() == []
 
 
 def test_who_waits_while_its_adapter_is_replaced_takes_no_pages_of_the_old_one(small, refs) -> None:

@@ -375,4 +375,4 @@ def _no_worker() -> OverloadedError:
 
 def _request_error(message: RequestFailed) -> CotenantError:
     kind = _ERRORS_BY_CODE.get(message.code or "", InvalidInputError)
-    return kind(message.message, code=message.code)
+    return kind(message.message, code=message.code, param=message.param)

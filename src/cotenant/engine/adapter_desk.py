@@ -8,7 +8,7 @@ from collections.abc import Iterable, Set
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
-from cotenant.engine.adapters import AdapterCache
+from cotenant.engine.adapters import AdapterCache, Reading
 from cotenant.engine.prefix import root_of
 from cotenant.engine.sequence import Sequence
 from cotenant.models.lora import LoraAdapter
@@ -24,7 +24,7 @@ class AdapterDesk:
         self.cache = cache
         self.is_used = False  # whether there ever was a request for an adapter
         self._epochs: Counter[str] = Counter()  # by name: how many adapters of that name there were before
-        self._loading: list[AdapterRef] = []  # read because ``load`` asked for it
+        self._loading: list[tuple[AdapterRef, Reading]] = []  # read because ``load`` asked for it
         self._all_were_ready = True  # those that waiting sequences wanted, at the last look
 
     def want(self, ref: AdapterRef) -> None:
@@ -36,27 +36,35 @@ class AdapterDesk:
         """What page keys begin with: pages of an adapter that was replaced are not its successor's."""
         return root_of(ref, 0 if ref is None else self._epochs[ref.name])
 
-    def register(self, ref: AdapterRef, adapter: LoraAdapter, in_use: Set[AdapterRef]) -> None:
+    def register(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self._epochs[ref.name] += 1
-        self.cache.register(ref, adapter, in_use)
+        self.cache.register(ref, adapter)
 
     def drop(self, name: str) -> None:
         """Forget the adapter of this name. Sequences that run on it keep it until they end."""
         self._epochs[name] += 1
+        self._loading = [(ref, reading) for ref, reading in self._loading if ref.name != name]
         self.cache.drop(name)
 
     def load(self, ref: AdapterRef) -> None:
-        """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
-        self.drop(ref.name)
-        self.cache.prefetch(ref)
-        self._loading.append(ref)
+        """Read an adapter that may have changed on disk, and put it in the place of the one of its name, which serves
+        until then. ``take_loaded`` says when that has happened."""
+        self._loading.append((ref, self.cache.read(ref)))
 
-    def take_loaded(self, in_use: Set[AdapterRef]) -> list[tuple[AdapterRef, InvalidInputError | None]]:
-        """Adapters that ``load`` asked for and that were read since the last call, or why they were not."""
-        known = [(ref, self.cache.failure(ref)) for ref in self._loading]
-        ended = [(ref, error) for ref, error in known if error is not None or self.cache.is_ready(ref, in_use)]
-        self._loading = [ref for ref in self._loading if all(ref != done for done, _ in ended)]
+    def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
+        """Adapters that ``load`` asked for and that serve since this call, or why they cannot: then the one before goes
+        on."""
+        ended: list[tuple[AdapterRef, InvalidInputError | None]] = []
+        while self._loading and self._loading[0][1].done():  # they are read one after the other
+            ref, reading = self._loading.pop(0)
+            result = reading.result()
+            if isinstance(result, InvalidInputError):
+                ended.append((ref, result))
+            else:
+                self._epochs[ref.name] += 1
+                self.cache.replace(ref, reading)
+                ended.append((ref, None))
         return ended
 
     def look(

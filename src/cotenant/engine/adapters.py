@@ -29,6 +29,9 @@ _MIN_CPU_LORAS = 16
 # In host memory: as it lies in a slot, or, without stacks, packed for products per span.
 _Prepared = HostAdapter | LoraAdapter
 
+Reading = Future[_Prepared | InvalidInputError]
+"""An adapter that is being read, or why it cannot be."""
+
 
 class _Slot(NamedTuple):
     number: int
@@ -59,7 +62,7 @@ class AdapterCache:
         self._dropped: list[_Slot] = []
         self._host: dict[AdapterRef, _Prepared] = {}
         self._recency: OrderedDict[AdapterRef, None] = OrderedDict()  # of what is in host memory or read; latest last
-        self._readings: dict[AdapterRef, Future[_Prepared | InvalidInputError]] = {}
+        self._readings: dict[AdapterRef, Reading] = {}
         self._failures: dict[AdapterRef, InvalidInputError] = {}
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-reader")
 
@@ -92,7 +95,7 @@ class AdapterCache:
         self._touch(ref)
         if ref not in self._host and ref not in self._readings:
             self._failures.pop(ref, None)
-            self._readings[ref] = self._reader.submit(self._prepared, ref, self._read)
+            self._readings[ref] = self.read(ref)
 
     def is_ready(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> bool:
         """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``.
@@ -120,16 +123,24 @@ class AdapterCache:
         if ref in self._readings:
             self._readings[ref].exception()
 
-    def register(self, ref: AdapterRef, adapter: LoraAdapter, in_use: Set[AdapterRef]) -> None:
+    def register(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy as ``ref`` from now on, once it has been made ready, without reading it from disk.
 
         Once it has left host memory the folder is read.
         """
+        snapshot = adapter.snapshot()
+        self.replace(ref, self._reader.submit(self._prepared, ref, lambda _: snapshot))
+
+    def read(self, ref: AdapterRef) -> Reading:
+        """Begin to read a folder for ``replace``, whatever is at hand under its name."""
+        return self._reader.submit(self._prepared, ref, self._read)
+
+    def replace(self, ref: AdapterRef, reading: Reading) -> None:
+        """Serve what ``reading`` gives as ``ref`` from now on, and forget all else of its name."""
         self.drop(ref.name)
         self._settle()
         self._touch(ref)
-        snapshot = adapter.snapshot()
-        self._readings[ref] = self._reader.submit(self._prepared, ref, lambda _: snapshot)
+        self._readings[ref] = reading
 
     # Into a slot.
 
@@ -225,6 +236,7 @@ class AdapterCache:
                 return self.stacks.pack(adapter)
             return adapter.for_serving(torch.device("cpu"), self._dtype)
         except InvalidInputError as error:
-            return InvalidInputError(error.message, code=error.code, param=error.param)
+            return InvalidInputError(error.message, code="invalid_adapter", param="model")
         except Exception as error:  # whatever lies in the user's folder, only requests for it may fail
-            return InvalidInputError(f"adapter '{ref.name}' cannot be loaded from {ref.path}: {error}")
+            message = f"adapter '{ref.name}' cannot be loaded from {ref.path}: {error}"
+            return InvalidInputError(message, code="invalid_adapter", param="model")

@@ -228,19 +228,24 @@ class OnlineEngine:
 
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
-        self._adapters.register(ref, adapter, self._live.adapters_in_use())
+        self._adapters.register(ref, adapter)
         self._live.renew_keys(ref.name)
         self._plan = None
 
     def load_adapter(self, ref: AdapterRef) -> None:
-        """Read an adapter that may have changed on disk; ``take_loaded`` says when it is there."""
+        """Read an adapter that may have changed on disk. Until ``take_loaded`` says that it is there, the one before of
+        its name serves."""
         self._adapters.load(ref)
-        self._live.renew_keys(ref.name)
-        self._plan = None
 
     def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
-        """Adapters that ``load_adapter`` asked for and that were read since the last call, or why they were not."""
-        return self._adapters.take_loaded(self._live.adapters_in_use())
+        """Put in place what ``load_adapter`` asked for and was read since the last call: each adapter with None, or
+        with the reason why the one before goes on serving. Running requests keep theirs until they end."""
+        loaded = self._adapters.take_loaded()
+        for ref, error in loaded:
+            if error is None:
+                self._live.renew_keys(ref.name)
+                self._plan = None
+        return loaded
 
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""

@@ -106,7 +106,7 @@ class WorkerLoop:
         self._predictor.observe(record)
         self._stats.count(record)
         for request_id, error in self._engine.take_failures():
-            self._channel.send(RequestFailed(request_id, error.message, error.code))
+            self._channel.send(RequestFailed(request_id, error.message, error.code, error.param))
         for ref, failure in self._engine.take_loaded():
             answer = AdapterLoaded(ref.name) if failure is None else AdapterFailed(ref.name, failure.message)
             self._channel.send(answer)
@@ -156,7 +156,7 @@ class WorkerLoop:
                 try:
                     self._engine.add(request)
                 except CotenantError as error:
-                    self._channel.send(RequestFailed(request.request_id, error.message, error.code))
+                    self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))
             case AbortRequests(request_ids):
                 self._engine.abort(request_ids)
             case LoadAdapter(name, path):

@@ -25,7 +25,7 @@ class AbortRequests(msgspec.Struct, tag="abort_requests", frozen=True):
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
     """Read the adapter in this folder and serve it under ``name``, in place of any other of that name once it has been
-    read. Answered by ``AdapterLoaded`` or ``AdapterFailed``."""
+    read. Answered by ``AdapterLoaded`` or ``AdapterFailed``; after that the one before goes on serving."""
 
     name: str
     path: str
@@ -94,6 +94,7 @@ class RequestFailed(msgspec.Struct, tag="request_failed", frozen=True):
     request_id: str
     message: str
     code: str | None = None
+    param: str | None = None
 
 
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded", frozen=True):
