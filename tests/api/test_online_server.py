@@ -10,9 +10,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types import CompletionUsage
 
 import serving
 from online import MESSAGES, MODEL, figure, max_model_len, wait_until_idle
+
+
+def counts(usage: CompletionUsage | None) -> tuple[int, int, int]:
+    assert usage is not None
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
 
 # Chat.
 
@@ -38,7 +45,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     assert reasons[-1] == whole.choices[0].finish_reason
     assert not any(reasons[:-1])
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -157,6 +164,42 @@ def test_ignore_eos_goes_on_to_the_limit(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 60
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_says_how_much_of_the_prompt_was_cached(http: httpx.Client, path: str, stream: bool) -> None:
+    text = f"{path} {stream}: " + "the quick brown fox jumps over the lazy dog, " * 12
+
+    def usage(text: str, **more: Any) -> tuple[int, int]:
+        body: dict[str, Any] = {"model": MODEL, "max_tokens": 3, "ignore_eos": True, "stream": stream, **more}
+        body |= {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        response = http.post(f"/v1/{path}", json=body)
+        assert response.status_code == 200, response.text
+        if stream:
+            *_, last, done, _ = response.text.split("\n\n")
+            assert done == "data: [DONE]"
+            answer = json.loads(last.removeprefix("data: "))
+        else:
+            answer = response.json()
+        assert set(answer["usage"]["prompt_tokens_details"]) == {"cached_tokens"}
+        return answer["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    num_prompt, num_cached = usage(text)
+    assert num_cached < 16 * 2, "at most what a chat template begins with"
+    full_pages = (num_prompt - 1) // 16 * 16
+    assert usage(text) == (num_prompt, full_pages)
+    assert usage(text, n=3) == (num_prompt, full_pages), "a prompt that is answered several times counts once"
+    if "chat" not in path:
+        body = {"model": MODEL, "prompt": [text, text], "max_tokens": 1, "n": 2}
+        both = http.post("/v1/completions", json=body).json()["usage"]
+        assert both["prompt_tokens"] == 2 * num_prompt
+        assert both["prompt_tokens_details"] == {"cached_tokens": 2 * full_pages}
+        body |= {"prompt": text, "echo": True, "logprobs": 0}
+        scored = http.post("/v1/completions", json=body).json()["usage"]
+        assert scored["prompt_tokens_details"] == {"cached_tokens": 0}, "scoring a prompt computes all of it"
+
+
 # Completions.
 
 
@@ -168,7 +211,7 @@ def test_a_completion_of_text_and_of_its_tokens_is_the_same(client: openai.OpenA
     both = client.completions.create(prompt=[ids, ids], **arguments)
     strings = client.completions.create(prompt=["The sun", "The moon"], **arguments)
     assert text.choices[0].text == tokens.choices[0].text == both.choices[1].text == strings.choices[0].text
-    assert text.usage == tokens.usage
+    assert counts(text.usage) == counts(tokens.usage)
     assert [choice.index for choice in both.choices] == [0, 1]
 
 
@@ -193,7 +236,8 @@ def test_what_lm_eval_asks_for(http: httpx.Client, max_tokens: int) -> None:
         assert value <= 1e-6
         assert max(top.values()) >= value
     assert answer["usage"] == {
-        "prompt_tokens": len(ids), "completion_tokens": max_tokens, "total_tokens": len(ids) + max_tokens
+        "prompt_tokens": len(ids), "completion_tokens": max_tokens, "total_tokens": len(ids) + max_tokens,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect
 
-from cotenant.api.schemas.chat import ChatChunk, ChunkChoice, Delta, Usage
+from cotenant.api.schemas.chat import ChatChunk, ChunkChoice, Delta, PromptTokensDetails, Usage
 from cotenant.api.sse import DONE, EventStreamResponse, TextEvents, event, run_until_disconnect
 from cotenant.core.errors import WorkerLostError
 
@@ -25,9 +25,10 @@ def test_an_event_is_one_line_of_json() -> None:
 
 
 def test_usage_is_absent_null_or_there() -> None:
+    usage = Usage(1, 2, 3, PromptTokensDetails(0))
     assert b"usage" not in event(CHUNK)
     assert b'"usage":null' in event(ChatChunk("c", 5, "m", [], usage=None))
-    assert b'"usage":{"prompt_tokens":1' in event(ChatChunk("c", 5, "m", [], usage=Usage(1, 2, 3)))
+    assert b'"usage":{"prompt_tokens":1' in event(ChatChunk("c", 5, "m", [], usage=usage))
 
 
 def test_an_empty_delta_is_empty() -> None:

@@ -84,8 +84,9 @@ class Piece(msgspec.Struct, frozen=True):
     """What one output of the worker adds to a choice.
 
     ``logprobs`` has an entry per token if they were asked for, and ``offsets`` the number of generated characters
-    before each of them. The last piece has a ``finish_reason``; ``stop_reason`` is the stop string or the stop token's
-    id that ended it, None for the model's own end. A struct, because there is one per token and it is made faster.
+    before each of them. The first piece has ``num_cached_tokens``, those of the prompt that the KV cache held. The last
+    piece has a ``finish_reason``; ``stop_reason`` is the stop string or the stop token's id that ended it, None for the
+    model's own end. A struct, because there is one per token and it is made faster.
     """
 
     text: str
@@ -95,6 +96,7 @@ class Piece(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    num_cached_tokens: int | None = None
 
 
 class ChoiceText:
@@ -115,7 +117,12 @@ class ChoiceText:
         """Take the worker's next output."""
         if self._stop is None and output.finish_reason is None and not output.logprobs:
             text = self._detokenizer.add(output.token_ids)
-            return Piece(text, len(output.token_ids), prompt_logprobs=output.prompt_logprobs)
+            return Piece(
+                text,
+                len(output.token_ids),
+                prompt_logprobs=output.prompt_logprobs,
+                num_cached_tokens=output.num_cached_tokens,
+            )
         shown = output.token_ids
         by_token = output.finish_reason is FinishReason.STOP
         if by_token and not self._options.include_stop:
@@ -127,8 +134,15 @@ class ChoiceText:
         text = self._cut(text, is_last=output.finish_reason is not None)
         reason, stop_reason = self._end_of(output)
         return Piece(
-            text, len(output.token_ids), output.logprobs, offsets, output.prompt_logprobs, reason, stop_reason
-        )  # fmt: skip
+            text,
+            len(output.token_ids),
+            output.logprobs,
+            offsets,
+            output.prompt_logprobs,
+            reason,
+            stop_reason,
+            output.num_cached_tokens,
+        )
 
     def _decode(self, token_ids: tuple[int, ...], with_offsets: bool) -> tuple[str, tuple[int, ...]]:
         if not with_offsets:

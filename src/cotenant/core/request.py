@@ -75,7 +75,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one iteration added to a sequence. One is made, sent and read for every token: hence no dataclass.
 
     ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it). So does
-    ``queue_s``: from ``Request.arrival_s`` until the first iteration that worked on the request.
+    ``queue_s``: from ``Request.arrival_s`` until the first iteration that worked on the request, and
+    ``num_cached_tokens``: those of the prompt that the KV cache held by then.
     """
 
     request_id: str
@@ -85,3 +86,4 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     queue_s: float | None = None
+    num_cached_tokens: int | None = None

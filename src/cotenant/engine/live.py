@@ -107,6 +107,7 @@ class LiveSequences:
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.queue_s = max(0.0, self._clock() - request.arrival_s)
+            sequence.num_cached = sequence.num_computed
         self.waiting.remove(sequence)
         self.running.add(sequence)
 

@@ -46,6 +46,7 @@ def _output(
 ) -> SequenceOutput:
     prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
     queue_s, sequence.queue_s = sequence.queue_s, None
+    num_cached, sequence.num_cached = sequence.num_cached, None
     if finish_reason is not None:
         live.remove(sequence)
     return SequenceOutput(
@@ -56,4 +57,5 @@ def _output(
         finish_reason=finish_reason,
         stop_token_id=token_ids[-1] if finish_reason is FinishReason.STOP else None,
         queue_s=queue_s,
+        num_cached_tokens=num_cached,
     )

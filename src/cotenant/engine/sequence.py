@@ -37,6 +37,7 @@ class Sequence:
     adapter: LoraAdapter | None = None
     was_admitted: bool = False
     queue_s: float | None = None  # how long it waited for its first seat, until that is reported
+    num_cached: int | None = None  # tokens that were cached for it then, until that is reported
     first_token_s: float | None = None
     has_left: bool = False  # ended or aborted; batches in flight may still name it
     is_broken: bool = False  # something that was computed for it is not finite

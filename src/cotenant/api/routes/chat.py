@@ -38,12 +38,12 @@ from cotenant.api.schemas.chat import (
     ChatRequest,
     ChunkChoice,
     Delta,
-    Usage,
 )
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import sampling_params
 from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
+from cotenant.api.usage import UsageCount
 from cotenant.wire.messages import Ready
 
 logger = logging.getLogger(__name__)
@@ -115,9 +115,12 @@ class _Chat:
     async def whole(self) -> ChatCompletion:
         """The answer in one piece."""
         collected = await collect_choices(self.state, self.choices)
-        num_generated = sum(piece.num_tokens for pieces in collected for piece in pieces)
+        count = UsageCount(self.num_prompt, self.body.n)
+        for index, pieces in enumerate(collected):
+            for piece in pieces:
+                count.add(index, piece)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
-        return ChatCompletion(self.id, self.created, self.body.model, choices, self._usage(num_generated))
+        return ChatCompletion(self.id, self.created, self.body.model, choices, count.usage())
 
     def _whole_choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
         entries = [entry for piece in pieces for entry in piece.logprobs]
@@ -130,52 +133,48 @@ class _Chat:
         """The answer as a stream: roles, text as it comes, reasons for the ends, usage if it was asked for.
 
         Empty for a piece without text."""
-        num_generated = 0
+        count = UsageCount(self.num_prompt, self.body.n)
         texts: dict[int, TextEvents] = {}
         is_plain = not self.body.logprobs and not self.body.continuous_usage
-        head = b"".join(self._chunk(ChunkChoice(index, Delta("assistant", "")), 0) for index in range(self.body.n))
+        head = b"".join(self._chunk(ChunkChoice(index, Delta("assistant", "")), count) for index in range(self.body.n))
         async with aclosing(stream_choices(self.state, self.choices)) as pieces:
             async for index, piece in pieces:
-                num_generated += piece.num_tokens
+                count.add(index, piece)
                 if is_plain and not head and piece.finish_reason is None:
                     if index not in texts:
                         texts[index] = self._text_events(index)
                     yield texts[index](piece.text) if piece.text else b""
                     continue
-                data = head + self._piece(index, piece, num_generated)
+                data = head + self._piece(index, piece, count)
                 head = b""
                 yield data
         if self.body.include_usage:
-            yield event(ChatChunk(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+            yield event(ChatChunk(self.id, self.created, self.body.model, [], count.usage()))
 
     def _text_events(self, index: int) -> TextEvents:
         """The events of a choice that differ in nothing but their text."""
-        return TextEvents(lambda text: self._message(ChunkChoice(index, Delta(content=text)), 0))
+        return TextEvents(lambda text: self._message(ChunkChoice(index, Delta(content=text))))
 
-    def _piece(self, index: int, piece: Piece, num_generated: int) -> bytes:
+    def _piece(self, index: int, piece: Piece, count: UsageCount) -> bytes:
         data = b""
         if piece.text or piece.logprobs:
             choice = ChunkChoice(index, Delta(content=piece.text), self._piece_logprobs(piece))
-            data += self._chunk(choice, num_generated)
+            data += self._chunk(choice, count)
         if piece.finish_reason is not None:
             stop_reason = msgspec.UNSET if piece.stop_reason is None else piece.stop_reason
             choice = ChunkChoice(index, Delta(), None, piece.finish_reason, stop_reason)
-            data += self._chunk(choice, num_generated)
+            data += self._chunk(choice, count)
         return data
 
     def _piece_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         return chat_logprobs(piece.logprobs, self.state.token_texts) if self.body.logprobs else None
 
-    def _chunk(self, choice: ChunkChoice, num_generated: int) -> bytes:
-        return event(self._message(choice, num_generated))
-
-    def _message(self, choice: ChunkChoice, num_generated: int) -> ChatChunk:
-        chunk = ChatChunk(self.id, self.created, self.body.model, [choice])
+    def _chunk(self, choice: ChunkChoice, count: UsageCount) -> bytes:
+        chunk = self._message(choice)
         if self.body.continuous_usage:
-            chunk.usage = self._usage(num_generated)
-        elif self.body.include_usage:
-            chunk.usage = None
-        return chunk
+            chunk.usage = count.usage()
+        return event(chunk)
 
-    def _usage(self, num_generated: int) -> Usage:
-        return Usage(self.num_prompt, num_generated, self.num_prompt + num_generated)
+    def _message(self, choice: ChunkChoice) -> ChatChunk:
+        usage = None if self.body.include_usage else msgspec.UNSET
+        return ChatChunk(self.id, self.created, self.body.model, [choice], usage)

@@ -30,7 +30,6 @@ from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
 from cotenant.api.prompts import check_num_choices, require_ready, run_apart, token_budget
 from cotenant.api.responses import json_response
-from cotenant.api.schemas.chat import Usage
 from cotenant.api.schemas.completion import (
     DEFAULT_MAX_TOKENS,
     Completion,
@@ -43,6 +42,7 @@ from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import check_token_id, sampling_params
 from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
+from cotenant.api.usage import UsageCount
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import TokenLogprobs
 from cotenant.text.detokenizer import IncrementalDetokenizer
@@ -136,9 +136,12 @@ class _Completion:
     async def whole(self) -> Completion:
         """The answer in one piece."""
         collected = await collect_choices(self.state, self.choices)
-        num_generated = sum(piece.num_tokens for pieces in collected for piece in pieces)
+        count = self._new_count()
+        for index, pieces in enumerate(collected):
+            for piece in pieces:
+                count.add(index, piece)
         choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
-        return Completion(self.id, self.created, self.body.model, choices, self._usage(num_generated))
+        return Completion(self.id, self.created, self.body.model, choices, count.usage())
 
     def _whole_choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
         parts = [self._choice(index, piece, is_first=number == 0) for number, piece in enumerate(pieces)]
@@ -154,11 +157,11 @@ class _Completion:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream: text as it comes, and usage if it was asked for. Empty for a piece without text."""
-        num_generated = 0
+        count = self._new_count()
         started: dict[int, TextEvents | None] = {}
         async with aclosing(stream_choices(self.state, self.choices)) as pieces:
             async for index, piece in pieces:
-                num_generated += piece.num_tokens
+                count.add(index, piece)
                 texts = started.get(index)
                 if texts is not None and piece.finish_reason is None:
                     yield texts(piece.text) if piece.text else b""
@@ -167,15 +170,15 @@ class _Completion:
                 if index not in started:
                     started[index] = self._text_events(index)
                 has_news = choice.text or choice.logprobs is not None or choice.finish_reason is not None
-                yield self._chunk(choice, num_generated) if has_news else b""
+                yield self._chunk(choice, count) if has_news else b""
         if self.body.include_usage:
-            yield event(Completion(self.id, self.created, self.body.model, [], self._usage(num_generated)))
+            yield event(Completion(self.id, self.created, self.body.model, [], count.usage()))
 
     def _text_events(self, index: int) -> TextEvents | None:
         """The events between the first and the last of a choice; None if more than their text differs."""
         if self.body.logprobs is not None or self.body.continuous_usage:
             return None
-        return TextEvents(lambda text: self._message(CompletionChoice(index, text, None, None), 0))
+        return TextEvents(lambda text: self._message(CompletionChoice(index, text, None, None)))
 
     def _choice(self, index: int, piece: Piece, is_first: bool) -> CompletionChoice:
         """What ``piece`` adds to its choice; the first one brings the prompt along if it is echoed."""
@@ -203,20 +206,18 @@ class _Completion:
         offsets += [len(prompt.text) + offset for offset in piece.offsets]
         return completion_logprobs(token_ids, entries, offsets, self.state.token_texts)
 
-    def _chunk(self, choice: CompletionChoice, num_generated: int) -> bytes:
-        return event(self._message(choice, num_generated))
-
-    def _message(self, choice: CompletionChoice, num_generated: int) -> Completion:
-        chunk = Completion(self.id, self.created, self.body.model, [choice])
+    def _chunk(self, choice: CompletionChoice, count: UsageCount) -> bytes:
+        chunk = self._message(choice)
         if self.body.continuous_usage:
-            chunk.usage = self._usage(num_generated)
-        elif self.body.include_usage:
-            chunk.usage = None
-        return chunk
+            chunk.usage = count.usage()
+        return event(chunk)
 
-    def _usage(self, num_generated: int) -> Usage:
-        num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return Usage(num_prompt, num_generated, num_prompt + num_generated)
+    def _message(self, choice: CompletionChoice) -> Completion:
+        usage = None if self.body.include_usage else msgspec.UNSET
+        return Completion(self.id, self.created, self.body.model, [choice], usage)
+
+    def _new_count(self) -> UsageCount:
+        return UsageCount(sum(len(prompt.token_ids) for prompt in self.prompts), self.body.n)
 
 
 async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt: Prompt) -> _EncodedPrompt:

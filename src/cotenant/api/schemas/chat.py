@@ -132,12 +132,19 @@ def _invalid(where: str, reason: str, code: str = "invalid_value") -> InvalidInp
     return InvalidInputError(f"Invalid '{where}': {reason}.", param=where, code=code)
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """``cached_tokens``: those of the prompt that were not computed, because the KV cache held them."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct):
     """Token counts; a prompt that is answered ``n`` times counts once."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(msgspec.Struct):
