@@ -18,7 +18,14 @@ from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.loading import load_decoder, load_weights
-from cotenant.models.quantization import Fp8Linear, dequantize, quantize_rows, quantize_rows_plainly
+from cotenant.models.quantization import (
+    Fp8Linear,
+    dequantize,
+    product_problem,
+    quantize_rows,
+    quantize_rows_plainly,
+    scaled_product,
+)
 from cotenant.models.registry import ARCHITECTURES, ResolvedModel, read_spec
 from cotenant.models.weights import targets
 from models import support
@@ -172,6 +179,18 @@ def test_loading_large_tensors_in_parallel(tmp_path: Path) -> None:
     loaded = targets(shapes, load_weights(ResolvedModel("m", tmp_path, shapes), CUDA, torch.bfloat16, 0))
     for name, place in loaded.items():
         assert torch.equal(place.view, saved[name].view), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_tried_before_they_are_needed(dtype: torch.dtype) -> None:
+    """What is right by float32's product is what the server starts with, and nothing else."""
+    x, weight = (quantize_rows(_random(rows, 256, seed=rows)) for rows in (48, 64))
+    expected = dequantize(*x, torch.float32) @ dequantize(*weight, torch.float32).T
+    try:
+        is_right = bool((scaled_product(x, weight, None, dtype).float() - expected).norm() < 0.01 * expected.norm())
+    except RuntimeError:
+        is_right = False
+    assert (product_problem(CUDA, dtype) is None) == is_right
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.linear import linear
 from cotenant.models.loading import load_decoder, load_weights
 from cotenant.models.lora import LoraAdapter
-from cotenant.models.quantization import FP8, Fp8Linear, dequantize, quantize_rows
+from cotenant.models.quantization import FP8, Fp8Linear, dequantize, product_problem, quantize_rows, scaled_product
 from cotenant.models.registry import ResolvedModel, read_spec
 from cotenant.models.weights import DecoderWeights
 from models import support
 from models.support import PagedCache, Pair, tokens
 
 QKV = ("q_proj", "k_proj", "v_proj")
+Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 def _round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -201,6 +202,25 @@ def test_training_on_a_frozen_fp8_base(pair: Pair) -> None:
     for gradient, expected in zip(ours, exact, strict=True):
         assert gradient.dtype == torch.float32
         assert F.cosine_similarity(gradient.flatten(), expected.flatten(), dim=0) > 0.8
+
+
+def _bits_of_bfloat16(x: Rows, weight: Rows, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What torch's kernel for compute capability 8.9 gives whatever it is asked for."""
+    return scaled_product(x, weight, bias, torch.bfloat16).view(dtype)
+
+
+def _refusal(*_: object) -> torch.Tensor:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_are_tried_before_they_are_needed(dtype: torch.dtype) -> None:
+    assert product_problem(support.CPU, dtype) is None
+    problem = product_problem(support.CPU, dtype, _bits_of_bfloat16)
+    assert (problem is not None and "wrongly" in problem) == (dtype == torch.float16)
+    problem = product_problem(support.CPU, dtype, _refusal)
+    assert problem is not None
+    assert "CUBLAS_STATUS_NOT_SUPPORTED" in problem
 
 
 def test_refused_where_there_is_no_hardware_for_it(llama: Pair) -> None:

@@ -5,6 +5,7 @@ Activations are quantised when they come, with one scale for each token, and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +107,28 @@ class _Product(torch.autograd.Function):
         return ctx.base.input_gradient(gradient), None
 
 
+def product_problem(
+    device: torch.device, dtype: torch.dtype, multiply: Callable[..., torch.Tensor] = scaled_product
+) -> str | None:
+    """What is wrong with products of quantised rows on this device, found by making one; None if nothing is.
+
+    ``torch._scaled_mm`` has several kernels for a scale per row; which one it takes follows from the GPU and the CUDA
+    libraries. Some refuse, and CUTLASS's, which GPUs of compute capability 8.9 get, put bfloat16's bits where float16's
+    were asked for (until pytorch/pytorch#187569).
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (quantize_rows_plainly(torch.randn((rows, 128), generator=generator)) for rows in (32, 128))
+    expected = scaled_product(x, weight, None, torch.float32)
+    there = [(values.to(device), scales.to(device)) for values, scales in (x, weight)]
+    try:
+        found = multiply(*there, None, dtype).float().cpu()
+    except (RuntimeError, ValueError) as error:
+        return f"torch {torch.__version__} cannot multiply it there: {error}"
+    if not (found - expected).abs().max() < 0.02 * expected.abs().max():
+        return f"torch {torch.__version__} multiplies it wrongly there"
+    return None
+
+
 def require_support(quantization: str, device: torch.device, dtype: torch.dtype, spec: ModelSpec) -> None:
     """Raise InvalidInputError, saying why and what to do, if a model cannot be run so on this device."""
     problem = _problem(quantization, device, dtype, spec)
@@ -133,4 +156,10 @@ def _problem(quantization: str, device: torch.device, dtype: torch.dtype, spec: 
                 f"needs weights whose sizes are multiples of {_MULTIPLE}, but those of {' and '.join(group)} are "
                 f"{num_out} by {num_in}; leave it out for this model"
             )
+    problem = product_problem(device, dtype)
+    if problem is not None:
+        kind, name = str(dtype).removeprefix("torch."), torch.cuda.get_device_name(device)
+        found = ".".join(map(str, capability))
+        advice = "leave it out" if dtype == torch.bfloat16 else "give --dtype bfloat16, or leave it out"
+        return f"with --dtype {kind} on {name} (compute capability {found}), {problem}; {advice}"
     return None
