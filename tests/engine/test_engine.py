@@ -324,6 +324,27 @@ def test_seeds_and_penalties_are_the_same_when_batches_are_launched_ahead(small)
         assert small.tokens(ahead[request.request_id]) == small.tokens(alone[request.request_id])
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_what_will_decode_is_known_before_the_batch_is_planned(small, num_ahead: int) -> None:
+    engine = small.engine(max_num_batched_tokens=16)
+    waiting = [small.request(small.prompt(3 + 7 * seed, seed), 12 + seed) for seed in range(9)]
+    most = 0
+    while waiting or engine.has_work:
+        if waiting:
+            engine.add(waiting.pop())
+        decodes = engine.decodes()
+        engine.limit_tokens(9 + decodes[1] % 7)
+        shape = engine.next_shape()
+        assert decodes == (shape.num_decode, shape.context_tokens)
+        most = max(most, shape.num_decode)
+        step = engine.schedule()
+        if step is not None:
+            engine.launch(step)
+        while engine.num_in_flight > (num_ahead if step is not None else 0):
+            engine.collect()
+    assert most > 3
+
+
 def test_the_cache_grows_and_shrinks_under_live_sequences(small) -> None:
     engine = small.engine(num_pages=400, max_model_len=64)
     requests = [small.request(small.prompt(5 + seed, seed), 30) for seed in range(6)]

@@ -157,6 +157,10 @@ class OnlineEngine:
         """All live requests in the order in which they are served."""
         return self._live.views()
 
+    def decodes(self) -> tuple[int, int]:
+        """``num_decode`` and ``context_tokens`` of the next batch, without planning it; fewer if pages run out."""
+        return self._live.decodes()
+
     def next_shape(self) -> BatchShape:
         """The shape of the batch that ``schedule`` would return now. Changes nothing."""
         self._look_for_adapters()

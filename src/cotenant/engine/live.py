@@ -63,6 +63,12 @@ class LiveSequences:
         order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
         return tuple(sequence.view() for sequence in order)
 
+    def decodes(self) -> tuple[int, int]:
+        """How many running sequences decode next, and the tokens that they attend to: what a batch has of both unless
+        pages run out."""
+        lengths = [len(sequence.tokens) for sequence in self.running if sequence.is_decoding and not sequence.is_spent]
+        return len(lengths), sum(lengths)
+
     def adapters_in_use(self) -> set[AdapterRef]:
         """Those of running sequences."""
         if not self._adapters.is_used:

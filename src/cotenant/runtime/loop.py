@@ -87,12 +87,11 @@ class WorkerLoop:
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
             self._handle(message)
-        now_s, batch, requests = time.time(), self._engine.next_shape(), self._engine.views()
+        now_s, requests = time.time(), self._engine.views()
         if self._sizes_chunks and any(request.num_prompt_tokens_left for request in requests):
-            most = self._engine.max_num_batched_tokens
-            decodes = batch.num_decode, batch.context_tokens
+            most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
-            batch = self._engine.next_shape()
+        batch = self._engine.next_shape()
         return Snapshot(
             now_s=now_s,
             slo=self._slo,
