@@ -29,9 +29,9 @@ import torch
 from cotenant.bench.machine import command_line, machine, versions
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import CotenantError
-from cotenant.core.request import Request, SamplingParams
+from cotenant.core.request import Request, SamplingParams, SequenceOutput
 from cotenant.device import create_device
-from cotenant.engine.flight import Collected, OnlineStep
+from cotenant.engine.flight import OnlineStep
 from cotenant.models.registry import ARCHITECTURES, resolve_model
 from cotenant.runtime.build import build_serving, choose_dtype
 from cotenant.runtime.sizing import page_bytes
@@ -196,14 +196,14 @@ class Bench:
                 engine.resize(self._layout.small if num_pages >= self._layout.large else self._layout.large)
                 run.num_resizes += was_resizing
                 was_resizing = True
-            step, collected = self._iterate()
+            step, outputs = self._iterate()
             now = time.perf_counter()
             run.step_ms.append((now - last) * 1e3)
             last = now
             run.num_resized += abs(engine.num_pages - num_pages)
             assert step is not None, "all sequences go on to the end"
             run.steps.append(step)
-            for output in collected.outputs if collected is not None else ():
+            for output in outputs:
                 run.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         run.num_resizes += was_resizing and not engine.is_resizing
         run.checksums = self._checksums(run.steps[-1])
@@ -226,17 +226,12 @@ class Bench:
             self._iterate()
         engine.abort([f"leaves-{index}" for index in range(self._batch_size)])
 
-    def _iterate(self) -> tuple[OnlineStep | None, Collected | None]:
+    def _iterate(self) -> tuple[OnlineStep | None, list[SequenceOutput]]:
         """One iteration, as the worker runs it without best-effort work."""
-        device, engine = self._serving.device, self._engine
-        collected = None
+        device = self._serving.device
         with device.online():
-            step = engine.schedule()
-            if step is not None:
-                engine.launch(step)
-            while engine.num_in_flight > (1 if device.overlaps and step is not None else 0):
-                collected = engine.collect()
-        return step, collected
+            iterated = self._engine.iterate(num_ahead=int(device.overlaps))
+        return iterated.launched, iterated.outputs
 
     def _checksums(self, step: OnlineStep) -> dict[str, list[int]]:
         """The sum of the bits of every page that is full after this step, the last that was launched."""

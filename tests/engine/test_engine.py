@@ -271,12 +271,8 @@ def run_ahead(engine, requests, arrive) -> dict[str, list]:
         for request, when in zip(requests, arrive, strict=True):
             if when == iteration:
                 engine.add(request)
-        step = engine.schedule()
-        if step is not None:
-            engine.launch(step)
-        while engine.num_in_flight > (step is not None):
-            for output in engine.collect().outputs:
-                outputs[output.request_id].append(output)
+        for output in engine.iterate(num_ahead=1).outputs:
+            outputs[output.request_id].append(output)
         engine.check_integrity()
         iteration += 1
     return outputs
@@ -337,11 +333,7 @@ def test_what_will_decode_is_known_before_the_batch_is_planned(small, num_ahead:
         shape = engine.next_shape()
         assert decodes == (shape.num_decode, shape.context_tokens)
         most = max(most, shape.num_decode)
-        step = engine.schedule()
-        if step is not None:
-            engine.launch(step)
-        while engine.num_in_flight > (num_ahead if step is not None else 0):
-            engine.collect()
+        engine.iterate(num_ahead)
     assert most > 3
 
 

@@ -181,16 +181,12 @@ class Overlapped:
 
     def iterate(self) -> list[SequenceOutput]:
         """One iteration: what was collected in it."""
-        engine, outputs = self.engine, []
         with self.device.online():
-            step = engine.schedule()
-            if step is not None:
-                engine.launch(step)
-                self.steps.append(step)
-            while engine.num_in_flight > (step is not None):
-                self.collected.append(engine.collect())
-                outputs += self.collected[-1].outputs
-        return outputs
+            iterated = self.engine.iterate(num_ahead=1)
+        if iterated.launched is not None:
+            self.steps.append(iterated.launched)
+        self.collected += iterated.collected
+        return iterated.outputs
 
     def run(self, requests: Sequence[Request] = (), at_once: int = 3) -> Outputs:
         """To the end, with ``at_once`` of the requests added before each iteration."""

@@ -27,13 +27,13 @@ from cotenant.device.readback import Interval
 from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.adapters import AdapterCache
 from cotenant.engine.admission import check_request
-from cotenant.engine.assemble import HostBatch, assemble, send
+from cotenant.engine.assemble import assemble, send
 from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
 from cotenant.engine.block_table import BlockTables
-from cotenant.engine.flight import Collected, Flight, OnlineStep
+from cotenant.engine.flight import Collected, Flight, Iterated, OnlineStep
 from cotenant.engine.kv_cache import KvCache
 from cotenant.engine.live import LiveSequences
-from cotenant.engine.logprobs import score_prompt
+from cotenant.engine.logprobs import look_at_prompts
 from cotenant.engine.outputs import advance
 from cotenant.engine.runner import create_runner, sampled_logits
 from cotenant.engine.sampler import Sampler
@@ -298,13 +298,20 @@ class OnlineEngine:
 
     # One iteration.
 
-    def step(self) -> list[SequenceOutput]:
-        """Schedule, launch and collect one batch; for tests."""
+    def iterate(self, num_ahead: int = 0) -> Iterated:
+        """What the worker does in an iteration without best-effort work, for measurements and tests: launch the next
+        batch, and collect until ``num_ahead`` batches are in flight, or all if there was none to launch."""
         step = self.schedule()
-        if step is None:
-            return []
-        self.launch(step)
-        return self.collect().outputs
+        if step is not None:
+            self.launch(step)
+        collected = []
+        while self.num_in_flight > (num_ahead if step is not None else 0):
+            collected.append(self.collect())
+        return Iterated(step, collected)
+
+    def step(self) -> list[SequenceOutput]:
+        """An iteration that launches nothing ahead: what it put out."""
+        return self.iterate().outputs
 
     def schedule(self) -> OnlineStep | None:
         """The next batch, with pages for all its tokens; None when there is nothing to launch now."""
@@ -375,20 +382,8 @@ class OnlineEngine:
             interval.begin()
             logits = sampled_logits(self._decoder, host, hidden)
         if hidden is not None:
-            self._look_at(hidden, host)
+            look_at_prompts(self._decoder, hidden, host)
         return Flight(step, interval, self._flights[-1].interval if self._flights else None), logits
-
-    def _look_at(self, hidden: torch.Tensor, host: HostBatch) -> None:
-        """Score prompts that want it, and find sequences of which a row is not finite. Decodes are left to the sampler,
-        which sees it too."""
-        chunks = [entry for entry in host.entries if entry.count > 1 or not entry.sequence.is_decoding]
-        if not chunks:
-            return
-        finite: list[bool] = hidden[: host.num_tokens].isfinite().all(dim=-1).tolist()
-        for entry in chunks:
-            rows = slice(entry.start, entry.start + entry.count)
-            entry.sequence.is_broken |= not all(finite[rows])
-            score_prompt(self._decoder, hidden[rows], entry.sequence)
 
     @torch.inference_mode()
     def collect(self) -> Collected:

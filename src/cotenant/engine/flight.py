@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,18 @@ class Collected:
     shape: BatchShape
     device_ms: float
     gap_ms: float | None
+
+
+class Iterated(NamedTuple):
+    """One iteration without best-effort work: what was launched in it, and what was collected."""
+
+    launched: OnlineStep | None
+    collected: list[Collected]
+
+    @property
+    def outputs(self) -> list[SequenceOutput]:
+        """What was put out in it."""
+        return [output for collected in self.collected for output in collected.outputs]
 
 
 class Flight:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from cotenant.core.request import TokenLogprobs
+from cotenant.engine.assemble import HostBatch
 from cotenant.engine.sequence import Sequence
 from cotenant.models.decoder import Decoder
 
@@ -60,6 +61,22 @@ def to_token_logprobs(host: Row[torch.Tensor], token_ids: list[int], num_top: li
             token_ids, chosen, ranks, top_ids, top_values, num_top, strict=True
         )
     ]
+
+
+def look_at_prompts(decoder: Decoder, hidden: torch.Tensor, host: HostBatch) -> None:
+    """Score prompts that want it, and mark sequences of which a row is not finite. Decodes are left to the sampler,
+    which sees it too.
+
+    ``hidden`` [at least the batch's tokens, hidden_size]: of all its tokens, before the final norm.
+    """
+    chunks = [entry for entry in host.entries if entry.count > 1 or not entry.sequence.is_decoding]
+    if not chunks:
+        return
+    finite: list[bool] = hidden[: host.num_tokens].isfinite().all(dim=-1).tolist()
+    for entry in chunks:
+        rows = slice(entry.start, entry.start + entry.count)
+        entry.sequence.is_broken |= not all(finite[rows])
+        score_prompt(decoder, hidden[rows], entry.sequence)
 
 
 def score_prompt(decoder: Decoder, hidden: torch.Tensor, sequence: Sequence) -> None:

@@ -19,6 +19,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.core.request import AdapterRef, Request, SamplingParams
+from cotenant.engine.flight import Collected
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.spec import ModelSpec
 from cotenant.runtime.build import Serving, build_serving
@@ -181,17 +182,12 @@ class EngineBench:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return Request(f"bench-{next(self._names)}", prompt, sampling, time.time(), adapter)
 
-    def _iterate(self) -> Any:
-        """One iteration without best-effort work, as the executor runs it."""
-        device, engine = self._serving.device, self._engine
+    def _iterate(self) -> Collected | None:
+        """One iteration without best-effort work; the last batch that was collected in it."""
+        device = self._serving.device
         with device.online():
-            step = engine.schedule()
-            if step is not None:
-                engine.launch(step)
-            collected = None
-            while engine.num_in_flight > (1 if device.overlaps and step is not None else 0):
-                collected = engine.collect()
-        return collected
+            collected = self._engine.iterate(num_ahead=int(device.overlaps)).collected
+        return collected[-1] if collected else None
 
     def _end_all(self) -> None:
         self._engine.abort([view.request_id for view in self._engine.views()])
