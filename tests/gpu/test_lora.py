@@ -87,16 +87,22 @@ def test_each_row_gets_its_adapters_delta_in_a_captured_graph(shape: str, dtype:
     hosts = [stacks.pack(adapter) for adapter in adapters]
     bases = _bases(_random_weights(spec, dtype).layers[0])
     for slots in BATCHES.values():
-        buffer = torch.full((len(slots),), -1, dtype=torch.int32, device=CUDA)
-        grouped = GroupedLora(stacks, buffer)
+        grouped = GroupedLora.of(stacks, [-1] * len(slots))
         inputs = [torch.randn(len(slots), base.weight.shape[1], device=CUDA).to(dtype) for base in bases]
         replay, outs = _capture(partial(_all_products, inputs, bases, 0, grouped))
-        buffer.copy_(torch.tensor(slots))
         for order in ((0, 1, 2), (2, 0, 1)):
             placed = [stacks.load(slot, hosts[which]) for slot, which in enumerate(order)]
+            _set(grouped, slots)
             replay()
             for x, base, out in zip(inputs, bases, outs, strict=True):
                 torch.testing.assert_close(out, linear(x, base, 0, _spans(slots, placed)), **_tolerance(dtype))
+
+
+def _set(grouped: GroupedLora, slots: Sequence[int]) -> None:
+    """Have a captured batch's rows take these slots from now on."""
+    wanted = GroupedLora.of(grouped.stacks, slots)
+    grouped.slots.copy_(wanted.slots)
+    grouped.ranks.copy_(wanted.ranks)
 
 
 def _all_products(
@@ -175,15 +181,15 @@ def test_a_small_batch_goes_through_the_model_as_spans_do(name: str) -> None:
     with torch.inference_mode(False):
         stacks = {dtype: LoraStacks(SMALL, 3, 64, CUDA, dtype) for dtype in weights}
     token_ids = _token_ids(len(slots))
-    buffer = torch.full((len(slots),), -1, dtype=torch.int32, device=CUDA)
+    grouped = GroupedLora.of(stacks[torch.bfloat16], [-1] * len(slots))
     model = _Model(SMALL, weights[torch.bfloat16])
-    replay, (ours,) = _capture(lambda: [model(token_ids, GroupedLora(stacks[torch.bfloat16], buffer))])
-    buffer.copy_(torch.tensor(slots))
+    replay, (ours,) = _capture(lambda: [model(token_ids, grouped)])
     for order in ((0, 1, 2), (2, 0, 1)):
         plain = {}
         for dtype, stack in stacks.items():
             placed = [stack.load(slot, stack.pack(adapters[which])) for slot, which in enumerate(order)]
             plain[dtype] = _plain(Decoder(SMALL, weights[dtype]), token_ids, slots, placed).float()
+        _set(grouped, slots)
         replay()
         exact = plain[torch.float32]
         error = torch.linalg.norm(ours.float() - exact) / torch.linalg.norm(exact)
@@ -211,13 +217,12 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
     stacks = LoraStacks(SMALL, 3, 64, CUDA, torch.bfloat16)
     stacks.storage.normal_(0, 0.02)
     stacks.storage[2] = float("nan")
-    stacks.ranks.copy_(torch.tensor([16, 48, 32]))
+    stacks.ranks[:] = [16, 48, 32]
     model = _Model(SMALL, _random_weights(SMALL, torch.bfloat16))
     token_ids = torch.full((num_rows,), 5, dtype=torch.int32, device=CUDA)
 
     def row(slots: Sequence[int], which: int) -> torch.Tensor:
-        grouped = GroupedLora(stacks, torch.tensor(slots, dtype=torch.int32, device=CUDA))
-        return model(token_ids, grouped)[which].clone()
+        return model(token_ids, GroupedLora.of(stacks, slots))[which].clone()
 
     base = model(token_ids)[0].clone()
     fewest = 1 if num_rows <= 32 else 33
@@ -234,7 +239,7 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
 
 
 def _uniform(stacks: LoraStacks, num_rows: int, slot: int) -> GroupedLora:
-    return GroupedLora(stacks, torch.full((num_rows,), slot, dtype=torch.int32, device=CUDA))
+    return GroupedLora.of(stacks, [slot] * num_rows)
 
 
 @torch.inference_mode()
@@ -244,18 +249,18 @@ def test_a_row_of_a_large_batch_does_not_depend_on_the_others() -> None:
     stacks = LoraStacks(spec, 3, 64, CUDA, torch.bfloat16)
     stacks.storage.normal_(0, 0.02)
     stacks.storage[2] = float("nan")
-    stacks.ranks.copy_(torch.tensor([16, 48, 32]))
+    stacks.ranks[:] = [16, 48, 32]
     base = _bases(allocate(spec, CUDA, torch.bfloat16).layers[0])[2]
     base.weight.zero_()  # leaves the deltas alone
     x = torch.randn(1, 4096, device=CUDA).to(torch.bfloat16)
     for own in (0, 1):
-        (alone,) = linear(x, base, 0, (), GroupedLora(stacks, torch.tensor([own], dtype=torch.int32, device=CUDA)))
+        (alone,) = linear(x, base, 0, (), GroupedLora.of(stacks, [own]))
         assert alone.any()
         for others in ([own] * 40, [2, 2, own], [1 - own] * 20 + [2, own, own], [-1] * 300 + [own] * 17):
-            slots = torch.tensor([*others[:-1], own, *others], dtype=torch.int32, device=CUDA)
+            slots = [*others[:-1], own, *others]
             many = torch.randn(len(slots), 4096, device=CUDA).to(torch.bfloat16)
             many[len(others) - 1] = x
-            assert torch.equal(linear(many, base, 0, (), GroupedLora(stacks, slots))[len(others) - 1], alone)
+            assert torch.equal(linear(many, base, 0, (), GroupedLora.of(stacks, slots))[len(others) - 1], alone)
 
 
 @torch.inference_mode()
@@ -265,21 +270,21 @@ def test_adapters_cost_little_in_a_decode_step() -> None:
     model = _Model(LLAMA_8B, _random_weights(LLAMA_8B, torch.bfloat16))
     stacks = LoraStacks(LLAMA_8B, 64, 64, CUDA, torch.bfloat16)
     stacks.storage.normal_(0, 0.02)
-    stacks.ranks.fill_(16)
+    stacks.ranks[:] = [16] * 64
     generator = torch.Generator().manual_seed(1)
     times_ms = {}
     for num_rows, counts in ((64, (0, 1, 8, 64)), (32, (8,)), (16, (8,))):
         token_ids = _token_ids(num_rows)
-        slots = torch.full((num_rows,), -1, dtype=torch.int32, device=CUDA)
+        grouped = GroupedLora.of(stacks, [-1] * num_rows)
         times_ms[f"{num_rows} rows"] = _median_ms(_capture(partial(model.without_attention, token_ids, None))[0])
-        replay, _ = _capture(partial(model.without_attention, token_ids, GroupedLora(stacks, slots)))
+        replay, _ = _capture(partial(model.without_attention, token_ids, grouped))
         for count in counts:
             chosen = torch.randperm(64, generator=generator)[:count]
-            slots.copy_(chosen[torch.arange(num_rows) * count // num_rows] if count else torch.tensor(-1))
+            _set(grouped, chosen[torch.arange(num_rows) * count // num_rows].tolist() if count else [-1] * num_rows)
             times_ms[f"{num_rows} rows, {count} adapters"] = _median_ms(replay)
     print(json.dumps({"device": torch.cuda.get_device_name(), "ms": times_ms}, indent=1))
-    assert times_ms["64 rows, 8 adapters"] <= times_ms["64 rows"] + 1.7
-    assert times_ms["64 rows, 64 adapters"] <= times_ms["64 rows"] + 3.2
+    assert times_ms["64 rows, 8 adapters"] <= times_ms["64 rows"] + 1.0
+    assert times_ms["64 rows, 64 adapters"] <= times_ms["64 rows"] + 2.4
 
 
 def _median_ms(replay: Callable[[], None], count: int = 30) -> float:

@@ -29,7 +29,7 @@ from cotenant.models.paged_attention import FlashInferBackend, PagedAttention
 
 logger = logging.getLogger(__name__)
 
-_NUM_FIELDS = 5  # token ids, positions, slots, seats, adapter slots
+_NUM_FIELDS = 6  # token ids, positions, slots, seats, adapter slots, their ranks
 # With more runs of rows per adapter than this, one grouped kernel is cheaper than a product per run.
 _MAX_SPANS = 4
 # Tokens of batches with prompt chunks that are captured in pieces; larger ones take the device longer than the host.
@@ -119,9 +119,10 @@ class CudaRunner:
         for size in sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}):
             tokens, _, adapters = self._views(size)
             tokens.slots.fill_(-1)
-            adapters.fill_(-1)
+            adapters[0].fill_(-1)
+            adapters[1].zero_()
             for with_adapters in (False, True) if self._stacks is not None else (False,):
-                grouped = GroupedLora(self._stacks, adapters) if with_adapters and self._stacks is not None else None
+                grouped = self._grouped(adapters) if with_adapters else None
                 self._forward.logits(self._forward(tokens, lambda layer, query, cache: query, grouped=grouped))
         torch.cuda.synchronize(self._device)
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
@@ -138,7 +139,7 @@ class CudaRunner:
             torch.ones(size, dtype=torch.int32, device=self._device),
         )
         self._fill(size, fields, segment, wrapper)
-        grouped = GroupedLora(self._stacks, adapters) if with_adapters and self._stacks is not None else None
+        grouped = self._grouped(adapters) if with_adapters else None
         logits = self._logits[:size]
 
         def attend(layer: int, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
@@ -151,12 +152,22 @@ class CudaRunner:
         return _Captured(capture_graph(run, pool), wrapper, logits)
 
     def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
-        """A graph's parts of the input buffer: what it knows of tokens, the page indices, the adapter slots."""
+        """A graph's parts of the input buffer: what it knows of tokens, the page indices, adapter slots and ranks."""
         fields = self._inputs[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
-        return TokenInputs(*fields[:4]), self._inputs[_NUM_FIELDS * size :], fields[4]
+        return TokenInputs(*fields[:4]), self._inputs[_NUM_FIELDS * size :], fields[4:]
+
+    def _grouped(self, adapters: torch.Tensor) -> GroupedLora | None:
+        """``adapters`` [2, rows]: slots and ranks."""
+        return None if self._stacks is None else GroupedLora(self._stacks, *adapters)
+
+    def _adapter_fields(self, host: HostBatch) -> Int32Array:
+        """[2, tokens]: each token's slot, -1 without an adapter, and its rank."""
+        assert self._stacks is not None
+        slots = host.adapter_slots()
+        return np.stack([slots, np.array([*self._stacks.ranks, 0], dtype=np.int32)[slots]])
 
     def _fill(self, size: int, fields: Int32Array, segment: HostSegment, wrapper: Any) -> None:
-        """Send what a graph reads, and plan its attention. ``fields`` [5, size], padded like the page lists here."""
+        """Send what a graph reads, and plan its attention. ``fields`` [6, size], padded like the page lists here."""
         indptr, indices, last = page_indices(segment, self._attention.page_tokens)
         num_padded = size - len(segment.counts)
         if num_padded:
@@ -194,7 +205,7 @@ class CudaRunner:
         fields[2], fields[4] = -1, -1
         fields[2, :count] = host.slots
         if has_adapters:
-            fields[4, :count] = host.adapter_slots()
+            fields[4:, :count] = self._adapter_fields(host)
         self._fill(size, fields, host.segments[0], captured.wrapper)
         interval.begin()
         captured.graph.replay()
@@ -206,7 +217,7 @@ class CudaRunner:
         spans = host.spans()
         use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
         fields: list[npt.NDArray[Any]] = [host.token_ids, host.positions, host.slots, host.seats]
-        fields.append(host.adapter_slots() if use_grouped else host.seats)
+        fields += [*self._adapter_fields(host)] if use_grouped else [host.seats, host.seats]
         rows = np.array(sampled or [0], dtype=np.int32)
         self._planned.synchronize()
         lists = [page_indices(segment, host.page_tokens) for segment in host.segments]
@@ -226,7 +237,7 @@ class CudaRunner:
                 lambda layer, query, cache: attend(layer, query, torch.empty_like(query)),
                 rows=wanted,
                 spans=() if use_grouped else spans,
-                grouped=GroupedLora(self._stacks, tensors[4]) if use_grouped and self._stacks is not None else None,
+                grouped=self._grouped(tensors[4:]) if use_grouped else None,
             )
         return self._forward.logits(normed) if sampled else None
 

@@ -14,7 +14,7 @@ from cotenant.models.batch import AdapterSpan
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
-from cotenant.models.kernels.skinny import MAX_PLAIN_ROWS, Unfinished, fits_unfinished, unfinished_product
+from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.products import product
@@ -60,6 +60,8 @@ class CudaForward:
         """
         spec, weights = self._spec, self._weights
         epsilon = spec.rms_norm_eps
+        # Now and not where it is wanted: no kernel of the chain may write what the next one fetches ahead.
+        grouped_at_rows = None if grouped is None or rows is None else grouped.at(rows)
         residual = embed(tokens.token_ids, self._last_tokens, tokens.seats, weights.embedding)
         normed = rms_norm(residual, weights.layers[0].input_norm, epsilon)
         for index, layer in enumerate(weights.layers):
@@ -72,8 +74,7 @@ class CudaForward:
             attended = attend(index, query, cache).flatten(1)
             if is_last and rows is not None and not spans:
                 attended, residual = attended[rows], residual[rows]
-                grouped = None if grouped is None else grouped.at(rows)
-                rows = None
+                grouped, rows = grouped_at_rows, None
             normed = add_rms_norm(
                 _linear(attended, layer.output, index, spans, grouped), residual, layer.mlp_norm, epsilon
             )
@@ -90,9 +91,7 @@ class CudaForward:
 def _linear(
     x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan], grouped: GroupedLora | None
 ) -> torch.Tensor | Unfinished:
-    """For a few rows the kernel that follows finishes the product: what would be launches of its own costs nothing.
-    Without adapters the library is faster from a number of rows on."""
-    fits = not spans and fits_unfinished(x, base.weight, with_adapters=grouped is not None)
-    if not fits or (grouped is None and x.shape[0] > MAX_PLAIN_ROWS):
+    """For a few rows the kernel that follows finishes the product: what would be launches of its own costs nothing."""
+    if spans or not fits_unfinished(x, base.weight):
         return linear(x, base, layer, spans, grouped)
     return unfinished_product(x, base.weight, base.bias, None if grouped is None else grouped.group(base, layer))

@@ -9,6 +9,7 @@ in bytes what rank 16 needs, however large ranks may be.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def rounded_rank(rank: int) -> int:
 
 def stack_bytes(spec: ModelSpec, num_slots: int, max_rank: int, dtype: torch.dtype) -> int:
     """Device memory of ``LoraStacks``: ``num_slots * max_rank * elements per rank * element size``."""
-    return num_slots * rounded_rank(max_rank) * _elements_per_rank(_groups(spec)) * dtype.itemsize + 4 * num_slots
+    return num_slots * rounded_rank(max_rank) * _elements_per_rank(_groups(spec)) * dtype.itemsize
 
 
 def _groups(spec: ModelSpec) -> dict[ModuleKey, StackGroup]:
@@ -81,7 +82,7 @@ class HostAdapter:
 
 class LoraStacks:
     """``num_slots`` slots for adapters up to ``max_rank``. The memory stays where it is for good: captured graphs hold
-    its address. ``ranks`` [slots], int32: 0 for a slot that was never filled."""
+    its address. ``ranks``: that of the adapter in each slot; 0 for a slot that was never filled."""
 
     def __init__(
         self, spec: ModelSpec, num_slots: int, max_rank: int, device: torch.device, dtype: torch.dtype
@@ -93,7 +94,7 @@ class LoraStacks:
         self._elements_per_rank = _elements_per_rank(self.groups)
         num_elements = self.max_rank * self._elements_per_rank
         self.storage = torch.empty((num_slots, num_elements), device=device, dtype=dtype)
-        self.ranks = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.ranks = [0] * num_slots
 
     def pack(self, adapter: LoraAdapter) -> HostAdapter:
         """A copy of ``adapter`` in host memory, ready for ``load``. May be called from any thread."""
@@ -116,7 +117,7 @@ class LoraStacks:
         # By .data, a write does not count as a change of the tensors that a training step beside it keeps for its
         # backward: what it computes for the rows of served adapters is dropped.
         self.storage.data[slot, : len(host.data)].copy_(host.data, non_blocking=True)
-        self.ranks[slot].fill_(host.rank)
+        self.ranks[slot] = host.rank
         return _SlotAdapter(self, slot, host)
 
 
@@ -155,13 +156,13 @@ class _SlotAdapter(LoraAdapter):
 class GroupAdapters(NamedTuple):
     """One module group's adapters by row, as kernels read them.
 
-    In slot s of ``stack``, from ``a_offset * ranks[s]`` elements on, there is a [modules * rank, in], and from
-    ``b_offset * ranks[s]`` on b transposed, [rank, sum of sizes]. Module m's columns go with ranks ``m * rank`` and on
-    of a. Ranks are multiples of 16.
+    In a row's slot of ``stack``, from ``a_offset * rank`` elements on, there is a [modules * rank, in], and from
+    ``b_offset * rank`` on b transposed, [rank, sum of sizes]. Module m's columns go with ranks ``m * rank`` and on of
+    a. Ranks are multiples of 16.
     """
 
     slots: torch.Tensor  # [rows]; -1: none
-    ranks: torch.Tensor  # [slots]
+    ranks: torch.Tensor  # [rows], of the row's adapter; 0 without one
     stack: torch.Tensor  # [slots, elements]
     a_offset: int
     b_offset: int
@@ -182,17 +183,28 @@ class GroupAdapters(NamedTuple):
 class GroupedLora:
     """Which slot each row of a batch takes its adapter from.
 
-    ``slots`` [rows], int32 on the device, -1: the base model. It is read when the kernels run, so a captured graph
-    serves whatever stands there at each replay. Rows of one adapter should lie side by side: it is then read once for
-    up to 16 of them. A row's result does not depend on the others.
+    ``slots`` [rows], int32 on the device, -1: the base model. ``ranks`` [rows], int32: what ``stacks.ranks`` says of
+    that slot, 0 for the base model; with it no row has to look that up behind its slot. Both are read when the kernels
+    run, so a captured graph serves whatever stands there at each replay; nothing that runs within the forward pass may
+    write them. Rows of one adapter should lie side by side: it is then read once for up to 16 of them. A row's result
+    does not depend on the others.
     """
 
     stacks: LoraStacks
     slots: torch.Tensor
+    ranks: torch.Tensor
+
+    @classmethod
+    def of(cls, stacks: LoraStacks, slots: Sequence[int]) -> GroupedLora:
+        """For rows with these slots, -1: none."""
+        device = stacks.storage.device
+        ranks = [stacks.ranks[slot] if slot >= 0 else 0 for slot in slots]
+        on_device = torch.tensor([slots, ranks], dtype=torch.int32, device=device)
+        return cls(stacks, *on_device)
 
     def at(self, rows: torch.Tensor) -> GroupedLora:
         """For a batch of these rows only."""
-        return replace(self, slots=self.slots[rows])
+        return replace(self, slots=self.slots[rows], ranks=self.ranks[rows])
 
     def linear(self, x: torch.Tensor, base: FusedLinear, layer: int) -> torch.Tensor:
         """``base``'s product and every row's delta: [rows, in] -> [rows, sum of sizes]. Without autograd.
@@ -214,12 +226,12 @@ class GroupedLora:
         """What kernels need to know about the adapters of one module group."""
         stacks, group = self.stacks, self.stacks.groups[layer, base.modules[0]]
         return GroupAdapters(
-            self.slots, stacks.ranks, stacks.storage, group.a_offset, group.b_offset, group.sizes, stacks.max_rank
+            self.slots, self.ranks, stacks.storage, group.a_offset, group.b_offset, group.sizes, stacks.max_rank
         )
 
     def _add_slot_by_slot(self, out: torch.Tensor, x: torch.Tensor, group: StackGroup) -> None:
         for slot in self.slots.unique().tolist():
-            rank = int(self.stacks.ranks[slot]) if slot >= 0 else 0
+            rank = self.stacks.ranks[slot] if slot >= 0 else 0
             if rank == 0:
                 continue
             rows = (self.slots == slot).nonzero().squeeze(1)

@@ -15,15 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from cotenant.models.kernels.lora import Delta, load_sum, piece_at
+from cotenant.models.kernels.lora import Delta, load_h, load_sum
+from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.kernels.skinny import Unfinished
 
-# With adapters: the most heads per program of rope; columns of each half and neighbouring rows per program of silu, and
-# its warps.
-DELTA_HEADS = 4
-DELTA_SILU_BLOCK = 256
-DELTA_SILU_PIECE = 8
-DELTA_SILU_WARPS = 4
+# With adapters: the most heads per program of rope; columns of each half and neighbouring rows per program of silu.
+_DELTA_HEADS = 4
+_DELTA_SILU_BLOCK = 256
+_DELTA_SILU_ROWS = 8
 
 
 @triton.jit
@@ -86,47 +85,55 @@ def _norm_kernel(
     ADD: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
+    scales = tl.load(weight + columns, mask)
+    if H_SPLITS > 0:
+        slot, rank = tl.load(adapters + row), tl.multiple_of(tl.load(ranks + row), 16)
+        b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
+        places = tl.arange(0, 16)[:, None] * hidden + columns[None, :]
+        up = tl.load(b + places, mask[None, :] & (rank > 0), other=0.0)  # the first 16 ranks; few adapters have more
+    wait_for_previous(OVERLAP)
     value = load_sum(x + row * hidden + columns, num_rows * hidden, mask, SPLITS).to(out.dtype.element_ty)
     if H_SPLITS > 0:
-        slot = tl.load(adapters + row)
-        if slot >= 0:
-            rank = tl.multiple_of(tl.load(ranks + slot), 16)
-            b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset + columns
-            h = h_sums + row * H_WIDTH
-            delta = tl.zeros((BLOCK,), tl.float32)
-            for first in range(0, rank, 16):
-                for index in tl.static_range(16):
-                    down = load_sum(h + first + index, num_rows * H_WIDTH, rank > 0, H_SPLITS).to(value.dtype)
-                    up = tl.load(b + (first + index) * hidden, mask, other=0.0)
-                    delta += down.to(tl.float32) * up.to(tl.float32)
-            value = (value.to(tl.float32) + delta).to(value.dtype)
+        h = h_sums + row * H_WIDTH
+        down = load_h(h, num_rows * H_WIDTH, rank, H_SPLITS).to(value.dtype)
+        delta = tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
+        for first in range(16, rank, 16):
+            up = tl.load(b + first * hidden + places, mask[None, :], other=0.0)
+            down = load_h(h + first, num_rows * H_WIDTH, rank - first, H_SPLITS).to(value.dtype)
+            delta += tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
+        value = (value.to(tl.float32) + delta).to(value.dtype)
     if ADD:
         value += tl.load(residual + row * hidden + columns, mask, other=0.0)
         tl.store(residual + row * hidden + columns, value, mask)
+    start_next(OVERLAP)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / hidden + epsilon)
     normed = (wide * scale).to(value.dtype)
-    tl.store(out + row * hidden + columns, normed * tl.load(weight + columns, mask), mask)
+    tl.store(out + row * hidden + columns, normed * scales, mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """[rows, hidden] -> [rows, hidden]"""
-    return _norm(Unfinished.of(x), None, weight, epsilon)
+    return _norm(x, None, weight, epsilon)
 
 
 def add_rms_norm(
     x: torch.Tensor | Unfinished, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
     """Add ``x`` to ``residual`` in place, both [rows, hidden], and return the norm of the sum."""
-    return _norm(Unfinished.of(x), residual, weight, epsilon)
+    return _norm(x, residual, weight, epsilon)
 
 
-def _norm(x: Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def _norm(
+    product: torch.Tensor | Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    x = Unfinished.of(product)
     splits, num_rows, hidden = x.sums.shape
     out = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.sums.device)
     block = triton.next_power_of_2(hidden)
@@ -141,7 +148,8 @@ def _norm(x: Unfinished, residual: torch.Tensor | None, weight: torch.Tensor, ep
         ADD=residual is not None,
         SPLITS=splits,
         BLOCK=block,
-        num_warps=_warps(block) if x.delta is None else min(16, 2 * _warps(block)),
+        num_warps=_warps(block),
+        **overlap(out.device, isinstance(product, Unfinished)),
     )
     return out
 
@@ -157,7 +165,8 @@ def _silu_times(gate, up):
 
 
 @triton.jit
-def _silu_kernel(gate_up, out, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_kernel(gate_up, out, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -165,13 +174,15 @@ def _silu_kernel(gate_up, out, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr)
     stride = tl.num_programs(0) * 2 * width
     gate = load_sum(source, stride, mask, SPLITS).to(out.dtype.element_ty)
     up = load_sum(source + width, stride, mask, SPLITS).to(out.dtype.element_ty)
+    start_next(OVERLAP)
     tl.store(out + row * width + columns, _silu_times(gate, up), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _delta_silu_kernel(
     gate_up,
     out,
+    num_rows,
     width,
     adapters,
     ranks,
@@ -183,40 +194,53 @@ def _delta_silu_kernel(
     H_WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """A block of columns of the piece of rows that begins at this row; nothing if none does."""
-    row = tl.program_id(0)
-    num_rows = tl.num_programs(0)
-    slot, length = piece_at(adapters, row, num_rows, PIECE)
-    if length > 0:
-        # Columns by rows: tensor cores take as few as 8 rows on this side.
-        lanes = tl.arange(0, PIECE)[None, :]
-        rows = (row + lanes).to(tl.int64)
-        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
-        within = columns < width
-        mask = (lanes < length) & within
-        source = gate_up + rows * 2 * width + columns
-        gate = load_sum(source, num_rows * 2 * width, mask, SPLITS).to(out.dtype.element_ty)
-        up = load_sum(source + width, num_rows * 2 * width, mask, SPLITS).to(out.dtype.element_ty)
-        if slot >= 0:
-            rank = tl.multiple_of(tl.load(ranks + slot), 16)
-            b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
-            h = h_sums + rows * H_WIDTH
-            gate_delta = tl.zeros((BLOCK, PIECE), tl.float32)
-            up_delta = tl.zeros((BLOCK, PIECE), tl.float32)
-            for first in range(0, rank, 16):
-                inner = first + tl.arange(0, 16)
-                matrix = b + inner[None, :].to(tl.int64) * 2 * width + columns
-                gate_b = tl.load(matrix, within, other=0.0)
-                up_b = tl.load(matrix + width, within, other=0.0)
-                gate_h = load_sum(h + inner[:, None], num_rows * H_WIDTH, lanes < length, H_SPLITS)
-                up_h = load_sum(h + (rank + inner)[:, None], num_rows * H_WIDTH, lanes < length, H_SPLITS)
-                gate_delta = tl.dot(gate_b, gate_h.to(gate_b.dtype), gate_delta, input_precision="ieee")
-                up_delta = tl.dot(up_b, up_h.to(up_b.dtype), up_delta, input_precision="ieee")
-            gate = (gate.to(tl.float32) + gate_delta).to(gate.dtype)
-            up = (up.to(tl.float32) + up_delta).to(up.dtype)
-        tl.store(out + rows * width + columns, _silu_times(gate, up), mask)
+    """A block of columns of ``ROWS`` neighbouring rows, which read each of their adapters once."""
+    first_row = tl.program_id(0) * ROWS
+    # Columns by rows: tensor cores take as few as 8 rows on this side.
+    lanes = tl.arange(0, ROWS)
+    exist = first_row + lanes < num_rows
+    slots = tl.load(adapters + first_row + lanes, exist, other=-1)
+    ranks = tl.load(ranks + first_row + lanes, exist, other=0)
+    # The rows with which an adapter comes up for the first time, numbered from 0.
+    num_earlier = tl.sum(((slots[:, None] == slots[None, :]) & (lanes[:, None] > lanes[None, :])).to(tl.int32), 1)
+    leads = (num_earlier == 0) & (ranks > 0)
+    number = tl.cumsum(leads.to(tl.int32), 0) - 1
+    rows = (first_row + lanes)[None, :].to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    within = columns < width
+    mask = exist[None, :] & within
+    wait_for_previous(OVERLAP)
+    source = gate_up + rows * 2 * width + columns
+    stride = num_rows.to(tl.int64) * 2 * width
+    gate = load_sum(source, stride, mask, SPLITS).to(out.dtype.element_ty)
+    up = load_sum(source + width, stride, mask, SPLITS).to(out.dtype.element_ty)
+    inner = tl.arange(0, 16)
+    places = inner[None, :] * (2 * width) + columns
+    gate_delta = tl.zeros((BLOCK, ROWS), tl.float32)
+    up_delta = tl.zeros((BLOCK, ROWS), tl.float32)
+    for first in range(0, tl.max(ranks), 16):
+        h = h_sums + rows * H_WIDTH + first + inner[:, None]
+        gate_h = load_sum(h, num_rows * H_WIDTH, ranks[None, :] > first, H_SPLITS).to(gate.dtype)
+        up_h = load_sum(h + ranks[None, :], num_rows * H_WIDTH, ranks[None, :] > first, H_SPLITS).to(gate.dtype)
+        for index in tl.range(0, tl.sum(leads.to(tl.int32)), num_stages=STAGES):
+            slot = tl.max(tl.where(leads & (number == index), slots, 0))
+            rank = tl.multiple_of(tl.max(tl.where(leads & (number == index), ranks, 0)), 16)
+            b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset + first * 2 * width
+            gate_b = tl.load(b + places, within & (rank > first), other=0.0)
+            up_b = tl.load(b + width + places, within & (rank > first), other=0.0)
+            taken = (slots == slot)[None, :] & (rank > first)
+            gate_more = tl.dot(gate_b, gate_h, gate_delta, input_precision="ieee")
+            up_more = tl.dot(up_b, up_h, up_delta, input_precision="ieee")
+            gate_delta = tl.where(taken, gate_more, gate_delta)
+            up_delta = tl.where(taken, up_more, up_delta)
+    start_next(OVERLAP)
+    gate = (gate.to(tl.float32) + gate_delta).to(gate.dtype)
+    up = (up.to(tl.float32) + up_delta).to(up.dtype)
+    tl.store(out + rows * width + columns, _silu_times(gate, up), mask)
 
 
 def silu_and_multiply(gate_up: torch.Tensor | Unfinished) -> torch.Tensor:
@@ -224,20 +248,26 @@ def silu_and_multiply(gate_up: torch.Tensor | Unfinished) -> torch.Tensor:
     sums, dtype, delta = Unfinished.of(gate_up)
     splits, num_rows, width = sums.shape[0], sums.shape[1], sums.shape[2] // 2
     out = torch.empty((num_rows, width), dtype=dtype, device=sums.device)
+    begin = overlap(out.device, isinstance(gate_up, Unfinished))
     if delta is None:
         block = 1024
-        _silu_kernel[(num_rows, triton.cdiv(width, block))](sums, out, width, SPLITS=splits, BLOCK=block, num_warps=4)
+        _silu_kernel[(num_rows, triton.cdiv(width, block))](
+            sums, out, width, SPLITS=splits, BLOCK=block, num_warps=4, **begin
+        )
         return out
-    _delta_silu_kernel[(num_rows, triton.cdiv(width, DELTA_SILU_BLOCK))](
+    _delta_silu_kernel[(triton.cdiv(num_rows, _DELTA_SILU_ROWS), triton.cdiv(width, _DELTA_SILU_BLOCK))](
         sums,
         out,
+        num_rows,
         width,
         *_delta_arguments(delta),
         SPLITS=splits,
-        BLOCK=DELTA_SILU_BLOCK,
-        PIECE=DELTA_SILU_PIECE,
-        num_warps=DELTA_SILU_WARPS,
-        num_stages=1,
+        BLOCK=_DELTA_SILU_BLOCK,
+        ROWS=_DELTA_SILU_ROWS,
+        STAGES=4,
+        num_warps=4,
+        maxnreg=128,  # so that all programs of an 8B model's batch of 64 run at once
+        **begin,
     )
     return out
 
@@ -275,6 +305,7 @@ def _rope_kernel(
     QK_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
@@ -282,29 +313,39 @@ def _rope_kernel(
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (lane < HEAD_DIM // 2)
     size: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     num_tokens = tl.num_programs(0)
+    if H_SPLITS > 0:
+        adapter, rank = tl.load(adapters + token), tl.multiple_of(tl.load(ranks + token), 16)
+        b = stack + adapter.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
+        places = tl.arange(0, 16)[:, None, None] * size + (head * HEAD_DIM + lane)[None, :, :]
+        taken = inside[None, :, :] & (rank > 0)
+        low_up = tl.load(b + places, taken, other=0.0)  # the first 16 ranks; few adapters have more
+        high_up = tl.load(b + HEAD_DIM // 2 + places, taken, other=0.0)
+    position = tl.load(positions + token).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    within = lane < HEAD_DIM // 2
+    cos = tl.load(table + position * HEAD_DIM + lane, within, other=0.0)
+    sin = tl.load(table + position * HEAD_DIM + HEAD_DIM // 2 + lane, within, other=0.0)
+    wait_for_previous(OVERLAP)
     source = qkv + token * size + head * HEAD_DIM + lane
     low = load_sum(source, num_tokens * size, inside, SPLITS).to(query.dtype.element_ty)
     high = load_sum(source + HEAD_DIM // 2, num_tokens * size, inside, SPLITS).to(query.dtype.element_ty)
     if H_SPLITS > 0:
-        adapter = tl.load(adapters + token)
-        if adapter >= 0:
-            rank = tl.multiple_of(tl.load(ranks + adapter), 16)
-            b = stack + adapter.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset + head * HEAD_DIM + lane
-            # All heads of a program belong to one module.
-            first_head = tl.program_id(1) * HEADS
-            module = (first_head >= NUM_HEADS).to(tl.int32) + (first_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
-            h = h_sums + token * H_WIDTH + module * rank
-            low_delta = tl.zeros((HEADS, HALF), tl.float32)
-            high_delta = tl.zeros((HEADS, HALF), tl.float32)
-            for first in range(0, rank, 16):
-                for index in tl.static_range(16):
-                    part = load_sum(h + first + index, num_tokens * H_WIDTH, rank > 0, H_SPLITS)
-                    down = part.to(low.dtype).to(tl.float32)
-                    up = b + (first + index) * size
-                    low_delta += down * tl.load(up, inside, other=0.0).to(tl.float32)
-                    high_delta += down * tl.load(up + HEAD_DIM // 2, inside, other=0.0).to(tl.float32)
-            low = (low.to(tl.float32) + low_delta).to(low.dtype)
-            high = (high.to(tl.float32) + high_delta).to(high.dtype)
+        # All heads of a program belong to one module.
+        first_head = tl.program_id(1) * HEADS
+        module = (first_head >= NUM_HEADS).to(tl.int32) + (first_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
+        h = h_sums + token * H_WIDTH + module * rank
+        down = load_h(h, num_tokens * H_WIDTH, rank, H_SPLITS).to(low.dtype).to(tl.float32)[:, None, None]
+        low_delta = tl.sum(down * low_up.to(tl.float32), 0)
+        high_delta = tl.sum(down * high_up.to(tl.float32), 0)
+        for first in range(16, rank, 16):
+            more = load_h(h + first, num_tokens * H_WIDTH, rank - first, H_SPLITS)
+            down = more.to(low.dtype).to(tl.float32)[:, None, None]
+            low_delta += tl.sum(down * tl.load(b + first * size + places, taken, other=0.0).to(tl.float32), 0)
+            high_up = tl.load(b + first * size + HEAD_DIM // 2 + places, taken, other=0.0)
+            high_delta += tl.sum(down * high_up.to(tl.float32), 0)
+        low = (low.to(tl.float32) + low_delta).to(low.dtype)
+        high = (high.to(tl.float32) + high_delta).to(high.dtype)
+    start_next(OVERLAP)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     new_low, new_high = low, high
     if QK_NORM:
@@ -315,10 +356,6 @@ def _rope_kernel(
         rotated = inside & (head < NUM_HEADS + NUM_KV_HEADS)
         new_low = (wide_low * scale).to(low.dtype) * tl.load(weights, rotated, other=0.0)
         new_high = (wide_high * scale).to(low.dtype) * tl.load(weights + HEAD_DIM // 2, rotated, other=0.0)
-    position = tl.load(positions + token).to(tl.int64)
-    within = lane < HEAD_DIM // 2
-    cos = tl.load(table + position * HEAD_DIM + lane, within, other=0.0)
-    sin = tl.load(table + position * HEAD_DIM + HEAD_DIM // 2 + lane, within, other=0.0)
     left = _rounded_product(new_low, cos) - _rounded_product(new_high, sin)
     right = _rounded_product(new_high, cos) + _rounded_product(new_low, sin)
     out_low = tl.where(is_value, low, left.to(low.dtype))
@@ -327,7 +364,6 @@ def _rope_kernel(
     target = query + token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + lane
     tl.store(target, out_low, is_query)
     tl.store(target + HEAD_DIM // 2, out_high, is_query)
-    slot = tl.load(slots + token).to(tl.int64)
     kept = inside & (head >= NUM_HEADS) & (slot >= 0)
     # [key or value, row in the page, head]; keys come before values.
     kv_head = head - NUM_HEADS
@@ -361,7 +397,7 @@ def rope_and_cache(
     half = triton.next_power_of_2(head_dim // 2)
     heads, num_warps = 16 if num_tokens < 64 else triton.next_power_of_2(total), 4
     if delta is not None:
-        heads = math.gcd(num_heads, num_kv_heads, DELTA_HEADS)
+        heads = math.gcd(num_heads, num_kv_heads, _DELTA_HEADS)
         num_warps = max(1, heads * half // 256)
     _rope_kernel[(num_tokens, triton.cdiv(total, heads))](
         sums,
@@ -383,5 +419,6 @@ def rope_and_cache(
         SPLITS=splits,
         HEADS=heads,
         num_warps=num_warps,
+        **overlap(query.device, isinstance(qkv, Unfinished)),
     )
     return query

@@ -1,7 +1,7 @@
 """Every row's own LoRA adapter in two kernels: shrink (``h = x @ a.T``), then expand (``out += h @ b.T``).
 
 They serve batches of many rows. With few rows, and so little work, the launches would cost more than what they do;
-``skinny`` and ``elementwise`` then do the same inside the kernels that run anyway.
+``lora_beside`` then shrinks beside the product, and the kernel that reads the product expands.
 
 Neighbouring rows of one adapter form runs. A run is cut where the row number is a multiple of 16, and each piece reads
 its adapter once (grouped gather as in Punica, Chen et al., section 4, and S-LoRA). The input features are split over
@@ -143,6 +143,14 @@ def load_sum(source, stride, mask, SPLITS: tl.constexpr):  # type: ignore[no-unt
     return total
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_h(sums, stride, rank, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """The first 16 columns of one row of ``h``, zeros from ``rank`` on. Each is read once, not once per thread.
+    ``stride``: from one partial sum, of at most 4, to the next."""
+    split, column = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
+    return tl.sum(tl.load(sums + split * stride + column, (split < SPLITS) & (column < rank), other=0.0), 0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shrink_kernel(  # type: ignore[no-untyped-def,unused-ignore]
     x,
@@ -170,7 +178,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def,unused-ignore]
     for row in range(start, tl.minimum(start + rows, num_rows)):
         slot, length = piece_at(slots, row, num_rows, PIECE)
         if (slot >= 0) & (length > 0):
-            rank = tl.multiple_of(tl.load(ranks + slot), 16)
+            rank = tl.multiple_of(tl.load(ranks + row), 16)
             a = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
             inputs = x + (row + lanes).to(tl.int64)[:, None] * x_stride
             total = (split * num_rows + row + lanes).to(tl.int64)[:, None] * WIDTH
@@ -238,7 +246,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def,unused-ignore]
     for row in range(start, tl.minimum(start + rows, num_rows)):
         slot, length = piece_at(slots, row, num_rows, PIECE)
         if (slot >= 0) & (length > 0):
-            rank = tl.multiple_of(tl.load(ranks + slot), 16)
+            rank = tl.multiple_of(tl.load(ranks + row), 16)
             b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
             target = out + (row + lanes).to(tl.int64)[:, None] * out_stride + columns[None, :]
             inside = (lanes[:, None] < length) & (columns[None, :] < module_end)
