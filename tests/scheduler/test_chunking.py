@@ -29,7 +29,7 @@ def test_those_who_were_served_fast_have_time_to_give() -> None:
     assert step_limit_ms((fast,), SLO, 100.0) == 120.0
     late = running(num_generated=20, elapsed_ms=1000)
     assert step_limit_ms((fast, late), SLO, 100.0) == 36.0  # never less than what every step may take
-    between = running(num_generated=10, elapsed_ms=280)
+    between = running(num_generated=20, elapsed_ms=640)
     assert step_limit_ms((fast, between), SLO, 100.0) == pytest.approx(80.0)
 
 

@@ -14,7 +14,7 @@ from cotenant.scheduler.slack import MAX_GAP_TARGETS
 # Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
 _STEP_SHARE = 0.9
 # A request with fewer tokens than this has time to catch up, so its slack does not count yet.
-_MIN_TOKENS = 4
+_MIN_TOKENS = 16
 # Budgets are multiples of this: one that moves by a token would make every plan anew.
 GRAIN = 64
 
