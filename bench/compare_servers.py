@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--busiest", type=float, default=0)
     parser.add_argument("--sweep", default="1,2,4")
     parser.add_argument("--gpus", default="0")
+    parser.add_argument("--port", type=int, default=8100, help="of the first server; the others take the next ones")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--vllm-site", default="")
@@ -152,7 +153,7 @@ def main() -> None:
 
         def run(mine: list[tuple[int, tuple[str, tuple[list[str], dict[str, str]]]]], gpu: str) -> None:
             for index, (label, (command, environment)) in mine:
-                measure(label, command, environment, gpu, 8100 + index, arguments)
+                measure(label, command, environment, gpu, arguments.port + index, arguments)
 
         lanes.append(threading.Thread(target=run, args=(waiting[lane :: len(gpus)], gpu)))
     for lane_thread in lanes:

@@ -45,8 +45,9 @@ from cotenant.models.lora import LoraAdapter
 
 logger = logging.getLogger(__name__)
 
-# What one iteration moves at most while the cache grows or shrinks.
-_RESIZE_BYTES = 1 << 30
+# What one iteration moves at most while the cache grows or shrinks: a GiB takes the host 2 to 3 ms, longer while others
+# call the driver too, and no step shall be 5 ms late for it.
+_RESIZE_BYTES = 1 << 29
 
 
 class OnlineEngine:
@@ -235,6 +236,11 @@ class OnlineEngine:
         self._adapters.register(ref, adapter)
         self._live.renew_keys(ref.name)
         self._plan = None
+
+    def wait_for_adapters(self, refs: Iterable[AdapterRef]) -> None:
+        """Block until adapters that were registered or asked for are in host memory, for measurements."""
+        for ref in refs:
+            self._adapters.cache.wait(ref)
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk. Until ``take_loaded`` says that it is there, the one before of

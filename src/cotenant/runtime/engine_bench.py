@@ -87,13 +87,14 @@ class EngineBench:
         }
 
     def random_adapters(self, count: int, rank: int) -> list[AdapterRef]:
-        """``count`` adapters over all linear modules, each with memory of its own."""
+        """``count`` adapters over all linear modules, each with memory of its own, ready to be put into slots."""
         adapter = LoraAdapter.trainable(
             self._serving.resolved.spec, r=rank, alpha=2.0 * rank, target_modules=LINEAR_MODULES, seed=0
         )
         refs = [AdapterRef(f"random-{index}", f"/nowhere/random-{index}") for index in range(count)]
         for ref in refs:
             self._engine.register_adapter(ref, adapter)
+        self._engine.wait_for_adapters(refs)
         return refs
 
     def decode(
