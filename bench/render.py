@@ -47,6 +47,16 @@ SECTIONS = (
         "Training steps cut after every layer against one whole forward and backward, in turn.",
         "python bench/suspend_overhead.py",
     ),
+    Section(
+        "serve_conv_h200.json",
+        "On a GPU: the conversation trace, beside vLLM",
+        "The ten busiest minutes of Azure's conversation trace of 2023 (mean prompt 1,344 tokens, mean answer 143), at "
+        "their own rate and faster, against the shapes of Llama-3.1-8B in bf16 with random weights. Each server ran "
+        "twice on one host, each time on a GPU of its own and all four at the same time: `python "
+        "bench/compare_servers.py --trace conv.csv --busiest 600 --sweep 1 --gpus 0,1` and the same with `--sweep "
+        "2,2.25 --gpus 2,3 --port 8120`. A sweep ends for a server at the first rate that misses the targets; no rate "
+        "between 1 and 2 was run.",
+    ),
     Section("soak_cpu.json", "Half an hour of everything at once"),
     Section(
         "gpu_serving_h200.txt",
