@@ -63,6 +63,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warmup-minutes", type=float, help="when memory is taken as settled (default: 2, or a third)")
     parser.add_argument("--rss-bound-mib", type=float, default=64.0, help="how much it may grow after that")
     parser.add_argument("--sample-seconds", type=float, default=60.0)
+    parser.add_argument(
+        "--healthy-within", type=float, default=5.0, metavar="S", help="wait so long for a server that is starting"
+    )
     parser.add_argument("--api-key", default="")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--label", help="a name for the server in the figures")
@@ -90,6 +93,7 @@ def _options(arguments: argparse.Namespace, scratch: Path) -> SoakOptions:
         rss_bound_bytes=int(arguments.rss_bound_mib * 2**20),
         api_key=arguments.api_key,
         seed=arguments.seed,
+        healthy_within_s=arguments.healthy_within,
     )
 
 

@@ -20,7 +20,6 @@ from cotenant.bench.client import ServerError, call, metrics, new_client, wait_h
 from cotenant.bench.process_memory import resident_bytes, tree
 from cotenant.bench.soak_requests import RequestSource, WrongAnswerError, send
 
-_HEALTHY_WITHIN_S = 120.0
 _IDLE_WITHIN_S = 120.0
 _PAUSE_AFTER_FAILURE_S = 0.5
 _MAX_REPORTED = 20
@@ -40,7 +39,8 @@ _MUST_BE_ZERO = ("num_requests_running", "num_requests_waiting", "num_requests_l
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
     """``adapters`` are folders by name, on the server's disk. ``pid``: the server's process, None: do not look at its
-    memory, which may be ``rss_bound_bytes`` above that of ``warmup_s`` after the start."""
+    memory, which may be ``rss_bound_bytes`` above that of ``warmup_s`` after the start. ``healthy_within_s``: how long
+    a server that is still starting is waited for."""
 
     url: str
     duration_s: float
@@ -52,6 +52,7 @@ class SoakOptions:
     rss_bound_bytes: int
     api_key: str
     seed: int
+    healthy_within_s: float
 
 
 @dataclass(slots=True)
@@ -72,7 +73,7 @@ class Soak:
         async with new_client(self.options.url) as client:
             if self.options.api_key:
                 client.headers["Authorization"] = f"Bearer {self.options.api_key}"
-            await wait_healthy(client, timeout_s=_HEALTHY_WITHIN_S)
+            await wait_healthy(client, timeout_s=self.options.healthy_within_s)
             card = (await call(client, "GET", "/v1/models"))["data"][0]
             model, max_model_len = str(card["id"]), int(card.get("max_model_len") or 2048)
             first_probes = await self._probes(client, model)
