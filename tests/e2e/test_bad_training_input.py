@@ -227,7 +227,7 @@ def test_bad_fields_of_a_job(
         ("r", (0, -1, 65, 1.5, "8", True, 2**70, 1e308, [8])),
         ("n_epochs", (0, -3, 10**9, "many", {})),
         ("batch_size", (0, 10**9, 2**70)),
-        ("learning_rate", (-1, 0, 2, 1e308, 2**70, int("9" * 4000), "fast")),
+        ("learning_rate", (-1, 0, 2e6, 1e308, 2**70, int("9" * 4000), "fast")),
         ("learning_rate_multiplier", (-1, 0, 1e308)),
         ("target_modules", (["lm_head"], "everything", [], {"q_proj": 1}, [["q_proj"]], 7)),
         ("lr_scheduler_type", ("random", ["linear"], 1)),

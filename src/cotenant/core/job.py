@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+# The learning-rate schedules, by transformers' names, with the settings that ``lr_scheduler_kwargs`` may hold.
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "min_lr_ratio", "num_cycles"),
+}
+DEFAULT_LR_END = 1e-7  # of "polynomial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +36,7 @@ class Hyperparameters:
     batch_size: int = 8
     learning_rate: float = 2e-4
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, float] = field(default_factory=dict)
     warmup_ratio: float = 0.0
     warmup_steps: int = 0
     weight_decay: float = 0.0

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cotenant.api.jobs.hyperparameters import MAX_SEED, Limits, check_hyperparameters
+from cotenant.api.jobs.hyperparameters import check_hyperparameters
+from cotenant.api.jobs.values import MAX_SEED, Limits
 from cotenant.api.models import unknown_model
 from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, NotFoundError

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotenant.api.jobs import events
-from cotenant.api.jobs.hyperparameters import DatasetSize, Limits, resolve
+from cotenant.api.jobs.hyperparameters import DatasetSize, resolve
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
+from cotenant.api.jobs.values import Limits
 from cotenant.api.jobs.wakeable import WakeableTask
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
