@@ -99,8 +99,11 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
 
 
 def test_what_is_echoed_can_be_sent_again() -> None:
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r".*\.q_proj": 3.5}}
     schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}
-    settings = resolved(r=4, target_modules="q_proj", learning_rate=3e-4, packing=True, **schedule)
+    settings = resolved(
+        r=4, target_modules="q_proj", learning_rate=3e-4, packing=True, rank_pattern={"q_proj": 8}, **schedule
+    )
     assert resolved(**as_requested(settings)) == settings
 
 
@@ -119,6 +122,10 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("r", 0), ("r", 65), ("lora_alpha", 0), ("lora_dropout", 1.0), ("use_rslora", "no"),
         ("target_modules", []), ("target_modules", ["q_proj", "lm_head"]), ("target_modules", {"q_proj": 1}),
         ("target_modules", [["q_proj"]]), ("lr_scheduler_kwargs", 3), ("lr_scheduler_kwargs", {"magic": 1}),
+        ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": 65}), ("rank_pattern", {"(": 4}),
+        ("rank_pattern", {"": 4}), ("rank_pattern", ["q_proj"]), ("rank_pattern", 8),
+        ("rank_pattern", {"(.+)+x": 4}), ("rank_pattern", {".*.*.*.*x": 4}),
+        ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:

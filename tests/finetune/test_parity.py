@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import Hyperparameters, StepMetrics
 from cotenant.finetune.dataset import load_dataset
 from cotenant.finetune.order import DataOrder
@@ -69,8 +70,13 @@ def _train_reference(
         {},
         {"packing": True, "lr_scheduler_type": "linear", "use_rslora": True},
         {"target_modules": ("q_proj", "v_proj"), "batch_size": 5, "max_grad_norm": 0.1},
+        {
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8, r".*\.mlp\.down_proj": 1},
+            "alpha_pattern": {"q_proj": 32.0, "gate_proj": 2.0},
+            "use_rslora": True,
+        },
     ],
-    ids=["all-modules", "packed", "two-modules"],
+    ids=["all-modules", "packed", "two-modules", "patterns"],
 )
 def test_trajectory_and_adapter_equal_peft(
     decoder: Decoder, model_folder: Path, tmp_path: Path, changes: dict[str, object]
@@ -145,3 +151,30 @@ def test_initial_weights_are_distributed_as_pefts(decoder: Decoder, model_folder
         assert ours[name].abs().max() <= bound
         assert float(ours[name].abs().max()) == pytest.approx(float(tensor.abs().max()), rel=0.05)
         assert float(ours[name].std()) == pytest.approx(float(tensor.std()), rel=0.15)
+
+
+def test_patterns_mean_what_they_mean_to_peft(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
+    """Shapes and scales are PEFT's own for the same patterns, and its config file says the same."""
+    patterns = {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8, r".*\.mlp\.down_proj": 1},
+        "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 32.0, "gate_proj": 2.0},
+    }
+    job = support.make_job(decoder, support.make_spec(tmp_path / "job", **patterns))
+    base = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=list(support.HYPER.target_modules), task_type="CAUSAL_LM", **patterns
+    )
+    theirs = peft.get_peft_model(base, config)
+    for (layer, module), pair in job.adapter.weights.items():
+        block = theirs.base_model.model.model.layers[layer]
+        reference = getattr(block.self_attn, module, None) or getattr(block.mlp, module)
+        assert tuple(pair.a.shape) == tuple(reference.lora_A["default"].weight.shape), (layer, module)
+        assert job.adapter.scale_of(layer, module) == pytest.approx(reference.scaling["default"]), (layer, module)
+    job.close()
+
+
+def test_a_pattern_that_fits_no_module_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    for number, name in enumerate(("rank_pattern", "alpha_pattern")):
+        with pytest.raises(InvalidInputError, match=f"{name}: 'layers.2' fits none") as error:
+            support.make_job(decoder, support.make_spec(tmp_path / str(number), **{name: {"layers.2": 3}}))
+        assert error.value.param == name

@@ -29,7 +29,8 @@ class Hyperparameters:
     ``batch_size`` is the number of examples (packed rows with ``packing``) per optimizer step;
     ``per_device_train_batch_size * gradient_accumulation_steps`` is mapped to it where the job is created.
     ``max_steps`` -1 means: as many as ``n_epochs`` gives. ``warmup_steps`` 0 leaves ``warmup_ratio`` to decide.
-    ``eval_steps``/``save_steps`` 0: only at the end of each epoch.
+    ``eval_steps``/``save_steps`` 0: only at the end of each epoch. ``rank_pattern`` and ``alpha_pattern`` give modules
+    whose name ends with a regular expression another ``r`` or ``lora_alpha``; the first that fits counts.
     """
 
     n_epochs: int = 3
@@ -55,6 +56,8 @@ class Hyperparameters:
     lora_dropout: float = 0.0
     use_rslora: bool = False
     target_modules: tuple[str, ...] = LINEAR_MODULES
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

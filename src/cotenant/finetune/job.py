@@ -271,6 +271,8 @@ class TrainingJob:
             seed=hyper.seed,
             dropout=hyper.lora_dropout,
             use_rslora=hyper.use_rslora,
+            rank_pattern=hyper.rank_pattern,
+            alpha_pattern=hyper.alpha_pattern,
             device=decoder.device,
             name=self._spec.adapter_name,
         )

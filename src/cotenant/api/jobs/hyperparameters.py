@@ -87,7 +87,8 @@ def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
         field.name: getattr(hyperparameters, field.name) for field in fields(hyperparameters) if field.name != "seed"
     }
     values["target_modules"] = list(hyperparameters.target_modules)
-    values["lr_scheduler_kwargs"] = dict(hyperparameters.lr_scheduler_kwargs)
+    for name in ("lr_scheduler_kwargs", "rank_pattern", "alpha_pattern"):
+        values[name] = dict(values[name])
     values["learning_rate_multiplier"] = round(hyperparameters.learning_rate / BASE_LEARNING_RATE, 9)
     return values
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,10 @@ _MAX_STEPS = 10_000_000
 # Far beyond sense: such a job starts, and fails when its loss is not finite.
 _MAX_LEARNING_RATE = 1e6
 _MAX_MULTIPLIER = 1e12
+_MAX_PATTERN = 200  # characters
+_MAX_REPEATS = 3
+_REPEAT = re.compile(r"[*+?{]")
+_REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 Check = Callable[[str, Any], Any]
 
@@ -59,6 +64,8 @@ def checks_of(limits: Limits) -> dict[str, Check]:
         "lora_dropout": number(0, 1, below=True),
         "use_rslora": boolean,
         "target_modules": _modules,
+        "rank_pattern": _pattern(between(1, limits.max_lora_rank)),
+        "alpha_pattern": _pattern(number(0, 1e6, above=True)),
     }
 
 
@@ -138,3 +145,34 @@ def _modules(place: str, value: Any) -> list[str]:
     if not isinstance(names, list) or not names or any(name not in LINEAR_MODULES for name in names):
         raise bad(place, f"'all-linear' or a list of {', '.join(LINEAR_MODULES)}", value)
     return [name for name in LINEAR_MODULES if name in names]
+
+
+def _pattern(check: Check) -> Check:
+    """PEFT's form: an object from regular expressions for the ends of module names to values."""
+
+    def check_all(place: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise bad(place, "an object from module names or regular expressions to numbers", value)
+        checked = {}
+        for key, item in value.items():
+            if not _is_quick_regex(key):
+                raise bad(place, f"keys that are regular expressions with up to {_MAX_REPEATS} of * + ? {{", key)
+            try:
+                checked[key] = check(place, item)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"{error.message} (for '{key}')", code=error.code, param=place) from error
+        return checked
+
+    return check_all
+
+
+def _is_quick_regex(text: str) -> bool:
+    """Whether matching ends soon: the worker does it for every module, and requests wait meanwhile. A repeated group
+    can take exponential time."""
+    if not 0 < len(text) <= _MAX_PATTERN or _REPEATED_GROUP.search(text) or len(_REPEAT.findall(text)) > _MAX_REPEATS:
+        return False
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
