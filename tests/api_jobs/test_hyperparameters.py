@@ -91,6 +91,13 @@ def test_target_modules_in_pefts_forms() -> None:
     assert resolved(target_modules="q_proj").target_modules == ("q_proj",)
 
 
+def test_early_stopping_exports_the_best_step_unless_told_otherwise() -> None:
+    assert resolved(early_stopping_patience=2).load_best_model_at_end
+    assert not resolved(early_stopping_patience=2, load_best_model_at_end=False).load_best_model_at_end
+    assert not resolved().load_best_model_at_end
+    assert resolved(metric_for_best_model="eval_mean_token_accuracy").metric_for_best_model == "mean_token_accuracy"
+
+
 def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     limits = Limits(max_model_len=100_000, max_lora_rank=64)
     assert resolve({"packing": True}, DatasetSize(10, 300), limits).max_length == 2048
@@ -102,7 +109,14 @@ def test_what_is_echoed_can_be_sent_again() -> None:
     patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r".*\.q_proj": 3.5}}
     schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}
     settings = resolved(
-        r=4, target_modules="q_proj", learning_rate=3e-4, packing=True, rank_pattern={"q_proj": 8}, **schedule
+        r=4,
+        target_modules="q_proj",
+        learning_rate=3e-4,
+        packing=True,
+        early_stopping_patience=3,
+        metric_for_best_model="eval_loss",
+        **schedule,
+        **patterns,
     )
     assert resolved(**as_requested(settings)) == settings
 
@@ -125,6 +139,8 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": 65}), ("rank_pattern", {"(": 4}),
         ("rank_pattern", {"": 4}), ("rank_pattern", ["q_proj"]), ("rank_pattern", 8),
         ("rank_pattern", {"(.+)+x": 4}), ("rank_pattern", {".*.*.*.*x": 4}),
+        ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
+        ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
         ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
     ],
 )  # fmt: skip

@@ -21,6 +21,12 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 DEFAULT_LR_END = 1e-7  # of "polynomial"
 
+# What ``metric_for_best_model`` may name: the field of ``StepMetrics``, and whether greater is better.
+BEST_METRICS: Mapping[str, tuple[str, bool]] = {
+    "loss": ("full_valid_loss", False),
+    "mean_token_accuracy": ("full_valid_mean_token_accuracy", True),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
@@ -31,6 +37,8 @@ class Hyperparameters:
     ``max_steps`` -1 means: as many as ``n_epochs`` gives. ``warmup_steps`` 0 leaves ``warmup_ratio`` to decide.
     ``eval_steps``/``save_steps`` 0: only at the end of each epoch. ``rank_pattern`` and ``alpha_pattern`` give modules
     whose name ends with a regular expression another ``r`` or ``lora_alpha``; the first that fits counts.
+    ``early_stopping_patience``: evaluations without progress after which the job ends; 0: it never does.
+    ``load_best_model_at_end``: the best step's adapter is exported, not the last one's.
     """
 
     n_epochs: int = 3
@@ -50,6 +58,10 @@ class Hyperparameters:
     packing: bool = False
     eval_steps: int = 0
     save_steps: int = 0
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str = "loss"
+    early_stopping_patience: int = 0
+    early_stopping_threshold: float = 0.0
     seed: int = 42
     r: int = 16
     lora_alpha: float = 32.0
@@ -58,6 +70,11 @@ class Hyperparameters:
     target_modules: tuple[str, ...] = LINEAR_MODULES
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def selects(self) -> bool:
+        """Whether steps are compared on the validation file. Then every evaluation measures all of it."""
+        return self.load_best_model_at_end or self.early_stopping_patience > 0
 
 
 @dataclass(frozen=True, slots=True)

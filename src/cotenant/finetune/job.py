@@ -15,13 +15,14 @@ from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
-from cotenant.finetune.checkpoint import CheckpointStore, Snapshot
+from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
 from cotenant.finetune.dataset import Dataset, load_dataset
 from cotenant.finetune.evaluation import ValidationSet
-from cotenant.finetune.export import export_adapter, is_exported
+from cotenant.finetune.export import export_adapter, export_copy, is_exported
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
+from cotenant.finetune.selection import Selection
 from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
 from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
@@ -85,6 +86,7 @@ class TrainingJob:
         self._new_steps: list[StepMetrics] = []
         self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
         self._failure: JobFailed | None = None
+        self._selection = Selection(spec.hyperparameters)
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
         self.finished_path: str | None = str(self._adapter_path) if is_exported(self._adapter_path) else None
         self.done = self.finished_path is not None
@@ -98,6 +100,9 @@ class TrainingJob:
                 self._resumed_step = len(self._recorded)
             else:
                 self._training = self._load(decoder, max_tasklet_tokens, clock)
+            for step in self._recorded:
+                self._selection.add(step)
+            if self._training is not None:
                 self._begin(self._training)
         except OSError as error:
             self._writer.close()
@@ -116,7 +121,8 @@ class TrainingJob:
 
     @property
     def total_steps(self) -> int:
-        return self._training.order.total_steps if self._training else len(self._recorded)
+        """Steps of the whole job, as far as it is known that it will not stop early."""
+        return self.step if self._training is None or self._selection.stops else self._training.order.total_steps
 
     @property
     def trained_tokens(self) -> int:
@@ -150,7 +156,7 @@ class TrainingJob:
             if state.step <= self._resumed_step:
                 updates.append(CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics))
         if self.finished_path is not None:
-            updates.append(self._succeeded())
+            updates.append(self._succeeded(self._best_step))
         return updates
 
     # Running
@@ -329,7 +335,9 @@ class TrainingJob:
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
     def _begin(self, training: _Training) -> None:
-        only_export_left = training.trainer.pending is None and training.state.step == training.order.total_steps
+        only_export_left = training.trainer.pending is None and training.state.step == self.total_steps
+        if self._selection.stops:
+            training.trainer.stop()
         training.trainer.start()
         if only_export_left:
             self._finish()
@@ -340,9 +348,15 @@ class TrainingJob:
         self._last = metrics
         self._new_steps.append(metrics)
         self._writer.submit(partial(self._write_metrics, metrics))
-        if training.order.ends_epoch(metrics.step) or (hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0):
+        is_best = self._selection.add(metrics) and hyper.load_best_model_at_end
+        is_last = metrics.step == self.total_steps
+        is_due = training.order.ends_epoch(metrics.step) or (
+            hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0
+        )
+        if is_due or is_best or is_last:
             self._save(metrics, announced=True, needs_evaluation=False)
-        if metrics.step == training.order.total_steps:
+        if is_last:
+            training.trainer.stop()
             self._finish()
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
@@ -358,8 +372,15 @@ class TrainingJob:
         if self._failure is None:
             self._failure = JobFailed(self._spec.job_id, code, message, self.step)
 
-    def _succeeded(self) -> JobSucceeded:
-        return JobSucceeded(self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps)
+    @property
+    def _best_step(self) -> int | None:
+        """The step whose adapter is the job's result, if that is to be the best one's."""
+        return self._selection.best_step if self._spec.hyperparameters.load_best_model_at_end else None
+
+    def _succeeded(self, best_step: int | None) -> JobSucceeded:
+        return JobSucceeded(
+            self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps, best_step
+        )
 
     # On the writer's thread
 
@@ -375,6 +396,14 @@ class TrainingJob:
             return []
         return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
 
-    def _write_result(self, adapter: LoraAdapter) -> list[FromWorker]:
-        export_adapter(adapter, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
-        return [self._succeeded()]
+    def _write_result(self, last: LoraAdapter) -> list[FromWorker]:
+        best_step = self._best_step
+        if best_step is not None:
+            try:
+                export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path)
+            except CheckpointError as error:
+                logger.warning("Job %s exports its last step, not step %d: %s", self._spec.job_id, best_step, error)
+                best_step = None
+        if best_step is None:
+            export_adapter(last, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
+        return [self._succeeded(best_step)]

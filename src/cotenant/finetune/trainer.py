@@ -77,6 +77,7 @@ class Trainer:
         self._evaluation = self._evaluation_after(state.step) if pending is not None else None
         self._fusing = False
         self._upcoming: tuple[TaskletRun, ...] | None = None
+        self._stopped = False
 
     def start(self) -> None:
         """Get ready for the first tasklet."""
@@ -84,6 +85,10 @@ class Trainer:
             self._begin_step()
         elif self._evaluation is None:  # the validation file is gone since
             self._finish_step(self._pending)
+
+    def stop(self) -> None:
+        """Begin no further step."""
+        self._stopped = True
 
     @property
     def pending(self) -> StepMetrics | None:
@@ -166,7 +171,7 @@ class Trainer:
     def _begin_step(self) -> None:
         self._upcoming = None
         index = self._state.step
-        if index >= self._order.total_steps:
+        if self._stopped or index >= self._order.total_steps:
             return
         self._step = TrainingStep(
             self._decoder,
@@ -214,12 +219,14 @@ class Trainer:
         self._begin_step()
 
     def _evaluation_after(self, step: int) -> Evaluation | None:
-        """The evaluation due after ``step`` steps: all of the validation set where an epoch ends."""
+        """The evaluation due after ``step`` steps: of all of the validation set where an epoch ends, or wherever the
+        best step is looked for."""
         if self._validation is None:
             return None
-        full = self._order.ends_epoch(step)
-        if not full and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
+        at_epoch_end = self._order.ends_epoch(step)
+        if not at_epoch_end and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
             return None
+        full = at_epoch_end or self._hyper.selects
         return Evaluation(self._decoder, self._state.adapter, self._validation, full=full)
 
 

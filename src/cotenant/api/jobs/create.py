@@ -75,6 +75,8 @@ def make_job(
     _check_file(body.training_file, "training_file", store)
     if body.validation_file is not None:
         _check_file(body.validation_file, "validation_file", store)
+    else:
+        _check_needs_no_validation(requested)
     job_id = new_id("ftjob-")
     base = config.model.name
     return NewJob(
@@ -181,6 +183,16 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
             problem = f"the value of '{key}' has more than {MAX_METADATA_VALUE} characters"
     if problem is not None:
         raise InvalidInputError(f"Invalid 'metadata': {problem}.", code="invalid_value", param="metadata")
+
+
+def _check_needs_no_validation(requested: Mapping[str, Any]) -> None:
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if requested.get(name):
+            raise InvalidInputError(
+                f"'{name}' compares steps on a validation file; add 'validation_file', or leave '{name}' out.",
+                code="missing_required_parameter",
+                param="validation_file",
+            )
 
 
 def _check_file(file_id: str, param: str, store: Store) -> None:

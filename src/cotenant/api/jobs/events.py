@@ -66,9 +66,14 @@ def cancelled() -> NewEvent:
     return NewEvent("Fine-tuning job cancelled")
 
 
-def succeeded(model: str) -> list[NewEvent]:
+def stopped_early(step: int, total_steps: int) -> NewEvent:
+    return NewEvent(f"Stopped early after step {step} of {total_steps}: the validation file shows no more progress")
+
+
+def succeeded(model: str, best_step: int | None) -> list[NewEvent]:
+    source = "" if best_step is None else f", with the adapter of step {best_step}, the best on the validation file"
     return [
-        NewEvent(f"New fine-tuned model created: {model}"),
+        NewEvent(f"New fine-tuned model created: {model}{source}"),
         NewEvent("The job has successfully completed"),
     ]
 

@@ -6,6 +6,7 @@ What 'auto', or nothing, becomes:
 - ``batch_size``: a fiftieth of the examples, rounded down to a power of two, between 4 and 32.
 - ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4.
 - ``lora_alpha``: twice ``r``.
+- ``load_best_model_at_end``: true with ``early_stopping_patience``, else false.
 - ``max_length``: the model's context, or with ``packing`` 2,048 or the longest example if that is longer.
 """
 
@@ -76,6 +77,7 @@ def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> 
     given.setdefault("batch_size", _auto_batch_size(size.num_examples))
     given.setdefault("lora_alpha", 2.0 * given.get("r", _DEFAULTS.r))
     given.setdefault("max_length", _auto_length(size, limits, given.get("packing", False)))
+    given.setdefault("load_best_model_at_end", given.get("early_stopping_patience", 0) > 0)
     if "target_modules" in given:
         given["target_modules"] = tuple(given["target_modules"])
     return Hyperparameters(**given)

@@ -134,7 +134,9 @@ class Recorder:
         job = self._job(message.job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return Outcome.NOTHING
-        happened = events.succeeded(job.adapter_name)
+        happened = events.succeeded(job.adapter_name, message.best_step)
+        if job.total_steps is not None and message.total_steps < job.total_steps:
+            happened.insert(0, events.stopped_early(message.total_steps, job.total_steps))
         try:
             result_file = self._place_results(job.id)
         except StoreError as error:

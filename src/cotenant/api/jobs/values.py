@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import LINEAR_MODULES, SCHEDULES
+from cotenant.core.job import BEST_METRICS, LINEAR_MODULES, SCHEDULES
 
 MAX_SEED = 2**31 - 1
 MAX_BATCH_SIZE = 4096
@@ -58,6 +58,10 @@ def checks_of(limits: Limits) -> dict[str, Check]:
         "assistant_only_loss": _only_true,
         "eval_steps": between(0, _MAX_STEPS),
         "save_steps": between(0, _MAX_STEPS),
+        "load_best_model_at_end": boolean,
+        "metric_for_best_model": _best_metric,
+        "early_stopping_patience": between(0, _MAX_STEPS),
+        "early_stopping_threshold": number(0, 1e6),
         "seed": between(0, MAX_SEED),
         "r": between(1, limits.max_lora_rank),
         "lora_alpha": number(0, 1e6, above=True),
@@ -131,6 +135,13 @@ def _schedule_settings(place: str, value: Any) -> dict[str, float]:
         if name not in known:
             raise bad(place, f"settings out of {', '.join(sorted(known))}", name)
     return {name: least.get(name, number(0, 1e3))(f"{place}.{name}", item) for name, item in value.items()}
+
+
+def _best_metric(place: str, value: Any) -> str:
+    name = value.removeprefix("eval_") if isinstance(value, str) else ""
+    if name not in BEST_METRICS:
+        raise bad(place, f"one of {', '.join(BEST_METRICS)}", value)
+    return name
 
 
 def _max_steps(place: str, value: Any) -> int:
