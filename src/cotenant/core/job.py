@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# The methods of training, as the API calls them.
+SUPERVISED = "supervised"
+DPO = "dpo"
+
 # The learning-rate schedules, by transformers' names, with the settings that ``lr_scheduler_kwargs`` may hold.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "linear": (),
