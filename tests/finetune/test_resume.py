@@ -23,7 +23,8 @@ from cotenant.models.decoder import Decoder
 from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobSucceeded
 from finetune import run_job, support
 
-VALIDATION = support.random_examples(9, seed=5)
+VALIDATION = support.random_examples(10, seed=5)
+DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
 
 
 def _reference(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
@@ -67,9 +68,12 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
     _assert_same_result(killed, tmp_path / "reference", reference.total_steps)
 
 
+@pytest.mark.parametrize("method", [{}, DPO], ids=["supervised", "dpo"])
 @pytest.mark.parametrize("kind", list(TaskletKind))
-def test_paused_before_any_kind_of_tasklet(decoder: Decoder, tmp_path: Path, kind: TaskletKind) -> None:
-    changes = {"eval_steps": 2, "save_steps": 3}
+def test_paused_before_any_kind_of_tasklet(
+    decoder: Decoder, tmp_path: Path, kind: TaskletKind, method: dict[str, object]
+) -> None:
+    changes = {"eval_steps": 2, "save_steps": 3, **method}
     reference = _reference(decoder, tmp_path / "reference", **changes)
     spec = support.make_spec(tmp_path / "paused", validation=VALIDATION, **changes)
     for _ in range(4):

@@ -25,10 +25,13 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 DEFAULT_LR_END = 1e-7  # of "polynomial"
 
-# What ``metric_for_best_model`` may name: the field of ``StepMetrics``, and whether greater is better.
+# What ``metric_for_best_model`` may name (rewards with method 'dpo' alone): the field of ``StepMetrics``, and whether
+# greater is better.
 BEST_METRICS: Mapping[str, tuple[str, bool]] = {
     "loss": ("full_valid_loss", False),
     "mean_token_accuracy": ("full_valid_mean_token_accuracy", True),
+    "rewards/accuracies": ("full_valid_preference.accuracies", True),
+    "rewards/margins": ("full_valid_preference.margins", True),
 }
 
 
@@ -36,15 +39,17 @@ BEST_METRICS: Mapping[str, tuple[str, bool]] = {
 class Hyperparameters:
     """Everything that shapes the result of a job, resolved: no 'auto' is left. Names are TRL's and PEFT's.
 
-    ``batch_size`` is the number of examples (packed rows with ``packing``) per optimizer step;
+    ``batch_size`` is the number of examples (packed rows with ``packing``, pairs with method 'dpo') per optimizer step;
     ``per_device_train_batch_size * gradient_accumulation_steps`` is mapped to it where the job is created.
     ``max_steps`` -1 means: as many as ``n_epochs`` gives. ``warmup_steps`` 0 leaves ``warmup_ratio`` to decide.
     ``eval_steps``/``save_steps`` 0: only at the end of each epoch. ``rank_pattern`` and ``alpha_pattern`` give modules
     whose name ends with a regular expression another ``r`` or ``lora_alpha``; the first that fits counts.
     ``early_stopping_patience``: evaluations without progress after which the job ends; 0: it never does.
-    ``load_best_model_at_end``: the best step's adapter is exported, not the last one's.
+    ``load_best_model_at_end``: the best step's adapter is exported, not the last one's. ``beta`` and
+    ``label_smoothing`` are of method 'dpo' alone.
     """
 
+    method: str = SUPERVISED
     n_epochs: int = 3
     batch_size: int = 8
     learning_rate: float = 2e-4
@@ -74,6 +79,8 @@ class Hyperparameters:
     target_modules: tuple[str, ...] = LINEAR_MODULES
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    beta: float = 0.1
+    label_smoothing: float = 0.0
 
     @property
     def selects(self) -> bool:
@@ -100,8 +107,24 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PreferenceMetrics:
+    """Means over pairs, as TRL's DPOTrainer defines them. A reward is beta times how much likelier (in log-probability)
+    an answer is than under the base; ``accuracies``: the share of pairs whose chosen answer has the greater reward."""
+
+    chosen: float
+    rejected: float
+    accuracies: float
+    margins: float
+    logps_chosen: float
+    logps_rejected: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step's figures, as in OpenAI's result file. Validation fields only where it ran."""
+    """One optimizer step's figures, as in OpenAI's result file. Validation fields only where it ran.
+
+    With method 'dpo' losses are DPO's, and token accuracies those of the chosen answers.
+    """
 
     step: int
     epoch: float
@@ -114,3 +137,6 @@ class StepMetrics:
     valid_mean_token_accuracy: float | None = None
     full_valid_loss: float | None = None
     full_valid_mean_token_accuracy: float | None = None
+    preference: PreferenceMetrics | None = None
+    valid_preference: PreferenceMetrics | None = None
+    full_valid_preference: PreferenceMetrics | None = None

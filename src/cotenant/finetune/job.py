@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
-from cotenant.finetune.dataset import Dataset, load_dataset
-from cotenant.finetune.evaluation import ValidationSet
+from cotenant.finetune.data import load_training, load_validation
 from cotenant.finetune.export import export_adapter, export_copy, is_exported
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
@@ -266,8 +265,7 @@ class TrainingJob:
 
     def _load(self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float]) -> _Training:
         hyper = self._spec.hyperparameters
-        max_length = min(hyper.max_length, decoder.spec.max_position_embeddings)
-        dataset = self._load_trainable(decoder, max_length)
+        dataset = load_training(self._spec, decoder.spec)
         order = DataOrder(dataset.lengths, hyper)
         adapter = LoraAdapter.trainable(
             decoder.spec,
@@ -290,35 +288,13 @@ class TrainingJob:
             state,
             dataset,
             order,
-            self._load_validation(decoder, max_length, max_tasklet_tokens),
+            load_validation(self._spec, decoder.spec, max_tasklet_tokens),
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,
             on_step=self._on_step,
         )
         return _Training(state, trainer, order, Progress(clock))
-
-    def _load_trainable(self, decoder: Decoder, max_length: int) -> Dataset:
-        dataset = load_dataset(Path(self._spec.dataset_path), max_length, decoder.spec.vocab_size)
-        if not dataset.trainable:
-            raise InvalidInputError(
-                f"No token of the training file counts in the loss once examples are cut to max_length={max_length}: "
-                "all loss weights are 0. Check the 'weight' of the assistant messages, or raise max_length.",
-                code="invalid_training_file",
-            )
-        return dataset
-
-    def _load_validation(self, decoder: Decoder, max_length: int, max_tasklet_tokens: int) -> ValidationSet | None:
-        if self._spec.validation_path is None:
-            return None
-        hyper = self._spec.hyperparameters
-        dataset = load_dataset(Path(self._spec.validation_path), max_length, decoder.spec.vocab_size)
-        if not dataset.trainable:
-            logger.warning("Job %s: nothing to measure in the validation file; going without", self._spec.job_id)
-            return None
-        return ValidationSet(
-            dataset, batch_size=hyper.batch_size, seed=hyper.seed, max_tasklet_tokens=max_tasklet_tokens
-        )
 
     def _resume(self, state: TrainingState) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""

@@ -32,7 +32,7 @@ class Selection:
 
     def add(self, metrics: StepMetrics) -> bool:
         """Take a step's figures in. Whether it is the best so far."""
-        value: float | None = getattr(metrics, self._field)
+        value = _value(metrics, self._field)
         if value is None:
             return False
         gain = value - self._best if self._greater_is_better else self._best - value
@@ -42,3 +42,11 @@ class Selection:
         if is_better:
             self._best, self.best_step = value, metrics.step
         return is_better
+
+
+def _value(metrics: StepMetrics, field: str) -> float | None:
+    """``field`` may lead through a part, 'part.field'; None where that was not measured."""
+    part, _, name = field.rpartition(".")
+    owner = getattr(metrics, part) if part else metrics
+    value: float | None = None if owner is None else getattr(owner, name)
+    return value

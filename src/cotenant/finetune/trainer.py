@@ -11,11 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cotenant.core.job import Hyperparameters, StepMetrics
+from cotenant.core.job import DPO, Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
+from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
+from cotenant.finetune.preference import PreferenceLoss
+from cotenant.finetune.preference_evaluation import PreferenceEvaluation, PreferenceValidationSet
+from cotenant.finetune.preference_step import PreferenceStep
 from cotenant.finetune.schedule import learning_rate
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.step import TrainingStep
@@ -57,7 +61,7 @@ class Trainer:
         state: TrainingState,
         dataset: Dataset,
         order: DataOrder,
-        validation: ValidationSet | None,
+        validation: ValidationSet | PreferenceValidationSet | None,
         hyper: Hyperparameters,
         *,
         max_tasklet_tokens: int,
@@ -73,7 +77,7 @@ class Trainer:
         self._max_tasklet_tokens = max_tasklet_tokens
         self._on_step = on_step
         self._pending = pending
-        self._step: TrainingStep | None = None
+        self._step: TrainingStep | PreferenceStep | None = None
         self._evaluation = self._evaluation_after(state.step) if pending is not None else None
         self._fusing = False
         self._upcoming: tuple[TaskletRun, ...] | None = None
@@ -173,18 +177,29 @@ class Trainer:
         index = self._state.step
         if self._stopped or index >= self._order.total_steps:
             return
-        self._step = TrainingStep(
-            self._decoder,
-            self._state.adapter,
-            self._dataset,
-            self._order.step(index),
-            step_index=index,
-            seed=self._hyper.seed,
-            max_tasklet_tokens=self._max_tasklet_tokens,
-        )
+        self._step = self._make_step(index)
         self._evaluation = self._evaluation_after(index + 1)
 
-    def _run_optimizer(self, step: TrainingStep) -> None:
+    def _make_step(self, index: int) -> TrainingStep | PreferenceStep:
+        hyper, examples = self._hyper, self._order.step(index)
+        inputs = (self._decoder, self._state.adapter, self._dataset, examples)
+        if hyper.method == DPO:
+            return PreferenceStep(
+                *inputs,
+                PreferenceLoss(hyper.beta, hyper.label_smoothing),
+                step_index=index,
+                seed=hyper.seed,
+                max_tasklet_tokens=self._max_tasklet_tokens,
+            )
+        return TrainingStep(
+            *inputs,
+            step_index=index,
+            seed=hyper.seed,
+            max_tasklet_tokens=self._max_tasklet_tokens,
+            objective=CrossEntropy(),
+        )
+
+    def _run_optimizer(self, step: TrainingStep | PreferenceStep) -> None:
         state = self._state
         number = state.step + 1
         loss = step.loss
@@ -206,6 +221,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=step.num_tokens,
+            preference=step.preference() if isinstance(step, PreferenceStep) else None,
         )
         if self._evaluation is None:
             self._finish_step(metrics)
@@ -218,7 +234,7 @@ class Trainer:
         self._on_step(metrics)
         self._begin_step()
 
-    def _evaluation_after(self, step: int) -> Evaluation | None:
+    def _evaluation_after(self, step: int) -> Evaluation | PreferenceEvaluation | None:
         """The evaluation due after ``step`` steps: of all of the validation set where an epoch ends, or wherever the
         best step is looked for."""
         if self._validation is None:
@@ -227,7 +243,7 @@ class Trainer:
         if not at_epoch_end and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
             return None
         full = at_epoch_end or self._hyper.selects
-        return Evaluation(self._decoder, self._state.adapter, self._validation, full=full)
+        return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
 
 
 def _ignore(metrics: StepMetrics) -> None:
