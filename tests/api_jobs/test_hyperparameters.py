@@ -203,3 +203,37 @@ def test_any_json_is_either_refused_or_resolved(given: dict[str, Any]) -> None:
     assert settings.batch_size >= 1
     assert 2 <= settings.max_length <= LIMITS.max_model_len
     assert set(settings.target_modules) <= set(LINEAR_MODULES)
+
+
+def resolved_dpo(**given: Any) -> Hyperparameters:
+    checked = check_hyperparameters(given, LIMITS, "hyperparameters", "dpo")
+    return resolve(json.loads(json.dumps({"method": "dpo", **checked})), SIZE, LIMITS)
+
+
+def test_dpo_has_its_own_settings() -> None:
+    settings = resolved_dpo(beta="auto", learning_rate_multiplier=2, loss_type="sigmoid", label_smoothing=0.1)
+    assert (settings.method, settings.beta, settings.label_smoothing) == ("dpo", 0.1, 0.1)
+    assert settings.learning_rate == pytest.approx(4e-5)
+    assert resolved_dpo(**as_requested(settings)) == settings
+    assert resolved_dpo(loss_type=["sigmoid"], packing=False, beta=0.3).beta == 0.3
+    assert resolved_dpo(metric_for_best_model="eval_rewards/accuracies").metric_for_best_model == "rewards/accuracies"
+    assert not {"beta", "label_smoothing", "method"} & as_requested(resolved()).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("beta", 0), ("beta", -1), ("beta", "low"), ("beta", 1e9), ("label_smoothing", 0.5), ("loss_type", "ipo"),
+     ("loss_type", {}), ("packing", True), ("metric_for_best_model", "rewards/chosen")],
+)  # fmt: skip
+def test_dpo_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        resolved_dpo(**{name: value})
+    assert refused.value.param == f"hyperparameters.{name}"
+
+
+def test_what_belongs_to_dpo_is_unknown_elsewhere() -> None:
+    for name, value in (("beta", 0.1), ("label_smoothing", 0.1), ("loss_type", "sigmoid")):
+        with pytest.raises(InvalidInputError, match="Unknown hyperparameter"):
+            resolved(**{name: value})
+    with pytest.raises(InvalidInputError, match="loss, mean_token_accuracy"):
+        resolved(metric_for_best_model="rewards/margins")

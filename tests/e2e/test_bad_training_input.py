@@ -207,7 +207,11 @@ def test_files_that_are_not_there_or_for_something_else(client: httpx.Client, go
         ({"method": {}}, "method.type", "missing_required_parameter"),
         ({"method": {"type": "magic"}}, "method.type", "invalid_value"),
         ({"method": {"type": "supervised", "extra": 1}}, "method.extra", "unknown_parameter"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.type", "unsupported_method"),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": -1}}}},
+            "method.dpo.hyperparameters.beta",
+            "invalid_hyperparameters",
+        ),
         ({"method": {"type": "reinforcement", "reinforcement": {}}}, "method.type", "unsupported_method"),
         ({"hyperparameters": {"n_epochs": -1}}, "hyperparameters.n_epochs", "invalid_hyperparameters"),
         ({"hyperparameters": {"x" * 5000: 1}}, "hyperparameters." + "x" * 100, "unknown_parameter"),

@@ -10,6 +10,7 @@ LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 # The methods of training, as the API calls them.
 SUPERVISED = "supervised"
 DPO = "dpo"
+METHODS = (SUPERVISED, DPO)
 
 # The learning-rate schedules, by transformers' names, with the settings that ``lr_scheduler_kwargs`` may hold.
 SCHEDULES: Mapping[str, tuple[str, ...]] = {

@@ -4,7 +4,8 @@ What 'auto', or nothing, becomes:
 
 - ``n_epochs``: 3; more for fewer than 34 examples, so that about 100 are seen in all, but at most 25.
 - ``batch_size``: a fiftieth of the examples, rounded down to a power of two, between 4 and 32.
-- ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4.
+- ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4, or times 2e-5 with method 'dpo'.
+- ``beta`` of method 'dpo': 0.1.
 - ``lora_alpha``: twice ``r``.
 - ``load_best_model_at_end``: true with ``early_stopping_patience``, else false.
 - ``max_length``: the model's context, or with ``packing`` 2,048 or the longest example if that is longer.
@@ -17,12 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cotenant.api.jobs.values import MAX_BATCH_SIZE, Limits, between, checks_of
+from cotenant.api.jobs.values import DPO_ONLY, MAX_BATCH_SIZE, Limits, between, checks_of
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import DEFAULT_LR_END, SCHEDULES, Hyperparameters
+from cotenant.core.job import DEFAULT_LR_END, DPO, SCHEDULES, SUPERVISED, Hyperparameters
 
 AUTO = "auto"
-BASE_LEARNING_RATE = 2e-4
+# What a ``learning_rate_multiplier`` of 1 stands for.
+BASE_LEARNING_RATES = {SUPERVISED: 2e-4, DPO: 2e-5}
 
 _DEFAULTS = Hyperparameters()
 _MIN_EXAMPLES_SEEN = 100
@@ -31,7 +33,7 @@ _AUTO_BATCH_SIZES = (4, 32)
 _STEPS_PER_EPOCH = 50
 
 _ALIASES = {"num_train_epochs": "n_epochs"}
-_CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha")
+_CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha", "beta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,14 @@ class DatasetSize:
     max_tokens: int
 
 
-def check_hyperparameters(given: Mapping[str, Any], limits: Limits, param: str) -> dict[str, Any]:
+def check_hyperparameters(
+    given: Mapping[str, Any], limits: Limits, param: str, method: str = SUPERVISED
+) -> dict[str, Any]:
     """``given`` with aliases replaced and every value checked; 'auto' stays where it means something.
 
     ``param`` is where they stand in the request. Raises InvalidInputError that names the one that is wrong.
     """
-    checks = checks_of(limits)
+    checks = checks_of(limits, method)
     checked: dict[str, Any] = {}
     for name, value in given.items():
         place = f"{param}.{name[:100]}"
@@ -64,14 +68,14 @@ def check_hyperparameters(given: Mapping[str, Any], limits: Limits, param: str) 
         if target in checked and checked[target] != result:
             raise _conflict(f"'{name}' and '{target}' mean the same, but have different values", place)
         checked[target] = result
-    return _without_contradictions(checked, param)
+    return _without_contradictions(checked, param, method)
 
 
 def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> Hyperparameters:
     """The settings of a job from its checked hyperparameters. Nothing is 'auto' any more."""
     given = {name: value for name, value in requested.items() if value != AUTO}
     multiplier = given.pop("learning_rate_multiplier", 1.0)
-    given.setdefault("learning_rate", BASE_LEARNING_RATE * multiplier)
+    given.setdefault("learning_rate", BASE_LEARNING_RATES[given.get("method", SUPERVISED)] * multiplier)
     _check_end_rate(given)
     given.setdefault("n_epochs", _auto_epochs(size.num_examples))
     given.setdefault("batch_size", _auto_batch_size(size.num_examples))
@@ -85,13 +89,18 @@ def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> 
 
 def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
     """Resolved settings under the names that a client may send."""
+    hidden = {"seed", "method"} | (set() if hyperparameters.method == DPO else set(DPO_ONLY))
     values: dict[str, Any] = {
-        field.name: getattr(hyperparameters, field.name) for field in fields(hyperparameters) if field.name != "seed"
+        field.name: getattr(hyperparameters, field.name)
+        for field in fields(hyperparameters)
+        if field.name not in hidden
     }
     values["target_modules"] = list(hyperparameters.target_modules)
     for name in ("lr_scheduler_kwargs", "rank_pattern", "alpha_pattern"):
         values[name] = dict(values[name])
-    values["learning_rate_multiplier"] = round(hyperparameters.learning_rate / BASE_LEARNING_RATE, 9)
+    values["learning_rate_multiplier"] = round(
+        hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method], 9
+    )
     return values
 
 
@@ -123,7 +132,7 @@ def _auto_length(size: DatasetSize, limits: Limits, packing: bool) -> int:
     return min(limits.max_model_len, max(_DEFAULTS.max_length, size.max_tokens))
 
 
-def _without_contradictions(checked: dict[str, Any], param: str) -> dict[str, Any]:
+def _without_contradictions(checked: dict[str, Any], param: str, method: str) -> dict[str, Any]:
     """Fold what can be said in two ways into one; refuse it where the two differ."""
     per_device = checked.pop("per_device_train_batch_size", None)
     accumulation = checked.pop("gradient_accumulation_steps", None)
@@ -142,15 +151,17 @@ def _without_contradictions(checked: dict[str, Any], param: str) -> dict[str, An
             )
         checked["batch_size"] = product
     rate, multiplier = checked.get("learning_rate"), checked.get("learning_rate_multiplier", AUTO)
-    if rate is not None and multiplier != AUTO and not math.isclose(rate, BASE_LEARNING_RATE * multiplier):
+    base = BASE_LEARNING_RATES[method]
+    if rate is not None and multiplier != AUTO and not math.isclose(rate, base * multiplier):
         raise _conflict(
             f"'learning_rate' is {rate:g}, but 'learning_rate_multiplier' {multiplier:g} stands for "
-            f"{BASE_LEARNING_RATE * multiplier:g}; give one of them",
+            f"{base * multiplier:g}; give one of them",
             f"{param}.learning_rate",
         )
     if rate is not None:
         checked.pop("learning_rate_multiplier", None)
-    checked.pop("assistant_only_loss", None)
+    for settled in ("assistant_only_loss", "loss_type"):
+        checked.pop(settled, None)
     _check_schedule(checked, param)
     return checked
 

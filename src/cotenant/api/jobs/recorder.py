@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,7 @@ class Recorder:
     def _checkpoint(self, message: CheckpointSaved) -> Outcome:
         job = self._job(message.job_id)
         if job is not None:
-            metrics = None if message.metrics is None else asdict(message.metrics)
+            metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
         return Outcome.NOTHING
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import BEST_METRICS, LINEAR_MODULES, SCHEDULES
+from cotenant.core.job import BEST_METRICS, DPO, LINEAR_MODULES, SCHEDULES
 
 MAX_SEED = 2**31 - 1
 MAX_BATCH_SIZE = 4096
+DPO_ONLY = ("beta", "label_smoothing")
 _MAX_EPOCHS = 1000
 _MAX_STEPS = 10_000_000
 # Far beyond sense: such a job starts, and fails when its loss is not finite.
@@ -33,8 +34,21 @@ class Limits:
     max_lora_rank: int
 
 
-def checks_of(limits: Limits) -> dict[str, Check]:
-    """Every name that is known, and what its value must be."""
+def checks_of(limits: Limits, method: str) -> dict[str, Check]:
+    """Every name that a method knows, and what its value must be."""
+    checks = _common_checks(limits)
+    if method == DPO:
+        checks |= {
+            "beta": number(0, 100, above=True),
+            "label_smoothing": number(0, 0.5, below=True),
+            "loss_type": _sigmoid,
+            "packing": _never_packed,
+            "metric_for_best_model": _best_metric(BEST_METRICS),
+        }
+    return checks
+
+
+def _common_checks(limits: Limits) -> dict[str, Check]:
     return {
         "n_epochs": between(1, _MAX_EPOCHS),
         "num_train_epochs": between(1, _MAX_EPOCHS),
@@ -59,7 +73,7 @@ def checks_of(limits: Limits) -> dict[str, Check]:
         "eval_steps": between(0, _MAX_STEPS),
         "save_steps": between(0, _MAX_STEPS),
         "load_best_model_at_end": boolean,
-        "metric_for_best_model": _best_metric,
+        "metric_for_best_model": _best_metric([name for name in BEST_METRICS if not name.startswith("rewards/")]),
         "early_stopping_patience": between(0, _MAX_STEPS),
         "early_stopping_threshold": number(0, 1e6),
         "seed": between(0, MAX_SEED),
@@ -137,11 +151,26 @@ def _schedule_settings(place: str, value: Any) -> dict[str, float]:
     return {name: least.get(name, number(0, 1e3))(f"{place}.{name}", item) for name, item in value.items()}
 
 
-def _best_metric(place: str, value: Any) -> str:
-    name = value.removeprefix("eval_") if isinstance(value, str) else ""
-    if name not in BEST_METRICS:
-        raise bad(place, f"one of {', '.join(BEST_METRICS)}", value)
-    return name
+def _best_metric(names: Collection[str]) -> Check:
+    def check(place: str, value: Any) -> str:
+        name = value.removeprefix("eval_") if isinstance(value, str) else ""
+        if name not in names:
+            raise bad(place, f"one of {', '.join(names)}", value)
+        return name
+
+    return check
+
+
+def _sigmoid(place: str, value: Any) -> str:
+    if value not in ("sigmoid", ["sigmoid"]):
+        raise bad(place, "'sigmoid', the only loss there is", value)
+    return "sigmoid"
+
+
+def _never_packed(place: str, value: Any) -> bool:
+    if value is not False:
+        raise bad(place, "false, because pairs are not packed into rows", value)
+    return False
 
 
 def _max_steps(place: str, value: Any) -> int:
