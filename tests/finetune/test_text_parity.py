@@ -5,32 +5,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
 import safetensors.torch
 import torch
 
-import cotenant
 from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
 from cotenant.finetune.dataset import load_dataset
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import save_adapter
-from cotenant.text.validation import prepare_training_file
 from cotenant.wire.messages import JobMetrics
 from finetune import reference, support
-
-ASSETS = Path(cotenant.__file__).parent / "assets"
-TINY = ASSETS / "tiny"
-DATA = Path(os.environ.get("COTENANT_TEST_CHAT_DATA", ASSETS / "demo" / "train.jsonl"))
-VOCAB_SIZE = 2048
-NUM_EXAMPLES = 24
+from finetune.conversations import TINY, VOCAB_SIZE, make_spec
 
 # Adam turns a gradient that is all rounding error into a whole step; this epsilon keeps such elements still.
 COMMON = Hyperparameters(learning_rate=2e-3, adam_epsilon=1e-5, max_length=512, seed=3, n_epochs=2, batch_size=4)
@@ -39,35 +29,6 @@ COMMON = Hyperparameters(learning_rate=2e-3, adam_epsilon=1e-5, max_length=512, 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     return support.load(TINY)
-
-
-def _conversations() -> list[dict[str, Any]]:
-    lines = DATA.read_text(encoding="utf-8").splitlines()
-    conversations = [json.loads(line) for line in lines]
-    short = [item for item in conversations if sum(len(message["content"]) for message in item["messages"]) < 900]
-    return short[:NUM_EXAMPLES]
-
-
-def _pairs() -> list[dict[str, Any]]:
-    """Each question with its answer, and with the answer to another one as the worse."""
-    conversations = _conversations()
-    return [
-        {
-            "input": {"messages": item["messages"][:-1]},
-            "preferred_output": item["messages"][-1:],
-            "non_preferred_output": other["messages"][-1:],
-        }
-        for item, other in zip(conversations, conversations[1:] + conversations[:1], strict=True)
-    ]
-
-
-def _spec(folder: Path, hyper: Hyperparameters) -> JobSpec:
-    folder.mkdir(parents=True)
-    lines = _pairs() if hyper.method == "dpo" else _conversations()
-    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    target = folder / "train.safetensors"
-    prepare_training_file(folder / "train.jsonl", target, TINY, None, VOCAB_SIZE, 512, method=hyper.method)
-    return JobSpec("ftjob-1", "tiny", str(folder), str(target), None, "ft:tiny", hyper)
 
 
 def _train(decoder: Decoder, spec: JobSpec, initial: Path) -> list[StepMetrics]:
@@ -92,7 +53,7 @@ CASES: dict[str, tuple[Hyperparameters, reference.Loss]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_trajectory_and_adapter_equal_peft(decoder: Decoder, tmp_path: Path, name: str) -> None:
     hyper, loss = CASES[name]
-    spec = _spec(tmp_path / "job", hyper)
+    spec = make_spec(tmp_path / "job", hyper)
     steps = _train(decoder, spec, tmp_path / "initial")
     model = reference.load(TINY, tmp_path / "initial")
     expected = reference.train(model, load_dataset(Path(spec.dataset_path), 512, VOCAB_SIZE), hyper, loss)
@@ -115,7 +76,7 @@ def test_trajectory_and_adapter_equal_peft(decoder: Decoder, tmp_path: Path, nam
 
 def test_the_first_dpo_step_is_at_the_reference(decoder: Decoder, tmp_path: Path) -> None:
     """A fresh adapter is the base, so every reward is 0 and the loss log 2."""
-    spec = _spec(tmp_path / "job", Hyperparameters(method="dpo", batch_size=24, max_steps=1, max_length=512))
+    spec = make_spec(tmp_path / "job", Hyperparameters(method="dpo", batch_size=24, max_steps=1, max_length=512))
     (step,) = _train(decoder, spec, tmp_path / "initial")
     assert step.train_loss == pytest.approx(float(torch.log(torch.tensor(2.0))), abs=1e-6)
     assert step.preference is not None

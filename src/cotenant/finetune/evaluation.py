@@ -32,6 +32,8 @@ class ValidationSet:
         self.rest = split(dataset, rest, max_tasklet_tokens)
         self.batch_weight = sum(dataset.loss_weights[example] for example in drawn)
         self.full_weight = sum(dataset.loss_weights)
+        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_tokens = sum(dataset.lengths)
 
     def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> Evaluation:
         """A measurement to run."""

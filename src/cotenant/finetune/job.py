@@ -172,7 +172,7 @@ class TrainingJob:
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
-            self._fail("training_diverged", f"{error} The last checkpoint is kept; try a lower learning rate.")
+            self._fail("training_diverged", f"{error} Checkpoints made before are kept; try a lower learning_rate.")
         return shape
 
     @property
@@ -199,7 +199,7 @@ class TrainingJob:
         """What happened since the last call, in order. A checkpoint or the end is reported once it is on disk."""
         updates: list[FromWorker] = []
         if self._new_steps and self._training is not None:
-            remaining_s = self._training.progress.remaining_s(self.total_steps - self.step)
+            remaining_s = self._training.progress.remaining_s(self._training.trainer.work_left())
             updates.append(JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s))
             self._new_steps.clear()
         try:
@@ -283,6 +283,7 @@ class TrainingJob:
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step
+        progress = Progress(clock)
         trainer = Trainer(
             decoder,
             state,
@@ -292,9 +293,10 @@ class TrainingJob:
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,
+            progress=progress,
             on_step=self._on_step,
         )
-        return _Training(state, trainer, order, Progress(clock))
+        return _Training(state, trainer, order, progress)
 
     def _resume(self, state: TrainingState) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
@@ -320,7 +322,6 @@ class TrainingJob:
 
     def _on_step(self, metrics: StepMetrics) -> None:
         training, hyper = self._running, self._spec.hyperparameters
-        training.progress.step_finished()
         self._last = metrics
         self._new_steps.append(metrics)
         self._writer.submit(partial(self._write_metrics, metrics))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -65,6 +66,22 @@ class DataOrder:
     def ends_epoch(self, num_steps: int) -> bool:
         """Whether an epoch, or the job, is over after ``num_steps`` steps."""
         return num_steps % self.steps_per_epoch == 0 or num_steps == self.total_steps
+
+    def evaluates(self, num_steps: int, every: int) -> bool:
+        """Whether to evaluate after ``num_steps`` steps: at the end of an epoch, and ``every`` so many (0: not)."""
+        return self.ends_epoch(num_steps) or (every > 0 and num_steps % every == 0)
+
+    def num_evaluations(self, every: int, num_steps: int | None = None) -> int:
+        """How often ``evaluates`` is true in the first ``num_steps`` steps (None: of all)."""
+        stop = self.total_steps if num_steps is None else num_steps
+        count = stop // self.steps_per_epoch
+        if every > 0:
+            count += stop // every - stop // math.lcm(every, self.steps_per_epoch)
+        # The job may end within an epoch.
+        is_extra = (
+            stop == self.total_steps and stop % self.steps_per_epoch != 0 and not (every > 0 and stop % every == 0)
+        )
+        return count + is_extra
 
     def _length(self, unit: int) -> int:
         return sum(self._lengths[example] for example in self._rows[unit])

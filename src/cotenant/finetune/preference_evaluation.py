@@ -37,6 +37,8 @@ class PreferenceValidationSet:
         self.batch_sequences, self.all_sequences = tuple(drawn), tuple(drawn + rest)
         self.batch = split_pairs(dataset, drawn, max_tasklet_tokens)
         self.rest = split_pairs(dataset, rest, max_tasklet_tokens)
+        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_tokens = sum(dataset.lengths)
         self.reference: Scores = {}
 
     def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> PreferenceEvaluation:

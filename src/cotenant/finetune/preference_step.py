@@ -62,6 +62,11 @@ class PreferenceStep:
         self.num_tokens = self._step.num_tokens
 
     @property
+    def num_forward_tokens(self) -> int:
+        """Under the base, and with the adapter."""
+        return 2 * self.num_tokens
+
+    @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
         return (*self._reference.upcoming, *self._step.upcoming)
 

@@ -53,6 +53,11 @@ class TrainingStep:
         self.sums = LossSums.zero(decoder.device)
 
     @property
+    def num_forward_tokens(self) -> int:
+        """Tokens that go forward through the layers, each as often as it does."""
+        return self.num_tokens
+
+    @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
         return self._cursor.remaining
 

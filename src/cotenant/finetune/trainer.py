@@ -20,6 +20,7 @@ from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference import PreferenceLoss
 from cotenant.finetune.preference_evaluation import PreferenceEvaluation, PreferenceValidationSet
 from cotenant.finetune.preference_step import PreferenceStep
+from cotenant.finetune.progress import Progress, Work
 from cotenant.finetune.schedule import learning_rate
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.step import TrainingStep
@@ -27,6 +28,8 @@ from cotenant.models.batch import TrainingSegment
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
+# The tasklets of a step that an evaluation has as well.
+_FORWARD_KINDS = (TaskletKind.FORWARD, TaskletKind.LOSS, TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS)
 _OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
 
 
@@ -66,6 +69,7 @@ class Trainer:
         *,
         max_tasklet_tokens: int,
         pending: StepMetrics | None,
+        progress: Progress,
         on_step: Callable[[StepMetrics], None],
     ) -> None:
         self._decoder = decoder
@@ -77,6 +81,7 @@ class Trainer:
         self._max_tasklet_tokens = max_tasklet_tokens
         self._on_step = on_step
         self._pending = pending
+        self._progress = progress
         self._step: TrainingStep | PreferenceStep | None = None
         self._evaluation = self._evaluation_after(state.step) if pending is not None else None
         self._fusing = False
@@ -98,6 +103,22 @@ class Trainer:
     def pending(self) -> StepMetrics | None:
         """The metrics, so far, of a step whose optimizer has run and whose evaluation has not."""
         return self._pending
+
+    def work_left(self) -> Work:
+        """What is still to be computed, the evaluation that is due included, if the job does not stop early."""
+        order, step = self._order, self._state.step
+        trained = order.total_steps * order.mean_step_tokens - self._state.trained_tokens
+        evaluated = float(self._evaluation.num_tokens) if self._evaluation is not None and self._step is None else 0.0
+        if self._validation is not None:
+            full = order.num_evaluations(self._full_every) - order.num_evaluations(self._full_every, step)
+            every = order.num_evaluations(self._hyper.eval_steps) - order.num_evaluations(self._hyper.eval_steps, step)
+            evaluated += self._validation.num_batch_tokens * (every - full) + self._validation.num_tokens * full
+        return Work(max(0.0, trained), evaluated)
+
+    @property
+    def _full_every(self) -> int:
+        """Evaluations of the whole validation set: after so many steps, beside those at the ends of epochs."""
+        return self._hyper.eval_steps if self._hyper.selects else 0
 
     @property
     def in_flight(self) -> bool:
@@ -125,13 +146,16 @@ class Trainer:
         self._upcoming = None
         if self._step is not None:
             if not self._step.done:
-                return self._step.run_tasklet()
+                shape = self._step.run_tasklet()
+                self._progress.tasklet_done(forward=shape.kind in _FORWARD_KINDS)
+                return shape
             self._run_optimizer(self._step)
             return _OPTIMIZER
         assert self._evaluation is not None, "there is nothing left to run"
         assert self._pending is not None
         shape = self._evaluation.run_tasklet()
         if self._evaluation.done:
+            self._progress.evaluated(self._evaluation.num_tokens)
             self._finish_step(self._evaluation.add_to(self._pending))
         return shape
 
@@ -155,7 +179,9 @@ class Trainer:
         assert self._step is not None
         self._fusing = False
         self._upcoming = None
-        return self._step.end_forward(output)
+        shape = self._step.end_forward(output)
+        self._progress.tasklet_done(forward=True)
+        return shape
 
     def discard(self) -> None:
         """Drop what the step in flight has computed, or the evaluation's micro-batch. No training state changes."""
@@ -203,15 +229,18 @@ class Trainer:
         state = self._state
         number = state.step + 1
         loss = step.loss
-        if not math.isfinite(loss):
-            raise TrainingError(f"The loss is not finite at step {number} ({loss}).")
         grad_norm = state.optimizer.clip(step.gradient_scale)
-        if not math.isfinite(grad_norm):
-            raise TrainingError(f"The gradient is not finite at step {number} (its norm is {grad_norm}).")
+        # The norm before the last layer makes a loss out of what has overflowed; its gradient tells.
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"The loss is not finite at step {number}, or its gradient is not: "
+                f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}."
+            )
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
         state.optimizer.step(rate)
         state.step = number
         state.trained_tokens += step.num_tokens
+        self._progress.trained(step.num_tokens, step.num_forward_tokens)
         self._step = None
         metrics = StepMetrics(
             step=number,
@@ -239,10 +268,9 @@ class Trainer:
         best step is looked for."""
         if self._validation is None:
             return None
-        at_epoch_end = self._order.ends_epoch(step)
-        if not at_epoch_end and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
+        if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
-        full = at_epoch_end or self._hyper.selects
+        full = self._order.evaluates(step, self._full_every)
         return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
 
 
