@@ -130,6 +130,7 @@ def test_an_early_stop_and_the_chosen_step_are_said(tmp_path: Path) -> None:
             job_id = await there.started_job()
             path = write_adapter(there.store, job_id, "adapter")
             await there.say(report(job_id, 1, 2, 3, 4, valid=True))
+            await there.say(JobStarted(job_id, total_steps=4, resumed_step=4, step_tokens=40.0))  # after a crash
             await there.say(JobSucceeded(job_id, path, trained_tokens=160, total_steps=4, best_step=2))
             stopped, created, _ = (await there.messages(job_id))[-3:]
             assert stopped == "Stopped early after step 4 of 6: the validation file shows no more progress"

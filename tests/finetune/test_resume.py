@@ -42,17 +42,18 @@ def _assert_same_result(folder: Path, reference: Path, num_steps: int) -> None:
     assert not list(folder.rglob(".tmp-*"))
 
 
-def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
-    reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES)
+@pytest.mark.parametrize("method", run_job.CHANGES)
+def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path, method: str) -> None:
+    reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES[method])
     killed = tmp_path / "killed"
     support.make_spec(killed, validation=VALIDATION)
     generator = random.Random(4)
-    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed)]
+    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed), method]
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", "")
     }
     resumed_steps = []
-    for num_steps in (3, 5, 2, 4, 100):  # how far to let it go before the kill; at last to the end
+    for num_steps in (3, 5, 2, 4, 3, 100):  # how far to let it go before the kill; at last to the end
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         resumed_steps.append(int(process.stdout.readline()))

@@ -90,7 +90,9 @@ class Recorder:
         job = self._job(message.job_id)
         if job is not None:
             event = events.started() if job.total_steps is None else events.goes_on(message.resumed_step)
-            self._store.jobs.change(job.id, _RUNNING, {"total_steps": message.total_steps}, [event])
+            # A job that has stopped early knows of fewer steps when it is taken up again; the first word stands.
+            total_steps = message.total_steps if job.total_steps is None else job.total_steps
+            self._store.jobs.change(job.id, _RUNNING, {"total_steps": total_steps}, [event])
         return Outcome.NOTHING
 
     def _metrics(self, message: JobMetrics) -> Outcome:
