@@ -342,7 +342,7 @@ class TrainingJob:
         self._writer.submit(partial(self._write_checkpoint, snapshot))
 
     def _finish(self) -> None:
-        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot()))
+        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot(), self._best_step))
 
     def _fail(self, code: str, message: str) -> None:
         self.discard_step()
@@ -373,8 +373,7 @@ class TrainingJob:
             return []
         return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
 
-    def _write_result(self, last: LoraAdapter) -> list[FromWorker]:
-        best_step = self._best_step
+    def _write_result(self, last: LoraAdapter, best_step: int | None) -> list[FromWorker]:
         if best_step is not None:
             try:
                 export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path)

@@ -43,12 +43,12 @@ class PreferenceLoss:
         slope = self.beta * (self.label_smoothing * torch.sigmoid(z) - (1 - self.label_smoothing) * torch.sigmoid(-z))
         return torch.stack([slope, -slope], dim=1)
 
-    def metrics(self, policy: torch.Tensor, reference: torch.Tensor) -> PreferenceMetrics:
-        """Means over pairs. Both arguments: [pairs, 2]."""
+    def metrics(self, policy: torch.Tensor, reference: torch.Tensor) -> PreferenceMetrics | None:
+        """Means over pairs; None if one is not finite. Both arguments: [pairs, 2]."""
         rewards = self.beta * (policy - reference)  # [pairs, 2]
         margins = rewards[:, 0] - rewards[:, 1]  # [pairs]
         means = torch.stack([*rewards.mean(0), (margins > 0).double().mean(), margins.mean(), *policy.mean(0)])
-        return PreferenceMetrics(*means.tolist())
+        return PreferenceMetrics(*means.tolist()) if bool(torch.isfinite(means).all()) else None
 
     def _z(self, policy: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         ratio = policy - reference
@@ -119,7 +119,7 @@ class PreferenceObjective:
         gradient[micro_batch.rows] = (gradients.float() * per_token.unsqueeze(1)).to(hidden.dtype)
         return sums, gradient
 
-    def metrics(self, examples: Sequence[int]) -> PreferenceMetrics:
+    def metrics(self, examples: Sequence[int]) -> PreferenceMetrics | None:
         """Of the step, once all its micro-batches' losses have run."""
         return self._loss.metrics(pairs_of(self._policy, examples), pairs_of(self._reference, examples))
 

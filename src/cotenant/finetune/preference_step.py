@@ -109,7 +109,7 @@ class PreferenceStep:
         self._reference.discard()
         self._step.discard()
 
-    def preference(self) -> PreferenceMetrics:
+    def preference(self) -> PreferenceMetrics | None:
         """The step's rewards. Waits for the device."""
         return self._objective.metrics(self._examples)
 

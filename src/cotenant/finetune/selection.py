@@ -14,7 +14,8 @@ from cotenant.core.job import BEST_METRICS, Hyperparameters, StepMetrics
 class Selection:
     """Follows ``metric_for_best_model`` over the steps on which the whole validation file was measured.
 
-    ``best_step`` is None before the first measurement. A figure that is not finite is never the best.
+    ``best_step`` is None before the first measurement. A figure that is not finite counts as not measured: that is how
+    it is recorded.
     """
 
     def __init__(self, hyper: Hyperparameters) -> None:
@@ -33,10 +34,10 @@ class Selection:
     def add(self, metrics: StepMetrics) -> bool:
         """Take a step's figures in. Whether it is the best so far."""
         value = _value(metrics, self._field)
-        if value is None:
+        if value is None or not math.isfinite(value):
             return False
         gain = value - self._best if self._greater_is_better else self._best - value
-        is_better = math.isfinite(value) and (self.best_step is None or gain > 0)
+        is_better = self.best_step is None or gain > 0
         # As transformers has it: less than the threshold is a new best, and no reason to go on.
         self._num_worse = 0 if is_better and (self.best_step is None or gain > self._threshold) else self._num_worse + 1
         if is_better:
