@@ -47,6 +47,7 @@ SECTIONS = (
         "Training steps cut after every layer against one whole forward and backward, in turn.",
         "python bench/suspend_overhead.py",
     ),
+    Section("convergence_cpu.json", "What disturbances do to what a job learns"),
     Section(
         "serve_conv_h200.json",
         "On a GPU: the conversation trace, beside vLLM",
@@ -364,7 +365,31 @@ def resize(results: Sequence[Result]) -> list[str]:
     return parts
 
 
+# bench/convergence.py
+
+
+def convergence(results: Sequence[Result]) -> list[str]:
+    (result,) = results
+    disturbances = ", ".join(f"{count} times {kind}" for kind, count in result["disturbances"].items())
+    rows = [
+        [
+            name,
+            " ".join(f"{loss:.3f}" for loss in result[name]["final_validation_losses"]),
+            f"{result[name]['mean']:.3f}",
+            f"{result[name]['standard_deviation']:.3f}",
+        ]
+        for name in ("undisturbed", "disturbed")
+    ]
+    return [
+        f"`{result['command']}`: {result['steps']} steps for each seed, on {machine_text(result)}. Disturbed about "
+        f"every {result['seconds_between_disturbances']:g} s, over all seeds: {disturbances}. The two runs of a seed "
+        f"differ by at most {result['largest_paired_difference']:.4f}.",
+        table(["", "final validation loss, one for each seed", "mean", "standard deviation"], rows),
+    ]
+
+
 RENDERERS: dict[str, Callable[[Sequence[Result]], list[str]]] = {
+    "convergence": convergence,
     "engine": engine,
     "policies": policies,
     "resize": resize,

@@ -27,6 +27,7 @@ from cotenant.finetune.dataset import Dataset, load_dataset
 from cotenant.finetune.loss import loss_and_gradient
 from cotenant.finetune.microbatch import build, split
 from cotenant.finetune.order import DataOrder
+from cotenant.finetune.progress import Progress
 from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.trainer import Trainer
 from cotenant.models.decoder import Decoder
@@ -139,6 +140,7 @@ def _cut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[[]
         spec.hyperparameters,
         max_tasklet_tokens=MICRO_BATCH_TOKENS,
         pending=None,
+        progress=Progress(time.monotonic),
         on_step=lambda metrics: None,
     )
     trainer.start()

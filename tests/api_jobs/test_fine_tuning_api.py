@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 
-from api_jobs.support import JOBS, READY, RecordingWorker, example, examples, report, run, server, success
-from cotenant.wire.messages import CheckpointSaved, JobStarted, StartJob
+from api_jobs.support import (
+    JOBS,
+    READY,
+    RecordingWorker,
+    example,
+    examples,
+    report,
+    run,
+    server,
+    success,
+    write_adapter,
+)
+from cotenant.wire.messages import CheckpointSaved, JobStarted, JobSucceeded, StartJob
 
 
 def test_a_jobs_whole_life(tmp_path: Path) -> None:
@@ -113,6 +124,22 @@ def test_a_jobs_whole_life(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_an_early_stop_and_the_chosen_step_are_said(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            path = write_adapter(there.store, job_id, "adapter")
+            await there.say(report(job_id, 1, 2, 3, 4, valid=True))
+            await there.say(JobStarted(job_id, total_steps=4, resumed_step=4, step_tokens=40.0))  # after a crash
+            await there.say(JobSucceeded(job_id, path, trained_tokens=160, total_steps=4, best_step=2))
+            stopped, created, _ = (await there.messages(job_id))[-3:]
+            assert stopped == "Stopped early after step 4 of 6: the validation file shows no more progress"
+            assert created.startswith("New fine-tuned model created: ft:tiny:acme::")
+            assert created.endswith(", with the adapter of step 2, the best on the validation file")
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param", "says"),
     [
@@ -133,12 +160,33 @@ def test_a_jobs_whole_life(tmp_path: Path) -> None:
         ({"metadata": {"k": "v" * 513}}, 400, "metadata", "512"),
         ({"metadata": {str(number): "v" for number in range(17)}}, 400, "metadata", "16"),
         ({"integrations": [{"type": "wandb"}]}, 400, "integrations", "not supported"),
-        ({"method": {"type": "dpo", "dpo": {}}}, 400, "method.type", "'dpo' is not supported"),
+        ({"method": {"type": "dpo", "dpo": {"beta": 1}}}, 400, "method.dpo.beta", "beta"),
+        ({"method": {"type": "dpo", "supervised": {}}}, 400, "method.supervised", "does not belong"),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0}}}},
+            400,
+            "method.dpo.hyperparameters.beta",
+            "above 0",
+        ),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"packing": True}}}},
+            400,
+            "method.dpo.hyperparameters.packing",
+            "false",
+        ),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 0.1}}}},
+            400,
+            "method.supervised.hyperparameters.beta",
+            "Unknown hyperparameter 'beta'",
+        ),
         ({"method": {"type": "reinforcement"}}, 400, "method.type", "'reinforcement' is not supported"),
         ({"method": {"type": "magic"}}, 400, "method.type", "'magic'"),
         ({"method": {"type": "supervised", "extra": 1}}, 400, "method.extra", "extra"),
-        ({"method": {"type": "supervised", "dpo": {"beta": 1}}}, 400, "method.dpo", "dpo"),
+        ({"method": {"type": "supervised", "dpo": {}}}, 400, "method.dpo", "dpo"),
         ({"hyperparameters": {"n_epochs": -1}}, 400, "hyperparameters.n_epochs", "whole number"),
+        ({"hyperparameters": {"early_stopping_patience": 2}}, 400, "validation_file", "'early_stopping_patience'"),
+        ({"hyperparameters": {"load_best_model_at_end": True}}, 400, "validation_file", "add 'validation_file'"),
         ({"hyperparameters": {"magic": 1}}, 400, "hyperparameters.magic", "'magic'"),
         ({"hyperparameters": {"seed": 1}, "seed": 2}, 400, "seed", "different"),
         (

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.api.jobs.hyperparameters import DatasetSize, Limits, as_requested, check_hyperparameters, resolve
+from cotenant.api.jobs.hyperparameters import DatasetSize, as_requested, check_hyperparameters, resolve
+from cotenant.api.jobs.values import Limits
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES, Hyperparameters
 
@@ -90,6 +91,13 @@ def test_target_modules_in_pefts_forms() -> None:
     assert resolved(target_modules="q_proj").target_modules == ("q_proj",)
 
 
+def test_early_stopping_exports_the_best_step_unless_told_otherwise() -> None:
+    assert resolved(early_stopping_patience=2).load_best_model_at_end
+    assert not resolved(early_stopping_patience=2, load_best_model_at_end=False).load_best_model_at_end
+    assert not resolved().load_best_model_at_end
+    assert resolved(metric_for_best_model="eval_mean_token_accuracy").metric_for_best_model == "mean_token_accuracy"
+
+
 def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     limits = Limits(max_model_len=100_000, max_lora_rank=64)
     assert resolve({"packing": True}, DatasetSize(10, 300), limits).max_length == 2048
@@ -98,7 +106,18 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
 
 
 def test_what_is_echoed_can_be_sent_again() -> None:
-    settings = resolved(r=4, target_modules="q_proj", learning_rate=3e-4, packing=True)
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r".*\.q_proj": 3.5}}
+    schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}
+    settings = resolved(
+        r=4,
+        target_modules="q_proj",
+        learning_rate=3e-4,
+        packing=True,
+        early_stopping_patience=3,
+        metric_for_best_model="eval_loss",
+        **schedule,
+        **patterns,
+    )
     assert resolved(**as_requested(settings)) == settings
 
 
@@ -108,15 +127,21 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("n_epochs", 0), ("n_epochs", -3), ("n_epochs", 2.5), ("n_epochs", True), ("n_epochs", "3"),
         ("n_epochs", 10**30),
         ("num_train_epochs", "auto "), ("batch_size", 0), ("batch_size", 1e300), ("learning_rate", 0),
-        ("learning_rate", -1e-4), ("learning_rate", 2), ("learning_rate", 10**400), ("learning_rate", "auto"),
-        ("learning_rate_multiplier", 0), ("learning_rate_multiplier", 1e9), ("lr_scheduler_type", "polynomial"),
+        ("learning_rate", -1e-4), ("learning_rate", 2e6), ("learning_rate", 10**400), ("learning_rate", "auto"),
+        ("learning_rate_multiplier", 0), ("learning_rate_multiplier", 1e13), ("lr_scheduler_type", "random"),
         ("lr_scheduler_type", 3), ("lr_scheduler_type", ["linear"]), ("warmup_ratio", 1.5), ("warmup_steps", -1),
         ("weight_decay", -0.1), ("adam_beta1", 1.0), ("adam_epsilon", 0), ("max_grad_norm", -1), ("max_steps", 0),
         ("max_steps", -2), ("max_length", 513), ("max_length", 1), ("packing", "yes"), ("packing", 1),
         ("assistant_only_loss", False), ("eval_steps", 0.5), ("save_steps", -1), ("seed", -1), ("seed", 2**31),
         ("r", 0), ("r", 65), ("lora_alpha", 0), ("lora_dropout", 1.0), ("use_rslora", "no"),
         ("target_modules", []), ("target_modules", ["q_proj", "lm_head"]), ("target_modules", {"q_proj": 1}),
-        ("target_modules", [["q_proj"]]),
+        ("target_modules", [["q_proj"]]), ("lr_scheduler_kwargs", 3), ("lr_scheduler_kwargs", {"magic": 1}),
+        ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": 65}), ("rank_pattern", {"(": 4}),
+        ("rank_pattern", {"": 4}), ("rank_pattern", ["q_proj"]), ("rank_pattern", 8),
+        ("rank_pattern", {"(.+)+x": 4}), ("rank_pattern", {".*.*.*.*x": 4}),
+        ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
+        ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
+        ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
@@ -140,6 +165,13 @@ def test_unknown_names_are_refused(name: str) -> None:
         {"per_device_train_batch_size": 4096, "gradient_accumulation_steps": 2},
         {"n_epochs": 2, "num_train_epochs": 3},
         {"learning_rate": 1e-3, "learning_rate_multiplier": 1},
+        {"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"power": 1}},
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "high"}},
+        {"lr_scheduler_type": "warmup_stable_decay"},
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0, "min_lr_rate": 0}},
+        {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8},
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-3}},
     ],
 )
 def test_contradictions_are_refused(given: dict[str, Any]) -> None:
@@ -164,11 +196,44 @@ _NAMES = st.sampled_from([*Hyperparameters.__dataclass_fields__, "num_train_epoc
 @given(st.dictionaries(_NAMES, _JSON, max_size=4))
 def test_any_json_is_either_refused_or_resolved(given: dict[str, Any]) -> None:
     try:
-        checked = check_hyperparameters(given, LIMITS, "hyperparameters")
+        settings = resolved(**given)
     except InvalidInputError:
         return
-    settings = resolve(json.loads(json.dumps(checked)), SIZE, LIMITS)
-    assert 0 < settings.learning_rate <= 1
+    assert 0 < settings.learning_rate < float("inf")
     assert settings.batch_size >= 1
     assert 2 <= settings.max_length <= LIMITS.max_model_len
     assert set(settings.target_modules) <= set(LINEAR_MODULES)
+
+
+def resolved_dpo(**given: Any) -> Hyperparameters:
+    checked = check_hyperparameters(given, LIMITS, "hyperparameters", "dpo")
+    return resolve(json.loads(json.dumps({"method": "dpo", **checked})), SIZE, LIMITS)
+
+
+def test_dpo_has_its_own_settings() -> None:
+    settings = resolved_dpo(beta="auto", learning_rate_multiplier=2, loss_type="sigmoid", label_smoothing=0.1)
+    assert (settings.method, settings.beta, settings.label_smoothing) == ("dpo", 0.1, 0.1)
+    assert settings.learning_rate == pytest.approx(4e-5)
+    assert resolved_dpo(**as_requested(settings)) == settings
+    assert resolved_dpo(loss_type=["sigmoid"], packing=False, beta=0.3).beta == 0.3
+    assert resolved_dpo(metric_for_best_model="eval_rewards/accuracies").metric_for_best_model == "rewards/accuracies"
+    assert not {"beta", "label_smoothing", "method"} & as_requested(resolved()).keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("beta", 0), ("beta", -1), ("beta", "low"), ("beta", 1e9), ("label_smoothing", 0.5), ("loss_type", "ipo"),
+     ("loss_type", {}), ("packing", True), ("metric_for_best_model", "rewards/chosen")],
+)  # fmt: skip
+def test_dpo_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        resolved_dpo(**{name: value})
+    assert refused.value.param == f"hyperparameters.{name}"
+
+
+def test_what_belongs_to_dpo_is_unknown_elsewhere() -> None:
+    for name, value in (("beta", 0.1), ("label_smoothing", 0.1), ("loss_type", "sigmoid")):
+        with pytest.raises(InvalidInputError, match="Unknown hyperparameter"):
+            resolved(**{name: value})
+    with pytest.raises(InvalidInputError, match="loss, mean_token_accuracy"):
+        resolved(metric_for_best_model="rewards/margins")

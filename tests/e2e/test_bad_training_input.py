@@ -46,9 +46,22 @@ def example(number: int) -> dict[str, Any]:
     }
 
 
+def pair(number: int) -> dict[str, Any]:
+    return {"prompt": f"What is {number}?", "chosen": f"It is {number}.", "rejected": "Who knows."}
+
+
 def lines(count: int, *changed: tuple[int, Any]) -> bytes:
     """A training file whose line numbers ``changed`` are replaced: by bytes as they are, or by an example."""
-    made = [json.dumps(example(number)).encode() for number in range(count)]
+    return _joined([example(number) for number in range(count)], changed)
+
+
+def pair_lines(count: int, *changed: tuple[int, Any]) -> bytes:
+    """The same with preferences."""
+    return _joined([pair(number) for number in range(count)], changed)
+
+
+def _joined(examples: list[dict[str, Any]], changed: tuple[tuple[int, Any], ...]) -> bytes:
+    made = [json.dumps(item).encode() for item in examples]
     for number, line in changed:
         made[number - 1] = line if isinstance(line, bytes) else json.dumps(line).encode()
     return b"\n".join(made)
@@ -174,6 +187,62 @@ def test_a_bad_validation_file(client: httpx.Client, good_file: str) -> None:
     assert (job["error"]["code"], job["error"]["param"]) == ("invalid_validation_file", "validation_file")
 
 
+def test_an_empty_validation_file(client: httpx.Client, good_file: str) -> None:
+    job_id = create_job(client, training_file=good_file, validation_file=upload(client, b""))
+    error = wait_for(client, job_id, "failed")["error"]
+    assert (error["code"], error["param"]) == ("invalid_n_examples", "validation_file")
+    assert error["message"] == "Validation file has 0 example(s), but must have at least 1 examples"
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_learning_rate_of_a_million(client: httpx.Client, method: str) -> None:
+    """The job fails by itself, what it has saved stays, and nobody else notices."""
+    content = lines(12) if method == "supervised" else pair_lines(12)
+    settings = {"learning_rate": 1e6, "warmup_steps": 1, "save_steps": 1, "n_epochs": 10}
+    fields = {"method": {"type": method, method: {"hyperparameters": settings}}}
+    job_id = create_job(client, training_file=upload(client, content), **fields)
+    job = wait_for(client, job_id, "failed")
+    assert job["error"]["code"] == "training_diverged"
+    assert "The loss is not finite at step " in job["error"]["message"]
+    step = int(job["error"]["message"].partition("at step ")[2].partition(",")[0])
+    saved = client.get(f"{JOBS}/{job_id}/checkpoints").json()["data"]
+    assert [checkpoint["step_number"] for checkpoint in saved] == list(range(step - 1, 0, -1))
+
+
+def test_a_batch_larger_than_the_data(client: httpx.Client, good_file: str) -> None:
+    job_id = create_job(client, training_file=good_file, **hyperparameters(batch_size=64, n_epochs=2))
+    job = wait_for(client, job_id, "succeeded")
+    events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
+    assert [event["message"] for event in events if event["level"] == "warn"] == [
+        "batch_size is 64, but the training file has 12 examples: each step takes all of them"
+    ]
+    assert sum(event["type"] == "metrics" for event in events) == 2
+    assert job["fine_tuned_model"]
+
+
+def test_a_rank_pattern_that_fits_no_module(client: httpx.Client, good_file: str) -> None:
+    fields = hyperparameters(rank_pattern={"layers.99.self_attn.q_proj": 4})
+    error = wait_for(client, create_job(client, training_file=good_file, **fields), "failed")["error"]
+    assert error["code"] == "invalid_hyperparameters"
+    assert "rank_pattern: 'layers.99.self_attn.q_proj' fits none of the modules" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"{", "Line 7 is not valid JSON"),
+        ({"input": {"messages": []}}, "Line 7 has no 'preferred_output'"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": ""}, "Line 7, 'rejected', message 1: its 'content' is empty"),
+        (example(1), "Line 7: it has 'messages', which is for method.type 'supervised'"),
+    ],
+)
+def test_bad_preference_lines(client: httpx.Client, line: Any, says: str) -> None:
+    file_id = upload(client, pair_lines(12, (7, line)))
+    job = wait_for(client, create_job(client, training_file=file_id, method={"type": "dpo"}), "failed")
+    assert (job["error"]["code"], job["error"]["param"]) == ("invalid_training_file", "training_file")
+    assert says in job["error"]["message"]
+
+
 @pytest.mark.parametrize("param", ["training_file", "validation_file"])
 def test_files_that_are_not_there_or_for_something_else(client: httpx.Client, good_file: str, param: str) -> None:
     files = {"training_file": good_file}
@@ -207,7 +276,11 @@ def test_files_that_are_not_there_or_for_something_else(client: httpx.Client, go
         ({"method": {}}, "method.type", "missing_required_parameter"),
         ({"method": {"type": "magic"}}, "method.type", "invalid_value"),
         ({"method": {"type": "supervised", "extra": 1}}, "method.extra", "unknown_parameter"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "method.type", "unsupported_method"),
+        (
+            {"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": -1}}}},
+            "method.dpo.hyperparameters.beta",
+            "invalid_hyperparameters",
+        ),
         ({"method": {"type": "reinforcement", "reinforcement": {}}}, "method.type", "unsupported_method"),
         ({"hyperparameters": {"n_epochs": -1}}, "hyperparameters.n_epochs", "invalid_hyperparameters"),
         ({"hyperparameters": {"x" * 5000: 1}}, "hyperparameters." + "x" * 100, "unknown_parameter"),
@@ -227,7 +300,7 @@ def test_bad_fields_of_a_job(
         ("r", (0, -1, 65, 1.5, "8", True, 2**70, 1e308, [8])),
         ("n_epochs", (0, -3, 10**9, "many", {})),
         ("batch_size", (0, 10**9, 2**70)),
-        ("learning_rate", (-1, 0, 2, 1e308, 2**70, int("9" * 4000), "fast")),
+        ("learning_rate", (-1, 0, 2e6, 1e308, 2**70, int("9" * 4000), "fast")),
         ("learning_rate_multiplier", (-1, 0, 1e308)),
         ("target_modules", (["lm_head"], "everything", [], {"q_proj": 1}, [["q_proj"]], 7)),
         ("lr_scheduler_type", ("random", ["linear"], 1)),

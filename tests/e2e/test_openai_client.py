@@ -156,6 +156,46 @@ def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None
         assert answer.choices[0].message.content == greedy_of_peft(adapter, example["messages"][:1])
 
 
+def test_a_preference_job_with_early_stopping(client: openai.OpenAI, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    pairs = [
+        {
+            "input": {"messages": example["messages"][:1]},
+            "preferred_output": example["messages"][1:],
+            "non_preferred_output": [{"role": "assistant", "content": "A word is a word."}],
+        }
+        for example in EXAMPLES
+    ]
+    path.write_text("\n".join(json.dumps(pair) for pair in pairs), encoding="utf-8")
+    with path.open("rb") as content:
+        file = client.files.create(file=content, purpose="fine-tune").id
+    settings = {"beta": 0.2, "learning_rate": 2e-3, "n_epochs": 30, "early_stopping_patience": 2}
+    job = client.fine_tuning.jobs.create(
+        model="tiny",
+        training_file=file,
+        validation_file=file,
+        method={"type": "dpo", "dpo": {"hyperparameters": {**settings, "metric_for_best_model": "rewards/accuracies"}}},
+    )
+    job = wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id), "succeeded", timeout_s=120)
+    assert job.method is not None
+    assert job.method.type == "dpo"
+    assert job.method.dpo is not None
+    assert job.method.dpo.hyperparameters is not None
+    assert job.method.dpo.hyperparameters.beta == 0.2
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=500))
+    measured = [event.data for event in reversed(events) if event.type == "metrics"]
+    assert measured[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
+    assert measured[-1]["full_valid_rewards/accuracies"] == 1.0
+    assert len(measured) < measured[0]["total_steps"]
+    messages = [event.message for event in events]
+    assert any(message.startswith("Stopped early after step ") for message in messages)
+    assert any("the best on the validation file" in message for message in messages)
+    answer = client.chat.completions.create(
+        model=job.fine_tuned_model or "", messages=[{"role": "user", "content": "What does word 3 mean?"}], max_tokens=8
+    )
+    assert answer.choices[0].message.content
+
+
 def test_pause_resume_and_cancel_act_within_a_second(client: openai.OpenAI, file_id: str) -> None:
     job = client.fine_tuning.jobs.create(
         model="tiny",

@@ -1,6 +1,6 @@
 """Runs the job in a folder to its end, as the worker would; the test kills this process.
 
-Usage: MODEL_FOLDER JOB_FOLDER. Prints the number of steps taken, at the start and after each.
+Usage: MODEL_FOLDER JOB_FOLDER METHOD. Prints the number of steps taken, at the start and after each.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import torch
 from finetune import support
 
 # Checkpoints at epoch ends, every 4 steps, and on demand, with evaluations between: every kind of write gets killed.
-CHANGES = {"n_epochs": 4, "eval_steps": 3, "save_steps": 4, "lora_dropout": 0.1}
+_COMMON = {"eval_steps": 3, "save_steps": 4, "lora_dropout": 0.1}
+CHANGES = {
+    "supervised": {**_COMMON, "n_epochs": 5},
+    "dpo": {**_COMMON, "n_epochs": 8, "method": "dpo", "batch_size": 3, "load_best_model_at_end": True},
+}
 
 
-def main(model_folder: Path, job_folder: Path) -> None:
+def main(model_folder: Path, job_folder: Path, method: str) -> None:
     torch.set_num_threads(1)
     decoder = support.load(model_folder)
-    job = support.make_job(decoder, support.make_spec(job_folder, **CHANGES))
+    job = support.make_job(decoder, support.make_spec(job_folder, **CHANGES[method]))
     reported = -1
     num_tasklets = 0
     while not job.done:
@@ -38,4 +42,4 @@ def main(model_folder: Path, job_folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

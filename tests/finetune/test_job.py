@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
@@ -56,7 +57,8 @@ def test_reports_of_a_whole_job(decoder: Decoder, tmp_path: Path) -> None:
 
 def test_steps_are_reported_in_one_message(decoder: Decoder, tmp_path: Path) -> None:
     now_s = 100.0
-    job = support.make_job(decoder, support.make_spec(tmp_path), clock=lambda: now_s)
+    examples = [([5, 6, 7, 8], [0.0, 1.0, 1.0, 1.0])] * 40
+    job = support.make_job(decoder, support.make_spec(tmp_path, examples, n_epochs=1), clock=lambda: now_s)
     assert job.take_updates() == []
     for _ in range(3):
         now_s += 2.0
@@ -66,11 +68,6 @@ def test_steps_are_reported_in_one_message(decoder: Decoder, tmp_path: Path) -> 
     assert [step.step for step in metrics.steps] == [1, 2, 3]
     assert metrics.trained_tokens == job.trained_tokens
     assert metrics.remaining_s == pytest.approx(2.0 * 7)
-    now_s += 30.0  # suspended for a while: the job is slower than it was
-    support.run_step(job)
-    (metrics,) = job.take_updates()
-    assert isinstance(metrics, JobMetrics)
-    assert metrics.remaining_s == pytest.approx((3 * 2.0 + 30.0) / 4 * 6)
     job.close()
 
 
@@ -263,11 +260,30 @@ def test_a_loss_that_is_not_finite_fails_the_job(decoder: Decoder, tmp_path: Pat
     assert isinstance(failed, JobFailed)
     assert failed.step == 1
     assert "loss is not finite at step 2" in failed.message
+    assert "nan" in failed.message
     assert [update.step for update in updates if isinstance(update, CheckpointSaved)] == [1]
     job.close()
     job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
     assert job.step == 1  # the last good checkpoint is still there
     job.close()
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: Path, method: str) -> None:
+    changes = {"learning_rate": 1e6, "warmup_steps": 2, "save_steps": 1, "method": method, "n_epochs": 20}
+    job = support.make_job(decoder, support.make_spec(tmp_path, **changes))
+    updates = support.run_to_end(job)
+    job.close()
+    failed = updates[-1]
+    assert isinstance(failed, JobFailed)
+    assert failed.code == "training_diverged"
+    assert f"The loss is not finite at step {failed.step + 1}" in failed.message
+    assert "learning_rate" in failed.message
+    steps = [update.step for update in updates if isinstance(update, CheckpointSaved)]
+    assert steps == list(range(1, failed.step + 1))
+    for path in (tmp_path / "checkpoints").iterdir():
+        tensors = safetensors.torch.load_file(path / "adapter_model.safetensors")
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
 def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> None:
@@ -278,3 +294,48 @@ def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> N
     support.make_job(decoder, spec).close()
     assert not leftover.exists()
     shutil.rmtree(tmp_path)
+
+
+DPO = {"method": "dpo", "batch_size": 3}
+
+
+def test_a_dpo_job_reports_rewards(decoder: Decoder, tmp_path: Path) -> None:
+    validation = support.random_examples(10, seed=5)
+    job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, eval_steps=2, **DPO))
+    assert job.total_steps == 6  # two epochs of nine pairs
+    steps = _steps(support.run_to_end(job))
+    job.close()
+    assert [step.step for step in steps if step.valid_preference is not None] == [2, 3, 4, 6]
+    assert [step.step for step in steps if step.full_valid_preference is not None] == [3, 6]
+    for step in steps:
+        rewards = step.preference
+        assert rewards.margins == pytest.approx(rewards.chosen - rewards.rejected)
+        assert 0 <= rewards.accuracies <= 1
+        assert rewards.logps_chosen < 0 > rewards.logps_rejected
+    assert steps[-1].preference.margins > 0 == steps[0].preference.margins
+    lengths = [len(token_ids) for token_ids, _ in support.random_examples(18)]
+    assert job.trained_tokens == 2 * sum(lengths)
+
+
+def test_dpo_validation_is_a_mean_over_pairs_whatever_the_micro_batches(decoder: Decoder, tmp_path: Path) -> None:
+    figures = []
+    for tokens in (16, 80, 1000):
+        spec = support.make_spec(
+            tmp_path / str(tokens), validation=VALIDATION[:8], max_steps=2, warmup_steps=0, lora_dropout=0.0, **DPO
+        )
+        job = TrainingJob(decoder, spec, tokens, None)
+        step = _steps(support.run_to_end(job))[-1]
+        job.close()
+        figures.append((step.train_loss, step.grad_norm, step.valid_loss, step.full_valid_loss))
+        figures[-1] += (step.full_valid_preference.margins, step.full_valid_mean_token_accuracy)
+    assert figures[1] == pytest.approx(figures[0], rel=1e-4)
+    assert figures[2] == pytest.approx(figures[0], rel=1e-4)
+
+
+def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    kept, cut = ([5, 6, 7], [0.0, 1.0, 1.0]), (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
+    with pytest.raises(InvalidInputError, match=r"Example 2 of the training file .* rejected answer .* max_length=40"):
+        support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, kept, kept, cut], **DPO))
+    with pytest.raises(InvalidInputError, match=r"Example 1 of the validation file .* preferred answer") as error:
+        support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, kept], [cut, kept], **DPO))
+    assert error.value.code == "invalid_validation_file"

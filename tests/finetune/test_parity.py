@@ -11,56 +11,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from cotenant.core.job import Hyperparameters, StepMetrics
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import StepMetrics
 from cotenant.finetune.dataset import load_dataset
-from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import save_adapter
 from cotenant.wire.messages import JobMetrics
-from finetune import support
+from finetune import reference, support
 
 NUM_STEPS = 50
-ACCUMULATED = 2  # examples of one forward pass in the reference
-
-
-def _reference_loss(model: torch.nn.Module, examples: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """sum(weight * nll) of a padded batch."""
-    longest = max(len(ids) for ids, _ in examples)
-    token_ids = torch.stack([F.pad(ids.long(), (0, longest - len(ids))) for ids, _ in examples])
-    mask = torch.stack([F.pad(torch.ones(len(ids)), (0, longest - len(ids))) for ids, _ in examples])
-    weights = torch.stack([F.pad(weights, (0, longest - len(weights))) for _, weights in examples])
-    logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits[:, :-1]
-    nll = F.cross_entropy(logits.flatten(0, 1), token_ids[:, 1:].flatten(), reduction="none")
-    return (nll * weights[:, 1:].flatten()).sum()
-
-
-def _train_reference(
-    model: torch.nn.Module, data_path: Path, hyper: Hyperparameters
-) -> tuple[list[tuple[float, float, float]], torch.nn.Module]:
-    """(loss, gradient norm, learning rate) of each step, with torch's optimizer and transformers' schedule."""
-    dataset = load_dataset(data_path, hyper.max_length, support.VOCAB_SIZE)
-    order = DataOrder(dataset.lengths, hyper)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
-    schedule = transformers.get_scheduler(hyper.lr_scheduler_type, optimizer, hyper.warmup_steps, order.total_steps)
-    figures = []
-    for epoch in range(NUM_STEPS):
-        for batch in order.batches(epoch):
-            examples = [(dataset[index].token_ids, dataset[index].weights) for index in batch]
-            total_weight = sum(weights.sum() for _, weights in examples)
-            loss = 0.0
-            for start in range(0, len(examples), ACCUMULATED):
-                part = _reference_loss(model, examples[start : start + ACCUMULATED]) / total_weight
-                part.backward()
-                loss += part.item()
-            norm = torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm).item()
-            figures.append((loss, norm, schedule.get_last_lr()[0]))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            if len(figures) == order.total_steps:
-                return figures, model
-    raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -69,8 +28,13 @@ def _train_reference(
         {},
         {"packing": True, "lr_scheduler_type": "linear", "use_rslora": True},
         {"target_modules": ("q_proj", "v_proj"), "batch_size": 5, "max_grad_norm": 0.1},
+        {
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8, r".*\.mlp\.down_proj": 1},
+            "alpha_pattern": {"q_proj": 32.0, "gate_proj": 2.0},
+            "use_rslora": True,
+        },
     ],
-    ids=["all-modules", "packed", "two-modules"],
+    ids=["all-modules", "packed", "two-modules", "patterns"],
 )
 def test_trajectory_and_adapter_equal_peft(
     decoder: Decoder, model_folder: Path, tmp_path: Path, changes: dict[str, object]
@@ -81,21 +45,21 @@ def test_trajectory_and_adapter_equal_peft(
     (tmp_path / "initial").mkdir()
     save_adapter(job.adapter, tmp_path / "initial", str(model_folder))
 
-    base = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    reference = peft.PeftModel.from_pretrained(base, tmp_path / "initial", is_trainable=True)
-    expected, reference = _train_reference(reference, Path(spec.dataset_path), hyper)
+    model = reference.load(model_folder, tmp_path / "initial")
+    dataset = load_dataset(Path(spec.dataset_path), hyper.max_length, support.VOCAB_SIZE)
+    expected = reference.train(model, dataset, hyper, reference.sft_loss)
     updates = support.run_to_end(job)
     steps = [step for update in updates if isinstance(update, JobMetrics) for step in update.steps]
     job.close()
 
     assert len(steps) == NUM_STEPS
-    losses = [loss for loss, _, _ in expected]
+    losses = [loss for loss, *_ in expected]
     assert sum(losses[-8:]) < 0.95 * sum(losses[:8])  # it does learn
-    assert max(norm for _, norm, _ in expected) > hyper.max_grad_norm  # and clipping does happen
-    for step, (loss, norm, rate) in zip(steps, expected, strict=True):
+    assert max(norm for _, norm, *_ in expected) > hyper.max_grad_norm  # and clipping does happen
+    for step, (loss, norm, rate, _) in zip(steps, expected, strict=True):
         assert _figures(step) == pytest.approx((loss, norm, rate), rel=1e-4)
     trained = safetensors.torch.load_file(tmp_path / "job" / "adapter" / "adapter_model.safetensors")
-    wanted = peft.get_peft_model_state_dict(reference)
+    wanted = peft.get_peft_model_state_dict(model)
     assert trained.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert float((trained[name] - tensor).norm() / tensor.norm()) < 1e-4, name
@@ -145,3 +109,30 @@ def test_initial_weights_are_distributed_as_pefts(decoder: Decoder, model_folder
         assert ours[name].abs().max() <= bound
         assert float(ours[name].abs().max()) == pytest.approx(float(tensor.abs().max()), rel=0.05)
         assert float(ours[name].std()) == pytest.approx(float(tensor.std()), rel=0.15)
+
+
+def test_patterns_mean_what_they_mean_to_peft(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
+    """Shapes and scales are PEFT's own for the same patterns, and its config file says the same."""
+    patterns = {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8, r".*\.mlp\.down_proj": 1},
+        "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 32.0, "gate_proj": 2.0},
+    }
+    job = support.make_job(decoder, support.make_spec(tmp_path / "job", **patterns))
+    base = transformers.LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=list(support.HYPER.target_modules), task_type="CAUSAL_LM", **patterns
+    )
+    theirs = peft.get_peft_model(base, config)
+    for (layer, module), pair in job.adapter.weights.items():
+        block = theirs.base_model.model.model.layers[layer]
+        wanted = getattr(block.self_attn, module, None) or getattr(block.mlp, module)
+        assert tuple(pair.a.shape) == tuple(wanted.lora_A["default"].weight.shape), (layer, module)
+        assert job.adapter.scale_of(layer, module) == pytest.approx(wanted.scaling["default"]), (layer, module)
+    job.close()
+
+
+def test_a_pattern_that_fits_no_module_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    for number, name in enumerate(("rank_pattern", "alpha_pattern")):
+        with pytest.raises(InvalidInputError, match=f"{name}: 'layers.2' fits none") as error:
+            support.make_job(decoder, support.make_spec(tmp_path / str(number), **{name: {"layers.2": 3}}))
+        assert error.value.param == name

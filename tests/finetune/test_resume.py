@@ -23,7 +23,8 @@ from cotenant.models.decoder import Decoder
 from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobSucceeded
 from finetune import run_job, support
 
-VALIDATION = support.random_examples(9, seed=5)
+VALIDATION = support.random_examples(10, seed=5)
+DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
 
 
 def _reference(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
@@ -41,17 +42,18 @@ def _assert_same_result(folder: Path, reference: Path, num_steps: int) -> None:
     assert not list(folder.rglob(".tmp-*"))
 
 
-def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path) -> None:
-    reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES)
+@pytest.mark.parametrize("method", run_job.CHANGES)
+def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path, method: str) -> None:
+    reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES[method])
     killed = tmp_path / "killed"
     support.make_spec(killed, validation=VALIDATION)
     generator = random.Random(4)
-    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed)]
+    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed), method]
     environment = os.environ | {
         "PYTHONPATH": str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", "")
     }
     resumed_steps = []
-    for num_steps in (3, 5, 2, 4, 100):  # how far to let it go before the kill; at last to the end
+    for num_steps in (3, 5, 2, 4, 3, 100):  # how far to let it go before the kill; at last to the end
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
         resumed_steps.append(int(process.stdout.readline()))
@@ -67,9 +69,12 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
     _assert_same_result(killed, tmp_path / "reference", reference.total_steps)
 
 
+@pytest.mark.parametrize("method", [{}, DPO], ids=["supervised", "dpo"])
 @pytest.mark.parametrize("kind", list(TaskletKind))
-def test_paused_before_any_kind_of_tasklet(decoder: Decoder, tmp_path: Path, kind: TaskletKind) -> None:
-    changes = {"eval_steps": 2, "save_steps": 3}
+def test_paused_before_any_kind_of_tasklet(
+    decoder: Decoder, tmp_path: Path, kind: TaskletKind, method: dict[str, object]
+) -> None:
+    changes = {"eval_steps": 2, "save_steps": 3, **method}
     reference = _reference(decoder, tmp_path / "reference", **changes)
     spec = support.make_spec(tmp_path / "paused", validation=VALIDATION, **changes)
     for _ in range(4):

@@ -8,19 +8,41 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import SCHEDULES, Hyperparameters
 from cotenant.finetune.schedule import learning_rate, num_warmup_steps
 
+CASES = [
+    *((name, {}) for name in SCHEDULES if name not in ("cosine_with_min_lr", "warmup_stable_decay")),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr": 3e-5}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 0.7}),
+    ("polynomial", {"lr_end": 1e-5, "power": 2.0}),
+    ("inverse_sqrt", {"timescale": 20}),
+    ("warmup_stable_decay", {"num_decay_steps": 12}),
+    ("warmup_stable_decay", {"num_decay_steps": 30, "min_lr_ratio": 0.1, "num_cycles": 1.0}),
+]
 
-@pytest.mark.parametrize("name", SCHEDULES)
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
 @pytest.mark.parametrize(("warmup_steps", "warmup_ratio"), [(0, 0.0), (7, 0.0), (0, 0.13), (60, 0.0)])
-def test_equals_transformers(name: str, warmup_steps: int, warmup_ratio: float) -> None:
+def test_equals_transformers(name: str, settings: dict[str, float], warmup_steps: int, warmup_ratio: float) -> None:
     total_steps = 50
     hyper = Hyperparameters(
-        learning_rate=3e-4, lr_scheduler_type=name, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio
+        learning_rate=3e-4,
+        lr_scheduler_type=name,
+        lr_scheduler_kwargs=settings,
+        warmup_steps=warmup_steps,
+        warmup_ratio=warmup_ratio,
     )
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=hyper.learning_rate)
     warmup = transformers.TrainingArguments(
         output_dir="unused", warmup_steps=warmup_steps or warmup_ratio
     ).get_warmup_steps(total_steps)
-    reference = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    reference = transformers.get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=settings,
+    )
     for step_index in range(total_steps):
         assert learning_rate(hyper, step_index, total_steps) == pytest.approx(reference.get_last_lr()[0], rel=1e-12)
         optimizer.step()
@@ -32,5 +54,5 @@ def test_warmup_ratio_rounds_up() -> None:
 
 
 def test_unknown_schedule_is_named() -> None:
-    with pytest.raises(InvalidInputError, match="polynomial"):
-        learning_rate(Hyperparameters(lr_scheduler_type="polynomial"), 0, 10)
+    with pytest.raises(InvalidInputError, match="magic"):
+        learning_rate(Hyperparameters(lr_scheduler_type="magic"), 0, 10)

@@ -19,6 +19,7 @@ from cotenant.models.lora import LoraAdapter
 from finetune import support
 
 WITH_DROPOUT = {"lora_dropout": 0.1}
+DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
 
 
 def _undisturbed(decoder: Decoder, folder: Path, **changes: object) -> bytes:
@@ -29,14 +30,14 @@ def _undisturbed(decoder: Decoder, folder: Path, **changes: object) -> bytes:
 
 
 def _spec(folder: Path, **changes: object) -> JobSpec:
-    return support.make_spec(folder, validation=support.random_examples(9, seed=5), eval_steps=3, **changes)
+    return support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
 
 
 def _num_left(job: TrainingJob) -> int:
     return sum(tasklets.count for tasklets in job.upcoming())
 
 
-@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT], ids=["plain", "dropout"])
+@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT, DPO], ids=["plain", "dropout", "dpo"])
 def test_discarding_at_random_points_changes_no_bit(
     decoder: Decoder, tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -84,10 +85,13 @@ def test_discard_restores_everything_a_step_touches(decoder: Decoder, tmp_path: 
     job.close()
 
 
-def test_other_work_between_tasklets_changes_no_bit(decoder: Decoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [WITH_DROPOUT, DPO], ids=["supervised", "dpo"])
+def test_other_work_between_tasklets_changes_no_bit(
+    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
+) -> None:
     """Suspension: the same decoder serves other batches, without gradients, between any two tasklets."""
-    expected = _undisturbed(decoder, tmp_path / "undisturbed", **WITH_DROPOUT)
-    job = support.make_job(decoder, _spec(tmp_path / "suspended", **WITH_DROPOUT))
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", **changes)
+    job = support.make_job(decoder, _spec(tmp_path / "suspended", **changes))
     other = _other_batch()
     generator = random.Random(2)
     while not job.done:
@@ -118,10 +122,11 @@ def _join(first: Batch, second: Batch) -> Batch:
     )
 
 
-def test_fused_forward_gives_the_same_adapter(decoder: Decoder, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
+def test_fused_forward_gives_the_same_adapter(decoder: Decoder, tmp_path: Path, changes: dict[str, object]) -> None:
     """Unrelated rows before the training rows, in a random half of the forward tasklets, with discards in between."""
-    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=40)
-    job = support.make_job(decoder, _spec(tmp_path / "fused", max_steps=40))
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=40, **changes)
+    job = support.make_job(decoder, _spec(tmp_path / "fused", max_steps=40, **changes))
     generator = random.Random(3)
     num_fused = 0
     while not job.done:
@@ -178,8 +183,9 @@ def test_evaluation_cannot_be_fused(decoder: Decoder, tmp_path: Path) -> None:
     job.close()
 
 
-def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path) -> None:
-    job = support.make_job(decoder, _spec(tmp_path))
+@pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
+def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path, changes: dict[str, object]) -> None:
+    job = support.make_job(decoder, _spec(tmp_path, **changes))
     for _ in range(4):
         announced = [run.shape for run in job.upcoming() for _ in range(run.count)]
         step = job.step

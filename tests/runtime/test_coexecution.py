@@ -69,6 +69,22 @@ def test_fused_forwards_change_no_token_and_the_adapter_by_rounding_alone(
         assert torch.linalg.norm(fused[name] - tensor) <= 1e-4 * torch.linalg.norm(tensor), name
 
 
+DPO = {"method": "dpo", "batch_size": 3, "n_epochs": 5}
+
+
+def test_a_dpo_job_and_its_neighbours_are_undisturbed(
+    decoder: Decoder, undisturbed: tuple[dict[str, list[int]], bytes], tmp_path: Path
+) -> None:
+    """The reference runs beside the requests, and only the forwards that train run inside their batch."""
+    run(decoder, "multitask", {}, support.make_spec(tmp_path / "alone", **DPO))
+    outcome = run(decoder, "multitask", arrivals(), support.make_spec(tmp_path / "beside", **DPO), interrupt_every=3)
+    assert outcome.tokens == undisturbed[0]
+    assert adapter_of(tmp_path / "beside") == adapter_of(tmp_path / "alone")
+    fused = run(decoder, "multitask", arrivals(), support.make_spec(tmp_path / "fused", **DPO), fuse=True)
+    assert fused.tokens == undisturbed[0]
+    assert fused.num_fused > 10
+
+
 def test_a_job_that_diverges_fails_alone(decoder: Decoder, tmp_path: Path) -> None:
     spec = support.make_spec(tmp_path, learning_rate=1e30, max_grad_norm=1e30, warmup_steps=0, n_epochs=20)
     outcome = run(decoder, "multitask", arrivals(), spec)

@@ -85,7 +85,7 @@ BROKEN: list[tuple[Any, str]] = [
     (b"", "Line 57 is empty"),
     ({}, "Example 57 has no 'messages'"),
     ({"prompt": "a", "completion": "b"}, "Example 57: it is in the old prompt/completion format"),
-    ({"input": {}, "preferred_output": []}, "Example 57: it is in the format for preference tuning (DPO)"),
+    ({"input": {}, "preferred_output": []}, "Example 57: it is a preference example, which is for method.type 'dpo'"),
     ({"messages": []}, "Example 57: 'messages' must be a list with at least one message"),
     ({"messages": "Hi"}, "Example 57: 'messages' must be a list with at least one message"),
     ({"messages": [USER]}, "Example 57: nothing to train on: it has no message of the assistant"),

@@ -95,6 +95,7 @@ def create(
     model: Annotated[str, typer.Option("--model", help="The base model's name in the API.", show_default=False)],
     suffix: Annotated[str | None, typer.Option("--suffix", help="Becomes part of the new model's name.")] = None,
     validation_file: Annotated[Path | None, typer.Option("--validation-file", help="Validation examples.")] = None,
+    method: Annotated[str, typer.Option("--method", help="supervised, or dpo for pairs of answers.")] = "supervised",
     seed: Annotated[int | None, typer.Option("--seed", help="Of the order of examples and the start.")] = None,
     hyperparameter: Annotated[
         list[str] | None, typer.Option("-H", "--hyperparameter", metavar="NAME=VALUE", help="May be repeated.")
@@ -113,8 +114,9 @@ def create(
             body["suffix"] = suffix
         if seed is not None:
             body["seed"] = seed
+        body["method"] = {"type": method}
         if hyperparameters:
-            body["method"] = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+            body["method"][method] = {"hyperparameters": hyperparameters}
         job = client.post(JOBS_PATH, body)
         typer.echo(job["id"])
         if watch:

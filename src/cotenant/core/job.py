@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+# The methods of training, as the API calls them.
+SUPERVISED = "supervised"
+DPO = "dpo"
+METHODS = (SUPERVISED, DPO)
+
+# The learning-rate schedules, by transformers' names, with the settings that ``lr_scheduler_kwargs`` may hold.
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "constant": (),
+    "constant_with_warmup": (),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "min_lr_ratio", "num_cycles"),
+}
+DEFAULT_LR_END = 1e-7  # of "polynomial"
+
+# What ``metric_for_best_model`` may name (rewards with method 'dpo' alone): the field of ``StepMetrics``, and whether
+# greater is better.
+BEST_METRICS: Mapping[str, tuple[str, bool]] = {
+    "loss": ("full_valid_loss", False),
+    "mean_token_accuracy": ("full_valid_mean_token_accuracy", True),
+    "rewards/accuracies": ("full_valid_preference.accuracies", True),
+    "rewards/margins": ("full_valid_preference.margins", True),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
     """Everything that shapes the result of a job, resolved: no 'auto' is left. Names are TRL's and PEFT's.
 
-    ``batch_size`` is the number of examples (packed rows with ``packing``) per optimizer step;
+    ``batch_size`` is the number of examples (packed rows with ``packing``, pairs with method 'dpo') per optimizer step;
     ``per_device_train_batch_size * gradient_accumulation_steps`` is mapped to it where the job is created.
     ``max_steps`` -1 means: as many as ``n_epochs`` gives. ``warmup_steps`` 0 leaves ``warmup_ratio`` to decide.
-    ``eval_steps``/``save_steps`` 0: only at the end of each epoch.
+    ``eval_steps``/``save_steps`` 0: only at the end of each epoch. ``rank_pattern`` and ``alpha_pattern`` give modules
+    whose name ends with a regular expression another ``r`` or ``lora_alpha``; the first that fits counts.
+    ``early_stopping_patience``: evaluations without progress after which the job ends; 0: it never does.
+    ``load_best_model_at_end``: the best step's adapter is exported, not the last one's. ``beta`` and
+    ``label_smoothing`` are of method 'dpo' alone.
     """
 
+    method: str = SUPERVISED
     n_epochs: int = 3
     batch_size: int = 8
     learning_rate: float = 2e-4
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, float] = field(default_factory=dict)
     warmup_ratio: float = 0.0
     warmup_steps: int = 0
     weight_decay: float = 0.0
@@ -35,12 +68,25 @@ class Hyperparameters:
     packing: bool = False
     eval_steps: int = 0
     save_steps: int = 0
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str = "loss"
+    early_stopping_patience: int = 0
+    early_stopping_threshold: float = 0.0
     seed: int = 42
     r: int = 16
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     use_rslora: bool = False
     target_modules: tuple[str, ...] = LINEAR_MODULES
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    @property
+    def selects(self) -> bool:
+        """Whether steps are compared on the validation file. Then every evaluation measures all of it."""
+        return self.load_best_model_at_end or self.early_stopping_patience > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +108,24 @@ class JobSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class PreferenceMetrics:
+    """Means over pairs, as TRL's DPOTrainer defines them. A reward is beta times how much likelier (in log-probability)
+    an answer is than under the base; ``accuracies``: the share of pairs whose chosen answer has the greater reward."""
+
+    chosen: float
+    rejected: float
+    accuracies: float
+    margins: float
+    logps_chosen: float
+    logps_rejected: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step's figures, as in OpenAI's result file. Validation fields only where it ran."""
+    """One optimizer step's figures, as in OpenAI's result file. Validation fields only where it ran.
+
+    With method 'dpo' losses are DPO's, and token accuracies those of the chosen answers.
+    """
 
     step: int
     epoch: float
@@ -76,3 +138,6 @@ class StepMetrics:
     valid_mean_token_accuracy: float | None = None
     full_valid_loss: float | None = None
     full_valid_mean_token_accuracy: float | None = None
+    preference: PreferenceMetrics | None = None
+    valid_preference: PreferenceMetrics | None = None
+    full_valid_preference: PreferenceMetrics | None = None

@@ -111,6 +111,21 @@ class CheckpointStore:
                 logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
         return None
 
+    def adapter_folder(self, step: int) -> Path:
+        """Where the adapter of a checkpoint lies.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or its adapter is damaged.
+        """
+        path = self.path(step)
+        state = read_state(path)
+        try:
+            if _digest(path / ADAPTER_FILE) != state.digests[ADAPTER_FILE]:
+                raise CheckpointError(f"{ADAPTER_FILE} of {path} is damaged")
+        except OSError as error:
+            raise CheckpointError(f"{ADAPTER_FILE} of {path} cannot be read: {error}") from error
+        return path
+
     def announced(self) -> list[tuple[TrainerState, Path]]:
         """The checkpoints to be served, oldest first, as far as their files are there."""
         found = []

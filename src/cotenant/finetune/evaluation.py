@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+import torch
+
 from cotenant.core.job import StepMetrics
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.loss import LossSums
-from cotenant.finetune.microbatch import MicroBatchShape, build, split
-from cotenant.finetune.tasklets import Cursor, EvaluationPass, forward_and_loss_runs
+from cotenant.finetune.forward import ForwardPasses
+from cotenant.finetune.loss import LossSums, evaluation_loss
+from cotenant.finetune.microbatch import MicroBatch, split
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
-
-_RUNS_PER_MICRO_BATCH = 2  # forward layers, loss
 
 
 class ValidationSet:
@@ -32,6 +32,12 @@ class ValidationSet:
         self.rest = split(dataset, rest, max_tasklet_tokens)
         self.batch_weight = sum(dataset.loss_weights[example] for example in drawn)
         self.full_weight = sum(dataset.loss_weights)
+        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_tokens = sum(dataset.lengths)
+
+    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> Evaluation:
+        """A measurement to run."""
+        return Evaluation(decoder, adapter, self, full=full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,50 +51,32 @@ class Evaluation:
 
     def __init__(self, decoder: Decoder, adapter: LoraAdapter, validation: ValidationSet, *, full: bool) -> None:
         self._decoder = decoder
-        self._adapter = adapter
         self._validation = validation
         self._full = full
-        self._micro_batches = validation.batch + validation.rest if full else validation.batch
-        self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
-        self._pass: EvaluationPass | None = None
+        micro_batches = validation.batch + validation.rest if full else validation.batch
+        self._passes = ForwardPasses(decoder, adapter, validation.dataset, micro_batches, self._take)
+        self.num_tokens = sum(shape.num_tokens for shape in micro_batches)
         self._sums = LossSums.zero(decoder.device)
         self._batch_figures: _Figures | None = None
 
     @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
-        return self._cursor.remaining
+        return self._passes.upcoming
 
     @property
     def done(self) -> bool:
-        return self._cursor.done
+        return self._passes.done
 
     @property
     def started(self) -> bool:
-        return self._pass is not None
+        return self._passes.started
 
     def run_tasklet(self) -> TaskletShape:
-        shape = self._cursor.shape
-        index = self._cursor.run // _RUNS_PER_MICRO_BATCH
-        if self._pass is None:
-            micro_batch = build(
-                self._validation.dataset, self._micro_batches[index], self._adapter, self._decoder.device
-            )
-            self._pass = EvaluationPass(self._decoder, micro_batch)
-        self._adapter.dropout_seed = None
-        if shape.kind is TaskletKind.EVAL_FORWARD:
-            self._pass.forward(self._cursor.within)
-        else:
-            self._sums += self._pass.loss()
-            self._pass = None
-            if index + 1 == len(self._validation.batch):
-                self._batch_figures = self._figures(self._validation.batch_weight)
-        self._cursor.advance()
-        return shape
+        return self._passes.run_tasklet()
 
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""
-        self._pass = None
-        self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
+        self._passes.discard()
 
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics with the figures measured here."""
@@ -111,6 +99,7 @@ class Evaluation:
             return None
         return _Figures(float(self._sums.weighted_nll) / weight, self._sums.accuracy())
 
-    def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
-        num_layers = self._decoder.spec.num_layers
-        return forward_and_loss_runs(TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS, num_layers, shape)
+    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        self._sums += evaluation_loss(self._decoder, hidden, micro_batch)
+        if index + 1 == len(self._validation.batch):
+            self._batch_figures = self._figures(self._validation.batch_weight)

@@ -39,6 +39,14 @@ def export_adapter(adapter: LoraAdapter, target: Path, base_model: str, tokenize
         write_adapter_files(adapter, folder, base_model, tokenizer_folder)
 
 
+def export_copy(source: Path, target: Path) -> None:
+    """Make ``target`` from the adapter's and tokenizer's files in ``source``, in one atomic step."""
+    with atomic_folder(target) as folder:
+        for name in (*ADAPTER_FILES, *TOKENIZER_FILES):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+
+
 def is_exported(target: Path) -> bool:
     """Whether ``target`` holds a finished adapter. It is made atomically, so its existence is enough."""
     return all((target / name).is_file() for name in ADAPTER_FILES)

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
-from cotenant.finetune.checkpoint import CheckpointStore, Snapshot
-from cotenant.finetune.dataset import Dataset, load_dataset
-from cotenant.finetune.evaluation import ValidationSet
-from cotenant.finetune.export import export_adapter, is_exported
+from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
+from cotenant.finetune.data import load_training, load_validation
+from cotenant.finetune.export import export_adapter, export_copy, is_exported
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
+from cotenant.finetune.selection import Selection
 from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
 from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
@@ -85,6 +85,7 @@ class TrainingJob:
         self._new_steps: list[StepMetrics] = []
         self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
         self._failure: JobFailed | None = None
+        self._selection = Selection(spec.hyperparameters)
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
         self.finished_path: str | None = str(self._adapter_path) if is_exported(self._adapter_path) else None
         self.done = self.finished_path is not None
@@ -98,6 +99,9 @@ class TrainingJob:
                 self._resumed_step = len(self._recorded)
             else:
                 self._training = self._load(decoder, max_tasklet_tokens, clock)
+            for step in self._recorded:
+                self._selection.add(step)
+            if self._training is not None:
                 self._begin(self._training)
         except OSError as error:
             self._writer.close()
@@ -116,7 +120,8 @@ class TrainingJob:
 
     @property
     def total_steps(self) -> int:
-        return self._training.order.total_steps if self._training else len(self._recorded)
+        """Steps of the whole job, as far as it is known that it will not stop early."""
+        return self.step if self._training is None or self._selection.stops else self._training.order.total_steps
 
     @property
     def trained_tokens(self) -> int:
@@ -150,7 +155,7 @@ class TrainingJob:
             if state.step <= self._resumed_step:
                 updates.append(CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics))
         if self.finished_path is not None:
-            updates.append(self._succeeded())
+            updates.append(self._succeeded(self._best_step))
         return updates
 
     # Running
@@ -167,7 +172,7 @@ class TrainingJob:
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
-            self._fail("training_diverged", f"{error} The last checkpoint is kept; try a lower learning rate.")
+            self._fail("training_diverged", f"{error} Checkpoints made before are kept; try a lower learning_rate.")
         return shape
 
     @property
@@ -194,7 +199,7 @@ class TrainingJob:
         """What happened since the last call, in order. A checkpoint or the end is reported once it is on disk."""
         updates: list[FromWorker] = []
         if self._new_steps and self._training is not None:
-            remaining_s = self._training.progress.remaining_s(self.total_steps - self.step)
+            remaining_s = self._training.progress.remaining_s(self._training.trainer.work_left())
             updates.append(JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s))
             self._new_steps.clear()
         try:
@@ -260,8 +265,7 @@ class TrainingJob:
 
     def _load(self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float]) -> _Training:
         hyper = self._spec.hyperparameters
-        max_length = min(hyper.max_length, decoder.spec.max_position_embeddings)
-        dataset = self._load_trainable(decoder, max_length)
+        dataset = load_training(self._spec, decoder.spec)
         order = DataOrder(dataset.lengths, hyper)
         adapter = LoraAdapter.trainable(
             decoder.spec,
@@ -271,46 +275,28 @@ class TrainingJob:
             seed=hyper.seed,
             dropout=hyper.lora_dropout,
             use_rslora=hyper.use_rslora,
+            rank_pattern=hyper.rank_pattern,
+            alpha_pattern=hyper.alpha_pattern,
             device=decoder.device,
             name=self._spec.adapter_name,
         )
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step
+        progress = Progress(clock)
         trainer = Trainer(
             decoder,
             state,
             dataset,
             order,
-            self._load_validation(decoder, max_length, max_tasklet_tokens),
+            load_validation(self._spec, decoder.spec, max_tasklet_tokens),
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,
+            progress=progress,
             on_step=self._on_step,
         )
-        return _Training(state, trainer, order, Progress(clock))
-
-    def _load_trainable(self, decoder: Decoder, max_length: int) -> Dataset:
-        dataset = load_dataset(Path(self._spec.dataset_path), max_length, decoder.spec.vocab_size)
-        if not dataset.trainable:
-            raise InvalidInputError(
-                f"No token of the training file counts in the loss once examples are cut to max_length={max_length}: "
-                "all loss weights are 0. Check the 'weight' of the assistant messages, or raise max_length.",
-                code="invalid_training_file",
-            )
-        return dataset
-
-    def _load_validation(self, decoder: Decoder, max_length: int, max_tasklet_tokens: int) -> ValidationSet | None:
-        if self._spec.validation_path is None:
-            return None
-        hyper = self._spec.hyperparameters
-        dataset = load_dataset(Path(self._spec.validation_path), max_length, decoder.spec.vocab_size)
-        if not dataset.trainable:
-            logger.warning("Job %s: nothing to measure in the validation file; going without", self._spec.job_id)
-            return None
-        return ValidationSet(
-            dataset, batch_size=hyper.batch_size, seed=hyper.seed, max_tasklet_tokens=max_tasklet_tokens
-        )
+        return _Training(state, trainer, order, progress)
 
     def _resume(self, state: TrainingState) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
@@ -327,20 +313,27 @@ class TrainingJob:
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
     def _begin(self, training: _Training) -> None:
-        only_export_left = training.trainer.pending is None and training.state.step == training.order.total_steps
+        only_export_left = training.trainer.pending is None and training.state.step == self.total_steps
+        if self._selection.stops:
+            training.trainer.stop()
         training.trainer.start()
         if only_export_left:
             self._finish()
 
     def _on_step(self, metrics: StepMetrics) -> None:
         training, hyper = self._running, self._spec.hyperparameters
-        training.progress.step_finished()
         self._last = metrics
         self._new_steps.append(metrics)
         self._writer.submit(partial(self._write_metrics, metrics))
-        if training.order.ends_epoch(metrics.step) or (hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0):
+        is_best = self._selection.add(metrics) and hyper.load_best_model_at_end
+        is_last = metrics.step == self.total_steps
+        is_due = training.order.ends_epoch(metrics.step) or (
+            hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0
+        )
+        if is_due or is_best or is_last:
             self._save(metrics, announced=True, needs_evaluation=False)
-        if metrics.step == training.order.total_steps:
+        if is_last:
+            training.trainer.stop()
             self._finish()
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
@@ -349,15 +342,22 @@ class TrainingJob:
         self._writer.submit(partial(self._write_checkpoint, snapshot))
 
     def _finish(self) -> None:
-        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot()))
+        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot(), self._best_step))
 
     def _fail(self, code: str, message: str) -> None:
         self.discard_step()
         if self._failure is None:
             self._failure = JobFailed(self._spec.job_id, code, message, self.step)
 
-    def _succeeded(self) -> JobSucceeded:
-        return JobSucceeded(self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps)
+    @property
+    def _best_step(self) -> int | None:
+        """The step whose adapter is the job's result, if that is to be the best one's."""
+        return self._selection.best_step if self._spec.hyperparameters.load_best_model_at_end else None
+
+    def _succeeded(self, best_step: int | None) -> JobSucceeded:
+        return JobSucceeded(
+            self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps, best_step
+        )
 
     # On the writer's thread
 
@@ -373,6 +373,13 @@ class TrainingJob:
             return []
         return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
 
-    def _write_result(self, adapter: LoraAdapter) -> list[FromWorker]:
-        export_adapter(adapter, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
-        return [self._succeeded()]
+    def _write_result(self, last: LoraAdapter, best_step: int | None) -> list[FromWorker]:
+        if best_step is not None:
+            try:
+                export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path)
+            except CheckpointError as error:
+                logger.warning("Job %s exports its last step, not step %d: %s", self._spec.job_id, best_step, error)
+                best_step = None
+        if best_step is None:
+            export_adapter(last, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
+        return [self._succeeded(best_step)]

@@ -79,6 +79,42 @@ def evaluation_loss(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBa
     return sums
 
 
+@torch.no_grad()
+def token_losses(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each target's negative log-likelihood [targets], float32, and whether it is the most likely token [targets].
+
+    ``hidden``: the last layer's output [tokens, hidden].
+    """
+    parts = [
+        _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
+        for start, stop in _chunks(decoder, micro_batch)
+    ]
+    return _joined(hidden, [nll for nll, _ in parts]), _joined(hidden, [correct for _, correct in parts]).bool()
+
+
+def token_losses_and_gradients(
+    decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``token_losses``, and the gradient [targets, hidden] of each target's loss at its own row of ``hidden``.
+
+    A loss that depends on all targets has the gradient of this times its own slope in each target's loss.
+    """
+    parts = []
+    for start, stop in _chunks(decoder, micro_batch):
+        with torch.enable_grad():
+            inputs = hidden[micro_batch.rows[start:stop]].requires_grad_()  # [rows, hidden]
+            nll, correct = _nll(decoder, inputs, micro_batch.targets[start:stop])
+            (gradient,) = torch.autograd.grad(nll.sum(), inputs)
+        parts.append((nll.detach(), correct, gradient))
+    nlls, corrects = (_joined(hidden, [part[index] for part in parts]) for index in (0, 1))
+    gradients = torch.cat([gradient for _, _, gradient in parts]) if parts else hidden[:0]
+    return nlls, corrects.bool(), gradients
+
+
+def _joined(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.zeros(0, device=like.device)
+
+
 def _chunks(decoder: Decoder, micro_batch: MicroBatch) -> list[tuple[int, int]]:
     size = max(1, CHUNK_BYTES // (4 * decoder.spec.vocab_size))
     num_targets = len(micro_batch.rows)

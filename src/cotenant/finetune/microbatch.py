@@ -28,6 +28,7 @@ class MicroBatch:
     """The tensors of one micro-batch. ``rows[i]`` is the flat position whose output predicts ``targets[i]``; only
     targets whose weight is not 0 are listed."""
 
+    examples: tuple[int, ...]
     batch: Batch
     segment: TrainingSegment
     rows: torch.Tensor  # [targets], int64
@@ -52,8 +53,8 @@ def split(dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[M
     )
 
 
-def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter, device: torch.device) -> MicroBatch:
-    """Put a micro-batch's tensors on the device."""
+def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None, device: torch.device) -> MicroBatch:
+    """Put a micro-batch's tensors on the device. ``adapter`` None: the base alone computes it."""
     parts = [dataset[example] for example in shape.examples]
     lengths = tuple(len(part.token_ids) for part in parts)
     token_ids = torch.cat([part.token_ids for part in parts]).long()  # [tokens]
@@ -65,9 +66,10 @@ def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter, device
         token_ids=token_ids.to(device),
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
         segments=(segment,),
-        spans=(AdapterSpan(0, shape.num_tokens, adapter),),
+        spans=() if adapter is None else (AdapterSpan(0, shape.num_tokens, adapter),),
     )
     return MicroBatch(
+        examples=shape.examples,
         batch=batch,
         segment=segment,
         rows=(targets_at - 1).to(device),

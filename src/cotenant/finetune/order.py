@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-from cotenant.core.job import Hyperparameters
+from cotenant.core.job import DPO, Hyperparameters
 
 # Examples of similar length are put together within windows of this many batches.
 GROUPING_BATCHES = 4
@@ -38,18 +39,16 @@ class DataOrder:
     """The examples of every step of a job.
 
     With ``packing`` the unit of data is a row: whole examples filled into ``max_length`` tokens, the same rows in every
-    epoch. Without, it is an example. An epoch shuffles the units with a generator seeded from (seed, epoch). Without
-    packing it then sorts by length within windows of ``GROUPING_BATCHES`` batches, cuts the batches, and shuffles the
-    full batches, so that a step's examples are alike in length and the lengths follow no trend. The last batch of an
-    epoch may be smaller than the others and comes last.
+    epoch. Without, it is an example, or with method 'dpo' a pair of them, the chosen one first. An epoch shuffles the
+    units with a generator seeded from (seed, epoch). Without packing it then sorts by length within windows of
+    ``GROUPING_BATCHES`` batches, cuts the batches, and shuffles the full batches, so that a step's examples are alike
+    in length and the lengths follow no trend. The last batch of an epoch may be smaller than the others and comes last.
     """
 
     def __init__(self, lengths: Sequence[int], hyper: Hyperparameters) -> None:
         self._lengths = tuple(lengths)
         self._hyper = hyper
-        self._rows: list[list[int]] = (
-            pack(lengths, hyper.max_length) if hyper.packing else [[index] for index in range(len(lengths))]
-        )
+        self._rows = _units(lengths, hyper)
         self.steps_per_epoch = -(-len(self._rows) // hyper.batch_size)
         self.total_steps = hyper.max_steps if hyper.max_steps > 0 else hyper.n_epochs * self.steps_per_epoch
         self.batches = lru_cache(maxsize=2)(self._batches)
@@ -68,6 +67,25 @@ class DataOrder:
         """Whether an epoch, or the job, is over after ``num_steps`` steps."""
         return num_steps % self.steps_per_epoch == 0 or num_steps == self.total_steps
 
+    def evaluates(self, num_steps: int, every: int) -> bool:
+        """Whether to evaluate after ``num_steps`` steps: at the end of an epoch, and ``every`` so many (0: not)."""
+        return self.ends_epoch(num_steps) or (every > 0 and num_steps % every == 0)
+
+    def num_evaluations(self, every: int, num_steps: int | None = None) -> int:
+        """How often ``evaluates`` is true in the first ``num_steps`` steps (None: of all)."""
+        stop = self.total_steps if num_steps is None else num_steps
+        count = stop // self.steps_per_epoch
+        if every > 0:
+            count += stop // every - stop // math.lcm(every, self.steps_per_epoch)
+        # The job may end within an epoch.
+        is_extra = (
+            stop == self.total_steps and stop % self.steps_per_epoch != 0 and not (every > 0 and stop % every == 0)
+        )
+        return count + is_extra
+
+    def _length(self, unit: int) -> int:
+        return sum(self._lengths[example] for example in self._rows[unit])
+
     def _batches(self, epoch: int) -> tuple[tuple[int, ...], ...]:
         """The example indices of each step of an epoch, in order."""
         generator = random.Random(f"order/{self._hyper.seed}/{epoch}")
@@ -79,7 +97,7 @@ class DataOrder:
             units = [
                 unit
                 for start in range(0, len(units), window)
-                for unit in sorted(units[start : start + window], key=lambda unit: -self._lengths[unit])
+                for unit in sorted(units[start : start + window], key=lambda unit: -self._length(unit))
             ]
         batches = [units[start : start + size] for start in range(0, len(units), size)]
         num_full = len(units) // size
@@ -88,3 +106,12 @@ class DataOrder:
         return tuple(
             tuple(example for unit in batch for example in self._rows[unit]) for batch in full + batches[num_full:]
         )
+
+
+def _units(lengths: Sequence[int], hyper: Hyperparameters) -> list[list[int]]:
+    """The units of data, each as the examples in it."""
+    if hyper.method == DPO:
+        return [[index, index + 1] for index in range(0, len(lengths), 2)]
+    if hyper.packing:
+        return pack(lengths, hyper.max_length)
+    return [[index] for index in range(len(lengths))]

@@ -10,7 +10,8 @@ import torch
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
-from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build, split
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
+from cotenant.finetune.objective import Objective
 from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, forward_and_loss_runs
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -35,19 +36,26 @@ class TrainingStep:
         step_index: int,
         seed: int,
         max_tasklet_tokens: int,
+        objective: Objective,
     ) -> None:
+        self._objective = objective
         self._decoder = decoder
         self._adapter = adapter
         self._dataset = dataset
         self._step_index = step_index
         self._seed = seed
-        self._micro_batches = split(dataset, examples, max_tasklet_tokens)
+        self._micro_batches = objective.split(dataset, examples, max_tasklet_tokens)
         self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
         self._pass: TrainingPass | None = None
-        self.total_weight = sum(dataset.loss_weights[example] for example in examples)
+        self.total_weight = objective.total_weight(dataset, examples)
         self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
         self.num_tokens = sum(shape.num_tokens for shape in self._micro_batches)
         self.sums = LossSums.zero(decoder.device)
+
+    @property
+    def num_forward_tokens(self) -> int:
+        """Tokens that go forward through the layers, each as often as it does."""
+        return self.num_tokens
 
     @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
@@ -64,7 +72,7 @@ class TrainingStep:
 
     @property
     def loss(self) -> float:
-        """sum(weight * nll) / sum(weight) of the micro-batches done; 0 for a step without weight."""
+        """The objective's mean over the micro-batches done; 0 for a step without weight."""
         return float(self.sums.weighted_nll) / self.total_weight if self.total_weight > 0 else 0.0
 
     @property
@@ -80,7 +88,7 @@ class TrainingStep:
         if shape.kind is TaskletKind.FORWARD:
             current.forward()
         elif shape.kind is TaskletKind.LOSS:
-            self.sums += current.loss(self.total_weight / self.gradient_scale)
+            self.sums += current.loss(self.total_weight / self.gradient_scale, self._objective.loss_and_gradient)
         else:
             current.backward()
         self._advance()

@@ -9,13 +9,16 @@ bit those of one backward pass through all layers. (LLMStation, section 5.1, get
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
-from cotenant.finetune.loss import LossSums, evaluation_loss, loss_and_gradient
+from cotenant.finetune.loss import LossSums, loss_and_gradient
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.models.decoder import Decoder
+
+LossFunction = Callable[[Decoder, torch.Tensor, MicroBatch, float], tuple[LossSums, torch.Tensor]]
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -97,10 +100,10 @@ class TrainingPass:
             output = self._decoder.layer(self.layer, edge, self._micro_batch.batch)
         self.end_forward(output)
 
-    def loss(self, total_weight: float) -> LossSums:
+    def loss(self, total_weight: float, function: LossFunction = loss_and_gradient) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         assert self._edge is not None, "the layers come first"
-        sums, self._gradient = loss_and_gradient(self._decoder, self._edge.detach(), self._micro_batch, total_weight)
+        sums, self._gradient = function(self._decoder, self._edge.detach(), self._micro_batch, total_weight)
         self._edge = None
         return sums
 
@@ -115,7 +118,7 @@ class TrainingPass:
 
 
 class EvaluationPass:
-    """Forward and loss of one micro-batch, a layer at a time, without gradients."""
+    """Forward of one micro-batch, a layer at a time, without gradients."""
 
     def __init__(self, decoder: Decoder, micro_batch: MicroBatch) -> None:
         self._decoder = decoder
@@ -128,9 +131,15 @@ class EvaluationPass:
             self._hidden = self._decoder.embed(self._micro_batch.batch.token_ids)
         self._hidden = self._decoder.layer(layer, self._hidden, self._micro_batch.batch)
 
-    def loss(self) -> LossSums:
+    @property
+    def micro_batch(self) -> MicroBatch:
+        return self._micro_batch
+
+    @property
+    def output(self) -> torch.Tensor:
+        """The last layer's output [tokens, hidden]."""
         assert self._hidden is not None, "the layers come first"
-        return evaluation_loss(self._decoder, self._hidden, self._micro_batch)
+        return self._hidden
 
 
 def dropout_seed(seed: int, step_index: int, micro_batch_index: int) -> int:

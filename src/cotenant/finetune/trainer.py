@@ -11,11 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from cotenant.core.job import Hyperparameters, StepMetrics
+from cotenant.core.job import DPO, Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
+from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
+from cotenant.finetune.preference import PreferenceLoss
+from cotenant.finetune.preference_evaluation import PreferenceEvaluation, PreferenceValidationSet
+from cotenant.finetune.preference_step import PreferenceStep
+from cotenant.finetune.progress import Progress, Work
 from cotenant.finetune.schedule import learning_rate
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.step import TrainingStep
@@ -23,6 +28,8 @@ from cotenant.models.batch import TrainingSegment
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
+# The tasklets of a step that an evaluation has as well.
+_FORWARD_KINDS = (TaskletKind.FORWARD, TaskletKind.LOSS, TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS)
 _OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
 
 
@@ -57,11 +64,12 @@ class Trainer:
         state: TrainingState,
         dataset: Dataset,
         order: DataOrder,
-        validation: ValidationSet | None,
+        validation: ValidationSet | PreferenceValidationSet | None,
         hyper: Hyperparameters,
         *,
         max_tasklet_tokens: int,
         pending: StepMetrics | None,
+        progress: Progress,
         on_step: Callable[[StepMetrics], None],
     ) -> None:
         self._decoder = decoder
@@ -73,10 +81,12 @@ class Trainer:
         self._max_tasklet_tokens = max_tasklet_tokens
         self._on_step = on_step
         self._pending = pending
-        self._step: TrainingStep | None = None
+        self._progress = progress
+        self._step: TrainingStep | PreferenceStep | None = None
         self._evaluation = self._evaluation_after(state.step) if pending is not None else None
         self._fusing = False
         self._upcoming: tuple[TaskletRun, ...] | None = None
+        self._stopped = False
 
     def start(self) -> None:
         """Get ready for the first tasklet."""
@@ -85,10 +95,30 @@ class Trainer:
         elif self._evaluation is None:  # the validation file is gone since
             self._finish_step(self._pending)
 
+    def stop(self) -> None:
+        """Begin no further step."""
+        self._stopped = True
+
     @property
     def pending(self) -> StepMetrics | None:
         """The metrics, so far, of a step whose optimizer has run and whose evaluation has not."""
         return self._pending
+
+    def work_left(self) -> Work:
+        """What is still to be computed, the evaluation that is due included, if the job does not stop early."""
+        order, step = self._order, self._state.step
+        trained = order.total_steps * order.mean_step_tokens - self._state.trained_tokens
+        evaluated = float(self._evaluation.num_tokens) if self._evaluation is not None and self._step is None else 0.0
+        if self._validation is not None:
+            full = order.num_evaluations(self._full_every) - order.num_evaluations(self._full_every, step)
+            every = order.num_evaluations(self._hyper.eval_steps) - order.num_evaluations(self._hyper.eval_steps, step)
+            evaluated += self._validation.num_batch_tokens * (every - full) + self._validation.num_tokens * full
+        return Work(max(0.0, trained), evaluated)
+
+    @property
+    def _full_every(self) -> int:
+        """Evaluations of the whole validation set: after so many steps, beside those at the ends of epochs."""
+        return self._hyper.eval_steps if self._hyper.selects else 0
 
     @property
     def in_flight(self) -> bool:
@@ -116,13 +146,16 @@ class Trainer:
         self._upcoming = None
         if self._step is not None:
             if not self._step.done:
-                return self._step.run_tasklet()
+                shape = self._step.run_tasklet()
+                self._progress.tasklet_done(forward=shape.kind in _FORWARD_KINDS)
+                return shape
             self._run_optimizer(self._step)
             return _OPTIMIZER
         assert self._evaluation is not None, "there is nothing left to run"
         assert self._pending is not None
         shape = self._evaluation.run_tasklet()
         if self._evaluation.done:
+            self._progress.evaluated(self._evaluation.num_tokens)
             self._finish_step(self._evaluation.add_to(self._pending))
         return shape
 
@@ -146,7 +179,9 @@ class Trainer:
         assert self._step is not None
         self._fusing = False
         self._upcoming = None
-        return self._step.end_forward(output)
+        shape = self._step.end_forward(output)
+        self._progress.tasklet_done(forward=True)
+        return shape
 
     def discard(self) -> None:
         """Drop what the step in flight has computed, or the evaluation's micro-batch. No training state changes."""
@@ -166,32 +201,46 @@ class Trainer:
     def _begin_step(self) -> None:
         self._upcoming = None
         index = self._state.step
-        if index >= self._order.total_steps:
+        if self._stopped or index >= self._order.total_steps:
             return
-        self._step = TrainingStep(
-            self._decoder,
-            self._state.adapter,
-            self._dataset,
-            self._order.step(index),
-            step_index=index,
-            seed=self._hyper.seed,
-            max_tasklet_tokens=self._max_tasklet_tokens,
-        )
+        self._step = self._make_step(index)
         self._evaluation = self._evaluation_after(index + 1)
 
-    def _run_optimizer(self, step: TrainingStep) -> None:
+    def _make_step(self, index: int) -> TrainingStep | PreferenceStep:
+        hyper, examples = self._hyper, self._order.step(index)
+        inputs = (self._decoder, self._state.adapter, self._dataset, examples)
+        if hyper.method == DPO:
+            return PreferenceStep(
+                *inputs,
+                PreferenceLoss(hyper.beta, hyper.label_smoothing),
+                step_index=index,
+                seed=hyper.seed,
+                max_tasklet_tokens=self._max_tasklet_tokens,
+            )
+        return TrainingStep(
+            *inputs,
+            step_index=index,
+            seed=hyper.seed,
+            max_tasklet_tokens=self._max_tasklet_tokens,
+            objective=CrossEntropy(),
+        )
+
+    def _run_optimizer(self, step: TrainingStep | PreferenceStep) -> None:
         state = self._state
         number = state.step + 1
         loss = step.loss
-        if not math.isfinite(loss):
-            raise TrainingError(f"The loss is not finite at step {number} ({loss}).")
         grad_norm = state.optimizer.clip(step.gradient_scale)
-        if not math.isfinite(grad_norm):
-            raise TrainingError(f"The gradient is not finite at step {number} (its norm is {grad_norm}).")
+        # The norm before the last layer makes a loss out of what has overflowed; its gradient tells.
+        if not math.isfinite(loss) or not math.isfinite(grad_norm):
+            raise TrainingError(
+                f"The loss is not finite at step {number}, or its gradient is not: "
+                f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}."
+            )
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
         state.optimizer.step(rate)
         state.step = number
         state.trained_tokens += step.num_tokens
+        self._progress.trained(step.num_tokens, step.num_forward_tokens)
         self._step = None
         metrics = StepMetrics(
             step=number,
@@ -201,6 +250,7 @@ class Trainer:
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=step.num_tokens,
+            preference=step.preference() if isinstance(step, PreferenceStep) else None,
         )
         if self._evaluation is None:
             self._finish_step(metrics)
@@ -213,14 +263,15 @@ class Trainer:
         self._on_step(metrics)
         self._begin_step()
 
-    def _evaluation_after(self, step: int) -> Evaluation | None:
-        """The evaluation due after ``step`` steps: all of the validation set where an epoch ends."""
+    def _evaluation_after(self, step: int) -> Evaluation | PreferenceEvaluation | None:
+        """The evaluation due after ``step`` steps: of all of the validation set where an epoch ends, or wherever the
+        best step is looked for."""
         if self._validation is None:
             return None
-        full = self._order.ends_epoch(step)
-        if not full and (self._hyper.eval_steps <= 0 or step % self._hyper.eval_steps != 0):
+        if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
-        return Evaluation(self._decoder, self._state.adapter, self._validation, full=full)
+        full = self._order.evaluates(step, self._full_every)
+        return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
 
 
 def _ignore(metrics: StepMetrics) -> None:

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.adapter_files import WEIGHTS_FILE, check_adapter, tensor_names
-from cotenant.models.peft_config import CONFIG_FILE, written_config
+from cotenant.models.names import module_name
+from cotenant.models.peft_config import CONFIG_FILE, check_pattern, matched, written_config
 from cotenant.models.spec import ModelSpec
 
 # Modules that read the same input, in the order in which the decoder fuses their weights.
@@ -105,13 +106,16 @@ class LoraAdapter:
         seed: int,
         dropout: float = 0.0,
         use_rslora: bool = False,
+        rank_pattern: Mapping[str, int] | None = None,
+        alpha_pattern: Mapping[str, float] | None = None,
         device: torch.device | str = "cpu",
         name: str = "trainable",
     ) -> LoraAdapter:
         """A fresh adapter with PEFT's initialisation: A uniform in ±1/sqrt(in) (Kaiming with a = sqrt 5), B zero.
 
-        The values depend on ``seed`` only, not on ``device``. Raises InvalidInputError for unknown modules, none at
-        all, or a rank below 1.
+        The values depend on ``seed`` only, not on ``device``. The patterns map regular expressions for the ends of
+        module names to ranks and alphas, as PEFT's do. Raises InvalidInputError for unknown modules, none at all, a
+        rank below 1, or a pattern that fits no module.
         """
         unknown = sorted(set(target_modules) - set(LINEAR_MODULES))
         if unknown or not target_modules:
@@ -121,17 +125,23 @@ class LoraAdapter:
             )
         if r < 1:
             raise InvalidInputError(f"r must be at least 1, not {r}", param="r")
+        rank_pattern, alpha_pattern = rank_pattern or {}, alpha_pattern or {}
+        modules = [module for module in LINEAR_MODULES if module in target_modules]
+        names = {(layer, module): module_name(layer, module) for layer in range(spec.num_layers) for module in modules}
+        check_pattern(rank_pattern, names.values(), "rank_pattern")
+        check_pattern(alpha_pattern, names.values(), "alpha_pattern")
         generator = torch.Generator().manual_seed(seed)
         weights = {}
-        for layer in range(spec.num_layers):
-            for module in LINEAR_MODULES:
-                if module in target_modules:
-                    num_out, num_in = spec.module_shape(module)
-                    bound = 1 / math.sqrt(num_in)
-                    a = torch.empty(r, num_in).uniform_(-bound, bound, generator=generator).to(device)
-                    b = torch.zeros(num_out, r, device=device)
-                    weights[layer, module] = LoraPair(a.requires_grad_(), b.requires_grad_())
-        return cls(name, spec, r, alpha, weights, use_rslora=use_rslora, dropout=dropout)
+        for (layer, module), full_name in names.items():
+            rank = matched(rank_pattern, full_name, r)
+            num_out, num_in = spec.module_shape(module)
+            bound = 1 / math.sqrt(num_in)
+            a = torch.empty(rank, num_in).uniform_(-bound, bound, generator=generator).to(device)
+            b = torch.zeros(num_out, rank, device=device)
+            weights[layer, module] = LoraPair(a.requires_grad_(), b.requires_grad_())
+        alphas = {key: matched(alpha_pattern, full_name, alpha) for key, full_name in names.items()}
+        different = {key: value for key, value in alphas.items() if value != alpha}
+        return cls(name, spec, r, alpha, weights, alphas=different, use_rslora=use_rslora, dropout=dropout)
 
     @property
     def scale(self) -> float:

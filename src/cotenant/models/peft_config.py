@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.names import module_name
 from cotenant.models.spec import ModelSpec
+
+T = TypeVar("T")
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -56,11 +58,11 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """The rank of the module with this full name."""
-        return next((rank for key, rank in self.rank_pattern.items() if _ends_with_pattern(name, key)), self.r)
+        return matched(self.rank_pattern, name, self.r)
 
     def alpha_of(self, name: str) -> float:
         """The alpha of the module with this full name."""
-        return next((alpha for key, alpha in self.alpha_pattern.items() if _ends_with_pattern(name, key)), self.alpha)
+        return matched(self.alpha_pattern, name, self.alpha)
 
     def targets(self, spec: ModelSpec) -> list[tuple[int, str]]:
         """The (layer, module) pairs of a model that have LoRA. Raises InvalidInputError if a target is none of them."""
@@ -144,6 +146,23 @@ def written_config(
         "rank_pattern": {re.escape(module_name(*key)): rank for key, rank in ranks.items() if rank != r},
         "alpha_pattern": {re.escape(module_name(*key)): _plain(value) for key, value in alphas.items()},
     }
+
+
+def matched(pattern: Mapping[str, T], name: str, default: T) -> T:
+    """What a rank or alpha pattern says of the module with this full name: the first key that fits its end."""
+    return next((value for key, value in pattern.items() if _ends_with_pattern(name, key)), default)
+
+
+def check_pattern(pattern: Mapping[str, object], names: Iterable[str], param: str) -> None:
+    """Raises InvalidInputError for a key that fits none of the modules with these full names."""
+    names = list(names)
+    for key in pattern:
+        if not any(_ends_with_pattern(name, key) for name in names):
+            raise InvalidInputError(
+                f"{param}: '{key}' fits none of the modules that are trained; their names are like '{names[0]}'",
+                code="invalid_hyperparameters",
+                param=param,
+            )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

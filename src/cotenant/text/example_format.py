@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _OTHER_FORMATS = (
-    (("input", "preferred_output"), "it is in the format for preference tuning (DPO), which is not supported"),
+    (("input", "preferred_output"), "it is a preference example, which is for method.type 'dpo'"),
+    (("chosen", "rejected"), "it is a preference example, which is for method.type 'dpo'"),
     (("prompt", "completion"), "it is in the old prompt/completion format; write it as 'messages'"),
     (("conversations",), "it is in the ShareGPT format ('conversations'); write it as 'messages'"),
 )
@@ -22,9 +24,9 @@ def example_problems(example: dict[str, Any]) -> list[str]:
         return known or [" has no 'messages'"]
     if not isinstance(messages, list) or not messages:
         return [": 'messages' must be a list with at least one message"]
-    problems = [f": {problem}" for problem in _top_level_problems(example)]
+    problems = [f": {problem}" for problem in tools_problems(example)]
     for number, message in enumerate(messages, start=1):
-        if problem := _message_problem(message):
+        if problem := message_problem(message):
             role = message.get("role") if isinstance(message, dict) else None
             who = f" ({role})" if role in ROLES else ""
             problems.append(f", message {number}{who}: {problem}")
@@ -33,7 +35,8 @@ def example_problems(example: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _top_level_problems(example: dict[str, Any]) -> list[str]:
+def tools_problems(example: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the fields beside an example's messages."""
     problems = []
     if "functions" in example:
         problems.append("'functions' is the old form; use 'tools'")
@@ -54,7 +57,8 @@ def _training_problems(messages: list[dict[str, Any]]) -> list[str]:
     return []
 
 
-def _message_problem(message: Any) -> str | None:
+def message_problem(message: Any) -> str | None:
+    """What is wrong with a message, in words that follow 'message 2: '; None if nothing is."""
     if not isinstance(message, dict):
         return "a message must be a dictionary"
     role = message.get("role")

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from cotenant.core.errors import InvalidInputError
 from cotenant.durable import write_atomically
 from cotenant.text.chat import ChatTemplate
+from cotenant.text.preference_format import Preference
 from cotenant.text.spans import find_assistant_spans
 from cotenant.text.tokenizer import Tokenizer
 
@@ -70,6 +71,26 @@ def encode_example(
     if not weights.any():
         raise InvalidInputError("nothing to train on: no token of an assistant message with weight 1 is left in it")
     return EncodedExample(np.asarray(ids, dtype=np.int32), weights)
+
+
+def encode_preference(
+    tokenizer: Tokenizer, template: ChatTemplate, preference: Preference, max_length: int | None
+) -> tuple[EncodedExample, EncodedExample]:
+    """The prompt with the chosen answer, and the prompt with the rejected one. Only the answers' tokens have weight.
+
+    InvalidInputError, naming the answer's field, for what ``encode_example`` refuses.
+    """
+    prompt = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in preference.prompt]
+    encoded = []
+    for field, answer in zip(preference.fields, (preference.chosen, preference.rejected), strict=True):
+        messages = [*prompt, *(_without_weight(message) for message in answer)]
+        try:
+            encoded.append(
+                encode_example(tokenizer, template, {"messages": messages, "tools": preference.tools}, max_length)
+            )
+        except InvalidInputError as error:
+            raise InvalidInputError(f"'{field}': {error.message}") from error
+    return encoded[0], encoded[1]
 
 
 def _check_said(message: Mapping[str, Any], number: int, said: str, eos_texts: Sequence[str]) -> None:

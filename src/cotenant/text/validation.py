@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import DPO, SUPERVISED
 from cotenant.text.chat import ChatTemplate, load_chat_template
 from cotenant.text.example_format import example_problems
-from cotenant.text.examples import EncodedExample, encode_example, write_examples
+from cotenant.text.examples import EncodedExample, encode_example, encode_preference, write_examples
+from cotenant.text.preference_format import PreferenceError, read_preference
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_PROBLEMS = 5
@@ -24,7 +26,7 @@ _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """What a training file came to. ``max_tokens``: of its longest example."""
+    """What a training file came to. An example of preferences is two sequences; ``max_tokens``: of the longest one."""
 
     num_examples: int
     num_tokens: int
@@ -45,9 +47,11 @@ def prepare_training_file(
     max_length: int | None,
     min_examples: int = MIN_EXAMPLES,
     param: str = "training_file",
+    method: str = SUPERVISED,
 ) -> PreparedFile:
     """Validate and encode ``source`` and write the examples to ``target`` (atomically).
 
+    With ``method`` 'dpo' each line becomes two sequences, one after the other: the chosen answer's, the rejected one's.
     For a process of its own: arguments and result are plain, and InvalidInputError travels whole. OSError where a file
     cannot be read or written.
     """
@@ -59,11 +63,13 @@ def prepare_training_file(
         max_length,
         min_examples,
         param,
+        method,
     )
     write_examples(Path(target), examples)
     lengths = [example.num_tokens for example in examples]
     num_trained_tokens = sum(example.num_trained_tokens for example in examples)
-    return PreparedFile(len(examples), sum(lengths), num_trained_tokens, max(lengths, default=0))
+    num_examples = len(examples) // (2 if method == DPO else 1)
+    return PreparedFile(num_examples, sum(lengths), num_trained_tokens, max(lengths, default=0))
 
 
 def validate_and_encode(
@@ -73,8 +79,10 @@ def validate_and_encode(
     max_length: int | None,
     min_examples: int = MIN_EXAMPLES,
     param: str = "training_file",
+    method: str = SUPERVISED,
 ) -> list[EncodedExample]:
-    """The examples of a JSONL file in OpenAI's chat format, encoded.
+    """The examples of a JSONL file in OpenAI's chat format, encoded; with ``method`` 'dpo' those of preferences, of
+    which each gives two.
 
     Reads line by line. InvalidInputError with code ``invalid_<param>`` lists up to ``MAX_PROBLEMS`` problems, or has
     code ``invalid_n_examples`` if the file has fewer than ``min_examples``. No example is dropped or cut in silence.
@@ -86,21 +94,24 @@ def validate_and_encode(
             code="chat_template_missing",
             param=param,
         )
+    encode_line = _encode_preference if method == DPO else _encode_line
     examples: list[EncodedExample] = []
+    num_examples = 0
     problems: list[str] = []
     for number, line in _numbered_lines(path):
         try:
-            examples.append(_encode_line(number, line, tokenizer, template, max_length))
+            examples.extend(encode_line(number, line, tokenizer, template, max_length))
+            num_examples += 1
         except _LineError as error:
             problems.extend(error.args)
             if len(problems) >= MAX_PROBLEMS:
                 break
     if problems:
         raise InvalidInputError(_listed(problems), code=f"invalid_{param}", param=param)
-    if len(examples) < min_examples:
+    if num_examples < min_examples:
         kind = param.removesuffix("_file").capitalize()
         raise InvalidInputError(
-            f"{kind} file has {len(examples)} example(s), but must have at least {min_examples} examples",
+            f"{kind} file has {num_examples} example(s), but must have at least {min_examples} examples",
             code="invalid_n_examples",
             param=param,
         )
@@ -150,22 +161,36 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 def _encode_line(
     number: int, line: bytes | _LineError, tokenizer: Tokenizer, template: ChatTemplate, max_length: int | None
-) -> EncodedExample:
-    if isinstance(line, _LineError):
-        raise line
+) -> tuple[EncodedExample, ...]:
     example = _parse(number, line)
     try:
         problems = example_problems(example)
         if problems:
             raise _LineError(*(f"Example {number}{problem}" for problem in problems))
-        return encode_example(tokenizer, template, example, max_length)
+        return (encode_example(tokenizer, template, example, max_length),)
     except InvalidInputError as error:
         raise _LineError(f"Example {number}: {error.message}") from error
     except RecursionError as error:
         raise _LineError(f"Example {number} is nested too deeply") from error
 
 
-def _parse(number: int, line: bytes) -> dict[str, Any]:
+def _encode_preference(
+    number: int, line: bytes | _LineError, tokenizer: Tokenizer, template: ChatTemplate, max_length: int | None
+) -> tuple[EncodedExample, ...]:
+    example = _parse(number, line)
+    try:
+        return encode_preference(tokenizer, template, read_preference(example), max_length)
+    except PreferenceError as error:
+        raise _LineError(*(f"Line {number}{problem}" for problem in error.args)) from error
+    except InvalidInputError as error:
+        raise _LineError(f"Line {number}, {error.message}") from error
+    except RecursionError as error:
+        raise _LineError(f"Line {number} is nested too deeply") from error
+
+
+def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
+    if isinstance(line, _LineError):
+        raise line
     try:
         value = json.loads(line.rstrip().decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:

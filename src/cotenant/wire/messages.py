@@ -151,12 +151,17 @@ class JobCancelled(msgspec.Struct, tag="job_cancelled", frozen=True):
 
 
 class JobSucceeded(msgspec.Struct, tag="job_succeeded", frozen=True):
-    """The final adapter is on disk at ``path`` and is served under the job's adapter name from now on."""
+    """The final adapter is on disk at ``path`` and is served under the job's adapter name from now on.
+
+    ``total_steps``: steps taken, fewer than announced if the job stopped early. ``best_step``: the step whose adapter
+    it is, where that was chosen by the validation file.
+    """
 
     job_id: str
     path: str
     trained_tokens: int
     total_steps: int
+    best_step: int | None = None
 
 
 class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):

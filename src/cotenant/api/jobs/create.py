@@ -9,10 +9,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cotenant.api.jobs.hyperparameters import MAX_SEED, Limits, check_hyperparameters
+from cotenant.api.jobs.hyperparameters import check_hyperparameters
+from cotenant.api.jobs.values import MAX_SEED, Limits
 from cotenant.api.models import unknown_model
 from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, NotFoundError
+from cotenant.core.job import METHODS, SUPERVISED
 from cotenant.store import NewJob, Store
 from cotenant.store.ids import new_id, short_id
 
@@ -36,12 +38,12 @@ class Method(msgspec.Struct, forbid_unknown_fields=True):
 
     type: str
     supervised: MethodSettings | None = None
-    dpo: dict[str, Any] | None = None
+    dpo: MethodSettings | None = None
     reinforcement: dict[str, Any] | None = None
 
 
 class CreateJobRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body. ``hyperparameters`` is the old place for what ``method.supervised.hyperparameters`` holds."""
+    """The body. ``hyperparameters`` is the old place for what stands in ``method`` now."""
 
     model: str
     training_file: str
@@ -74,6 +76,8 @@ def make_job(
     _check_file(body.training_file, "training_file", store)
     if body.validation_file is not None:
         _check_file(body.validation_file, "validation_file", store)
+    else:
+        _check_needs_no_validation(requested)
     job_id = new_id("ftjob-")
     base = config.model.name
     return NewJob(
@@ -95,9 +99,10 @@ def _base_root(model: str, base_folder: Path | None) -> str:
 
 
 def _requested(body: CreateJobRequest, limits: Limits) -> dict[str, Any]:
-    """All hyperparameters, wherever they stand in the request, checked; and the seed."""
-    old = check_hyperparameters(body.hyperparameters or {}, limits, "hyperparameters")
-    new = check_hyperparameters(_of_method(body.method), limits, "method.supervised.hyperparameters")
+    """The method and all hyperparameters, wherever they stand in the request, checked; and the seed."""
+    method, given = _of_method(body.method)
+    old = check_hyperparameters(body.hyperparameters or {}, limits, "hyperparameters", method)
+    new = check_hyperparameters(given, limits, f"method.{method}.hyperparameters", method)
     for name in old.keys() & new.keys():
         if old[name] != new[name]:
             raise InvalidInputError(
@@ -105,7 +110,7 @@ def _requested(body: CreateJobRequest, limits: Limits) -> dict[str, Any]:
                 code="invalid_hyperparameters",
                 param=f"hyperparameters.{name}",
             )
-    requested = {"n_epochs": "auto", "batch_size": "auto", **old, **new}
+    requested = {"method": method, "n_epochs": "auto", "batch_size": "auto", **old, **new}
     if "learning_rate" not in requested:
         requested.setdefault("learning_rate_multiplier", "auto")
     if body.seed is not None and requested.get("seed", body.seed) != body.seed:
@@ -118,29 +123,31 @@ def _requested(body: CreateJobRequest, limits: Limits) -> dict[str, Any]:
     return requested
 
 
-def _of_method(method: Method | None) -> Mapping[str, Any]:
+def _of_method(method: Method | None) -> tuple[str, Mapping[str, Any]]:
+    """The method's name, and the hyperparameters in its own part of the request."""
     if method is None:
-        return {}
-    if method.type in ("dpo", "reinforcement"):
+        return SUPERVISED, {}
+    if method.type == "reinforcement":
         raise InvalidInputError(
-            f"method.type '{method.type}' is not supported by this server yet; only 'supervised' is.",
+            "method.type 'reinforcement' is not supported by this server; 'supervised' and 'dpo' are.",
             code="unsupported_method",
             param="method.type",
         )
-    if method.type != "supervised":
+    if method.type not in METHODS:
         raise InvalidInputError(
-            f"Invalid 'method.type': expected 'supervised', got '{method.type[:50]}'.",
+            f"Invalid 'method.type': expected one of {', '.join(METHODS)}, got '{method.type[:50]}'.",
             code="invalid_value",
             param="method.type",
         )
-    if method.dpo or method.reinforcement:
-        extra = "dpo" if method.dpo else "reinforcement"
-        raise InvalidInputError(
-            f"'method.{extra}' does not belong to method.type 'supervised'.",
-            code="invalid_value",
-            param=f"method.{extra}",
-        )
-    return (method.supervised and method.supervised.hyperparameters) or {}
+    for name in ("supervised", "dpo", "reinforcement"):
+        if name != method.type and getattr(method, name):
+            raise InvalidInputError(
+                f"'method.{name}' does not belong to method.type '{method.type}'.",
+                code="invalid_value",
+                param=f"method.{name}",
+            )
+    settings: MethodSettings | None = getattr(method, method.type)
+    return method.type, (settings and settings.hyperparameters) or {}
 
 
 def _check_model(name: str, config: ServerConfig, store: Store) -> None:
@@ -180,6 +187,16 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
             problem = f"the value of '{key}' has more than {MAX_METADATA_VALUE} characters"
     if problem is not None:
         raise InvalidInputError(f"Invalid 'metadata': {problem}.", code="invalid_value", param="metadata")
+
+
+def _check_needs_no_validation(requested: Mapping[str, Any]) -> None:
+    for name in ("early_stopping_patience", "load_best_model_at_end"):
+        if requested.get(name):
+            raise InvalidInputError(
+                f"'{name}' compares steps on a validation file; add 'validation_file', or leave '{name}' out.",
+                code="missing_required_parameter",
+                param="validation_file",
+            )
 
 
 def _check_file(file_id: str, param: str, store: Store) -> None:

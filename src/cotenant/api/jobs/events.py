@@ -15,6 +15,18 @@ _LABELS = (
 )
 
 
+def figures(metrics: StepMetrics) -> dict[str, Any]:
+    """A step's figures as clients see them. Those of preferences have TRL's names, validation's with a prefix:
+    ``rewards/margins``, ``full_valid_rewards/margins``."""
+    values = {name: value for name, value in asdict(metrics).items() if value is not None}
+    for prefix in ("", "valid_", "full_valid_"):
+        preference = values.pop(f"{prefix}preference", {})
+        for name, value in preference.items():
+            key = name.replace("_", "/") if name.startswith("logps_") else f"rewards/{name}"
+            values[prefix + key] = value
+    return values
+
+
 def created(job_id: str, training_file: str, validation_file: str | None) -> list[NewEvent]:
     files = f"Validating training file: {training_file}"
     if validation_file is not None:
@@ -33,6 +45,13 @@ def cut(file: str, max_tokens: int, max_length: int) -> NewEvent:
     )
 
 
+def batch_is_everything(batch_size: int, num_examples: int) -> NewEvent:
+    return NewEvent(
+        f"batch_size is {batch_size}, but the training file has {num_examples} examples: each step takes all of them",
+        level="warn",
+    )
+
+
 def started() -> NewEvent:
     return NewEvent("Fine-tuning job started")
 
@@ -43,7 +62,7 @@ def goes_on(step: int) -> NewEvent:
 
 def step(metrics: StepMetrics, total_steps: int | None) -> NewEvent:
     """A step's figures; those that were not measured are left out."""
-    data: dict[str, Any] = {name: value for name, value in asdict(metrics).items() if value is not None}
+    data = figures(metrics)
     data["total_steps"] = total_steps
     losses = ", ".join(f"{label}={data[name]:.2f}" for name, label in _LABELS if name in data)
     position = f"{metrics.step}/{total_steps}" if total_steps else f"{metrics.step}"
@@ -66,9 +85,14 @@ def cancelled() -> NewEvent:
     return NewEvent("Fine-tuning job cancelled")
 
 
-def succeeded(model: str) -> list[NewEvent]:
+def stopped_early(step: int, total_steps: int) -> NewEvent:
+    return NewEvent(f"Stopped early after step {step} of {total_steps}: the validation file shows no more progress")
+
+
+def succeeded(model: str, best_step: int | None) -> list[NewEvent]:
+    source = "" if best_step is None else f", with the adapter of step {best_step}, the best on the validation file"
     return [
-        NewEvent(f"New fine-tuned model created: {model}"),
+        NewEvent(f"New fine-tuned model created: {model}{source}"),
         NewEvent("The job has successfully completed"),
     ]
 

@@ -4,24 +4,27 @@ What 'auto', or nothing, becomes:
 
 - ``n_epochs``: 3; more for fewer than 34 examples, so that about 100 are seen in all, but at most 25.
 - ``batch_size``: a fiftieth of the examples, rounded down to a power of two, between 4 and 32.
-- ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4.
+- ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4, or times 2e-5 with method 'dpo'.
+- ``beta`` of method 'dpo': 0.1.
 - ``lora_alpha``: twice ``r``.
+- ``load_best_model_at_end``: true with ``early_stopping_patience``, else false.
 - ``max_length``: the model's context, or with ``packing`` 2,048 or the longest example if that is longer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from cotenant.api.jobs.values import DPO_ONLY, MAX_BATCH_SIZE, Limits, between, checks_of
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import LINEAR_MODULES, SCHEDULES, Hyperparameters
+from cotenant.core.job import DEFAULT_LR_END, DPO, SCHEDULES, SUPERVISED, Hyperparameters
 
 AUTO = "auto"
-BASE_LEARNING_RATE = 2e-4
-MAX_SEED = 2**31 - 1
+# What a ``learning_rate_multiplier`` of 1 stands for.
+BASE_LEARNING_RATES = {SUPERVISED: 2e-4, DPO: 2e-5}
 
 _DEFAULTS = Hyperparameters()
 _MIN_EXAMPLES_SEEN = 100
@@ -29,22 +32,8 @@ _MAX_AUTO_EPOCHS = 25
 _AUTO_BATCH_SIZES = (4, 32)
 _STEPS_PER_EPOCH = 50
 
-_MAX_EPOCHS = 1000
-_MAX_BATCH_SIZE = 4096
-_MAX_STEPS = 10_000_000
-
 _ALIASES = {"num_train_epochs": "n_epochs"}
-_CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha")
-
-Check = Callable[[str, Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the server allows. ``max_model_len``: tokens; ``max_lora_rank``: of the adapters that it serves."""
-
-    max_model_len: int
-    max_lora_rank: int
+_CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha", "beta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +44,14 @@ class DatasetSize:
     max_tokens: int
 
 
-def check_hyperparameters(given: Mapping[str, Any], limits: Limits, param: str) -> dict[str, Any]:
+def check_hyperparameters(
+    given: Mapping[str, Any], limits: Limits, param: str, method: str = SUPERVISED
+) -> dict[str, Any]:
     """``given`` with aliases replaced and every value checked; 'auto' stays where it means something.
 
     ``param`` is where they stand in the request. Raises InvalidInputError that names the one that is wrong.
     """
-    checks = _checks(limits)
+    checks = checks_of(limits, method)
     checked: dict[str, Any] = {}
     for name, value in given.items():
         place = f"{param}.{name[:100]}"
@@ -77,18 +68,20 @@ def check_hyperparameters(given: Mapping[str, Any], limits: Limits, param: str) 
         if target in checked and checked[target] != result:
             raise _conflict(f"'{name}' and '{target}' mean the same, but have different values", place)
         checked[target] = result
-    return _without_contradictions(checked, param)
+    return _without_contradictions(checked, param, method)
 
 
 def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> Hyperparameters:
     """The settings of a job from its checked hyperparameters. Nothing is 'auto' any more."""
     given = {name: value for name, value in requested.items() if value != AUTO}
     multiplier = given.pop("learning_rate_multiplier", 1.0)
-    given.setdefault("learning_rate", BASE_LEARNING_RATE * multiplier)
+    given.setdefault("learning_rate", BASE_LEARNING_RATES[given.get("method", SUPERVISED)] * multiplier)
+    _check_end_rate(given)
     given.setdefault("n_epochs", _auto_epochs(size.num_examples))
     given.setdefault("batch_size", _auto_batch_size(size.num_examples))
     given.setdefault("lora_alpha", 2.0 * given.get("r", _DEFAULTS.r))
     given.setdefault("max_length", _auto_length(size, limits, given.get("packing", False)))
+    given.setdefault("load_best_model_at_end", given.get("early_stopping_patience", 0) > 0)
     if "target_modules" in given:
         given["target_modules"] = tuple(given["target_modules"])
     return Hyperparameters(**given)
@@ -96,12 +89,31 @@ def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> 
 
 def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
     """Resolved settings under the names that a client may send."""
+    hidden = {"seed", "method"} | (set() if hyperparameters.method == DPO else set(DPO_ONLY))
     values: dict[str, Any] = {
-        field.name: getattr(hyperparameters, field.name) for field in fields(hyperparameters) if field.name != "seed"
+        field.name: getattr(hyperparameters, field.name)
+        for field in fields(hyperparameters)
+        if field.name not in hidden
     }
     values["target_modules"] = list(hyperparameters.target_modules)
-    values["learning_rate_multiplier"] = round(hyperparameters.learning_rate / BASE_LEARNING_RATE, 9)
+    for name in ("lr_scheduler_kwargs", "rank_pattern", "alpha_pattern"):
+        values[name] = dict(values[name])
+    values["learning_rate_multiplier"] = round(
+        hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method], 9
+    )
     return values
+
+
+def _check_end_rate(given: Mapping[str, Any]) -> None:
+    """transformers refuses a polynomial that does not fall."""
+    end = given.get("lr_scheduler_kwargs", {}).get("lr_end", DEFAULT_LR_END)
+    if given.get("lr_scheduler_type") == "polynomial" and end >= given["learning_rate"]:
+        raise InvalidInputError(
+            f"lr_scheduler_type 'polynomial' ends at lr_end={end:g}, which must be below the learning rate of "
+            f"{given['learning_rate']:g}.",
+            code="invalid_hyperparameters",
+            param="lr_scheduler_kwargs",
+        )
 
 
 def _auto_epochs(num_examples: int) -> int:
@@ -120,7 +132,7 @@ def _auto_length(size: DatasetSize, limits: Limits, packing: bool) -> int:
     return min(limits.max_model_len, max(_DEFAULTS.max_length, size.max_tokens))
 
 
-def _without_contradictions(checked: dict[str, Any], param: str) -> dict[str, Any]:
+def _without_contradictions(checked: dict[str, Any], param: str, method: str) -> dict[str, Any]:
     """Fold what can be said in two ways into one; refuse it where the two differ."""
     per_device = checked.pop("per_device_train_batch_size", None)
     accumulation = checked.pop("gradient_accumulation_steps", None)
@@ -130,7 +142,7 @@ def _without_contradictions(checked: dict[str, Any], param: str) -> dict[str, An
                 "'gradient_accumulation_steps' needs 'per_device_train_batch_size' beside it; or give 'batch_size'",
                 f"{param}.gradient_accumulation_steps",
             )
-        product = _between(1, _MAX_BATCH_SIZE)(f"{param}.per_device_train_batch_size", per_device * (accumulation or 1))
+        product = between(1, MAX_BATCH_SIZE)(f"{param}.per_device_train_batch_size", per_device * (accumulation or 1))
         if checked.get("batch_size", AUTO) not in (AUTO, product):
             raise _conflict(
                 f"'batch_size' is {checked['batch_size']}, but 'per_device_train_batch_size' times "
@@ -139,117 +151,38 @@ def _without_contradictions(checked: dict[str, Any], param: str) -> dict[str, An
             )
         checked["batch_size"] = product
     rate, multiplier = checked.get("learning_rate"), checked.get("learning_rate_multiplier", AUTO)
-    if rate is not None and multiplier != AUTO and not math.isclose(rate, BASE_LEARNING_RATE * multiplier):
+    base = BASE_LEARNING_RATES[method]
+    if rate is not None and multiplier != AUTO and not math.isclose(rate, base * multiplier):
         raise _conflict(
             f"'learning_rate' is {rate:g}, but 'learning_rate_multiplier' {multiplier:g} stands for "
-            f"{BASE_LEARNING_RATE * multiplier:g}; give one of them",
+            f"{base * multiplier:g}; give one of them",
             f"{param}.learning_rate",
         )
     if rate is not None:
         checked.pop("learning_rate_multiplier", None)
-    checked.pop("assistant_only_loss", None)
+    for settled in ("assistant_only_loss", "loss_type"):
+        checked.pop(settled, None)
+    _check_schedule(checked, param)
     return checked
+
+
+def _check_schedule(checked: Mapping[str, Any], param: str) -> None:
+    """``lr_scheduler_kwargs`` must be what the schedule takes, and hold what it cannot do without."""
+    name, settings = checked.get("lr_scheduler_type", _DEFAULTS.lr_scheduler_type), checked.get("lr_scheduler_kwargs")
+    place = f"{param}.lr_scheduler_kwargs"
+    for setting in settings or {}:
+        if setting not in SCHEDULES[name]:
+            known = ", ".join(SCHEDULES[name]) or "none"
+            raise _conflict(f"lr_scheduler_type '{name}' has no setting '{setting}'; it has: {known}", place)
+    given = (settings or {}).keys()
+    if name == "warmup_stable_decay" and "num_decay_steps" not in given:
+        raise _conflict("lr_scheduler_type 'warmup_stable_decay' needs 'num_decay_steps' in lr_scheduler_kwargs", place)
+    if name == "cosine_with_min_lr" and len(given & {"min_lr", "min_lr_rate"}) != 1:
+        raise _conflict(
+            "lr_scheduler_type 'cosine_with_min_lr' needs either 'min_lr' or 'min_lr_rate' in lr_scheduler_kwargs",
+            place,
+        )
 
 
 def _conflict(message: str, param: str) -> InvalidInputError:
     return InvalidInputError(f"{message}.", code="invalid_hyperparameters", param=param)
-
-
-def _bad(place: str, expected: str, value: Any) -> InvalidInputError:
-    shown = repr(value) if isinstance(value, int | float | bool) else f"a {type(value).__name__}"
-    if isinstance(value, str):
-        shown = f"'{value[:50]}'"
-    return InvalidInputError(
-        f"Invalid '{place}': expected {expected}, got {shown[:60]}.", code="invalid_hyperparameters", param=place
-    )
-
-
-def _between(low: int, high: int) -> Check:
-    """A whole number; 3.0 will do."""
-
-    def check(place: str, value: Any) -> int:
-        whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
-        if not whole or not low <= value <= high:
-            raise _bad(place, f"a whole number from {low} to {high}", value)
-        return int(value)
-
-    return check
-
-
-def _number(low: float, high: float, *, above: bool = False, below: bool = False) -> Check:
-    """A number in a closed range, or without the lower bound (``above``) or the upper one (``below``)."""
-    expected = f"a number {'above' if above else 'from'} {low:g} {'and below' if below else 'up to'} {high:g}"
-
-    def check(place: str, value: Any) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Compared before it is converted: an integer can be too large for a float.
-        if not is_number or not low <= value <= high or (above and value == low) or (below and value == high):
-            raise _bad(place, expected, value)
-        return float(value)
-
-    return check
-
-
-def _boolean(place: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _bad(place, "true or false", value)
-    return value
-
-
-def _only_true(place: str, value: Any) -> bool:
-    if value is not True:
-        raise _bad(place, "true, because only the assistant's tokens are trained on", value)
-    return True
-
-
-def _schedule(place: str, value: Any) -> str:
-    if value not in SCHEDULES:
-        raise _bad(place, f"one of {', '.join(SCHEDULES)}", value)
-    return str(value)
-
-
-def _max_steps(place: str, value: Any) -> int:
-    return -1 if value == -1 and not isinstance(value, bool) else _between(1, _MAX_STEPS)(place, value)
-
-
-def _modules(place: str, value: Any) -> list[str]:
-    """PEFT's forms: a list of names, one name, or 'all-linear'."""
-    if value == "all-linear":
-        return list(LINEAR_MODULES)
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or any(name not in LINEAR_MODULES for name in names):
-        raise _bad(place, f"'all-linear' or a list of {', '.join(LINEAR_MODULES)}", value)
-    return [name for name in LINEAR_MODULES if name in names]
-
-
-def _checks(limits: Limits) -> dict[str, Check]:
-    """Every name that is known, and what its value must be."""
-    return {
-        "n_epochs": _between(1, _MAX_EPOCHS),
-        "num_train_epochs": _between(1, _MAX_EPOCHS),
-        "batch_size": _between(1, _MAX_BATCH_SIZE),
-        "per_device_train_batch_size": _between(1, _MAX_BATCH_SIZE),
-        "gradient_accumulation_steps": _between(1, _MAX_BATCH_SIZE),
-        "learning_rate_multiplier": _number(0, 1 / BASE_LEARNING_RATE, above=True),
-        "learning_rate": _number(0, 1, above=True),
-        "lr_scheduler_type": _schedule,
-        "warmup_ratio": _number(0, 1),
-        "warmup_steps": _between(0, _MAX_STEPS),
-        "weight_decay": _number(0, 1),
-        "adam_beta1": _number(0, 1, below=True),
-        "adam_beta2": _number(0, 1, below=True),
-        "adam_epsilon": _number(0, 1, above=True),
-        "max_grad_norm": _number(0, 1e6),
-        "max_steps": _max_steps,
-        "max_length": _between(2, limits.max_model_len),
-        "packing": _boolean,
-        "assistant_only_loss": _only_true,
-        "eval_steps": _between(0, _MAX_STEPS),
-        "save_steps": _between(0, _MAX_STEPS),
-        "seed": _between(0, MAX_SEED),
-        "r": _between(1, limits.max_lora_rank),
-        "lora_alpha": _number(0, 1e6, above=True),
-        "lora_dropout": _number(0, 1, below=True),
-        "use_rslora": _boolean,
-        "target_modules": _modules,
-    }

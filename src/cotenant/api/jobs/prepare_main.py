@@ -15,6 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.job import SUPERVISED
 from cotenant.text.validation import PreparedFile, prepare_training_file
 
 logger = logging.getLogger(__name__)
@@ -33,13 +34,15 @@ class FileTask(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a child does. ``model_folder`` None: a byte tokenizer for ``vocab_size``. ``max_length``: tokens."""
+    """What a child does. ``model_folder`` None: a byte tokenizer for ``vocab_size``. ``max_length``: tokens.
+    ``method``: the job's, which decides what an example looks like."""
 
     files: tuple[FileTask, ...]
     model_folder: str | None
     chat_template: str | None
     vocab_size: int
     max_length: int
+    method: str = SUPERVISED
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -83,6 +86,7 @@ def _prepare_file(task: Task, file: FileTask) -> PreparedFile:
         task.max_length,
         min_examples=file.min_examples,
         param=file.param,
+        method=task.method,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import time
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,9 @@ class Recorder:
         job = self._job(message.job_id)
         if job is not None:
             event = events.started() if job.total_steps is None else events.goes_on(message.resumed_step)
-            self._store.jobs.change(job.id, _RUNNING, {"total_steps": message.total_steps}, [event])
+            # A job that has stopped early knows of fewer steps when it is taken up again; the first word stands.
+            total_steps = message.total_steps if job.total_steps is None else job.total_steps
+            self._store.jobs.change(job.id, _RUNNING, {"total_steps": total_steps}, [event])
         return Outcome.NOTHING
 
     def _metrics(self, message: JobMetrics) -> Outcome:
@@ -109,7 +110,7 @@ class Recorder:
     def _checkpoint(self, message: CheckpointSaved) -> Outcome:
         job = self._job(message.job_id)
         if job is not None:
-            metrics = None if message.metrics is None else asdict(message.metrics)
+            metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
         return Outcome.NOTHING
 
@@ -134,7 +135,9 @@ class Recorder:
         job = self._job(message.job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return Outcome.NOTHING
-        happened = events.succeeded(job.adapter_name)
+        happened = events.succeeded(job.adapter_name, message.best_step)
+        if job.total_steps is not None and message.total_steps < job.total_steps:
+            happened.insert(0, events.stopped_early(message.total_steps, job.total_steps))
         try:
             result_file = self._place_results(job.id)
         except StoreError as error:

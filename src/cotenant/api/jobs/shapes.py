@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cotenant.api.jobs.hyperparameters import AUTO, as_requested
+from cotenant.core.job import SUPERVISED
 from cotenant.store import CheckpointRecord, EventRecord, JobRecord, JobStatus, Page
 
 _CHECKPOINT_METRICS = (
@@ -101,7 +102,8 @@ class CheckpointList(msgspec.Struct, kw_only=True):
 
 def job_of(record: JobRecord, organization: str) -> Job:
     """A stored job as clients see it."""
-    requested = {name: value for name, value in record.requested.items() if name != "seed"}
+    method = record.requested.get("method", SUPERVISED)
+    requested = {name: value for name, value in record.requested.items() if name not in ("seed", "method")}
     settings = requested if record.hyperparameters is None else as_requested(record.hyperparameters)
     error = record.error
     return Job(
@@ -121,7 +123,7 @@ def job_of(record: JobRecord, organization: str) -> Job:
         seed=record.requested["seed"],
         error=None if error is None else JobErrorObject(error.code, error.message, error.param),
         hyperparameters={name: settings.get(name, AUTO) for name in _OPENAI_HYPERPARAMETERS},
-        method={"type": "supervised", "supervised": {"hyperparameters": settings}},
+        method={"type": method, method: {"hyperparameters": settings}},
         metadata=record.metadata,
     )
 
@@ -153,12 +155,18 @@ def checkpoint_list(page: Page[CheckpointRecord]) -> CheckpointList:
             fine_tuning_job_id=record.job_id,
             fine_tuned_model_checkpoint=record.name,
             step_number=record.step,
-            metrics={name: (record.metrics or {}).get(name) for name in _CHECKPOINT_METRICS},
+            metrics=_checkpoint_metrics(record.metrics or {}),
         )
         for record in page.items
     ]
     first, last = _ends([checkpoint.id for checkpoint in checkpoints])
     return CheckpointList(data=checkpoints, first_id=first, last_id=last, has_more=page.has_more)
+
+
+def _checkpoint_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's figures, measured or not, and TRL's of preferences where the job has them."""
+    preference = {name: value for name, value in metrics.items() if "/" in name}
+    return {name: metrics.get(name) for name in _CHECKPOINT_METRICS} | preference
 
 
 def _ends(ids: Sequence[str]) -> tuple[str | None, str | None]:

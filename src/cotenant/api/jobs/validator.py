@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotenant.api.jobs import events
-from cotenant.api.jobs.hyperparameters import DatasetSize, Limits, resolve
+from cotenant.api.jobs.hyperparameters import DatasetSize, resolve
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
+from cotenant.api.jobs.values import Limits
 from cotenant.api.jobs.wakeable import WakeableTask
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
-from cotenant.core.job import Hyperparameters
+from cotenant.core.job import SUPERVISED, Hyperparameters
 from cotenant.store import JobError, JobRecord, JobStatus, NewEvent, Store
 from cotenant.text.validation import MIN_EXAMPLES, PreparedFile
 from cotenant.wire.messages import Ready
@@ -97,7 +98,7 @@ class Validator:
             await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.VALIDATING,), reason)
             return
         values = {"status": JobStatus.QUEUED, "hyperparameters": settings}
-        happened = [*_cuts(files, settings), events.validated()]
+        happened = [*_warnings(files, settings), events.validated()]
         await asyncio.to_thread(self._store.jobs.change, job.id, (JobStatus.VALIDATING,), values, happened)
         self._on_queued()
 
@@ -112,6 +113,7 @@ class Validator:
             chat_template=self._config.model.chat_template,
             vocab_size=ready.vocab_size,
             max_length=ready.max_model_len,
+            method=job.requested.get("method", SUPERVISED),
         )
 
     def _file_task(self, job: JobRecord, file_id: str, target: str, param: str, min_examples: int) -> FileTask:
@@ -119,10 +121,14 @@ class Validator:
         return FileTask(str(self._store.files.path(file_id)), str(folder / target), param, min_examples)
 
 
-def _cuts(files: tuple[PreparedFile, ...], settings: Hyperparameters) -> list[NewEvent]:
-    """A warning for each file with examples longer than the job trains on."""
+def _warnings(files: tuple[PreparedFile, ...], settings: Hyperparameters) -> list[NewEvent]:
+    """A warning for each file with examples longer than the job trains on, and for a batch that is more than all."""
     names = ("training file", "validation file")
-    return [
+    num_examples = files[0].num_examples
+    batch = (
+        [events.batch_is_everything(settings.batch_size, num_examples)] if settings.batch_size > num_examples else []
+    )
+    return batch + [
         events.cut(name, file.max_tokens, settings.max_length)
         for name, file in zip(names, files, strict=False)
         if file.max_tokens > settings.max_length

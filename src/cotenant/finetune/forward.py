@@ -1,0 +1,77 @@
+"""Micro-batches through the decoder without gradients, as tasklets: validation, and DPO's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
+from cotenant.finetune.tasklets import Cursor, EvaluationPass, forward_and_loss_runs
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+_RUNS_PER_MICRO_BATCH = 2  # forward layers, loss
+
+Take = Callable[[int, MicroBatch, torch.Tensor], None]
+
+
+class ForwardPasses:
+    """Runs at least one micro-batch; ``take`` gets each one's number, tensors and last hidden state [tokens, hidden]
+    in its loss tasklet. ``adapter`` None: the base alone. Dropout is off."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter | None,
+        dataset: Dataset,
+        micro_batches: Sequence[MicroBatchShape],
+        take: Take,
+    ) -> None:
+        self._decoder = decoder
+        self._adapter = adapter
+        self._dataset = dataset
+        self._micro_batches = tuple(micro_batches)
+        self._take = take
+        self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
+        self._pass: EvaluationPass | None = None
+
+    @property
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        return self._cursor.remaining
+
+    @property
+    def done(self) -> bool:
+        return self._cursor.done
+
+    @property
+    def started(self) -> bool:
+        """Whether there are activations that a discard would free."""
+        return self._pass is not None
+
+    def run_tasklet(self) -> TaskletShape:
+        shape = self._cursor.shape
+        index = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        if self._pass is None:
+            micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
+            self._pass = EvaluationPass(self._decoder, micro_batch)
+        if self._adapter is not None:
+            self._adapter.dropout_seed = None
+        if shape.kind is TaskletKind.EVAL_FORWARD:
+            self._pass.forward(self._cursor.within)
+        else:
+            self._take(index, self._pass.micro_batch, self._pass.output)
+            self._pass = None
+        self._cursor.advance()
+        return shape
+
+    def discard(self) -> None:
+        """Drop the activations; the micro-batch in flight runs again, those before it stay done."""
+        self._pass = None
+        self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
+
+    def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
+        num_layers = self._decoder.spec.num_layers
+        return forward_and_loss_runs(TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS, num_layers, shape)

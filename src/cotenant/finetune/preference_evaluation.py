@@ -1,0 +1,122 @@
+"""Validation on pairs of answers: DPO's loss and rewards, of one batch or of all of the file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from cotenant.core.job import StepMetrics
+from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.forward import ForwardPasses
+from cotenant.finetune.loss import LossSums
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.preference import PreferenceLoss, Scores, pairs_of, score, split_pairs
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+
+class PreferenceValidationSet:
+    """As ``ValidationSet``, in pairs. The base's scores are kept once measured: a validation micro-batch is always the
+    same, and so are its bits."""
+
+    def __init__(
+        self, dataset: Dataset, loss: PreferenceLoss, *, batch_size: int, seed: int, max_tasklet_tokens: int
+    ) -> None:
+        order = list(range(0, len(dataset), 2))
+        random.Random(f"validation/{seed}").shuffle(order)
+        drawn, rest = (
+            [sequence for first in part for sequence in (first, first + 1)]
+            for part in (order[:batch_size], order[batch_size:])
+        )
+        self.dataset = dataset
+        self.loss = loss
+        self.batch_sequences, self.all_sequences = tuple(drawn), tuple(drawn + rest)
+        self.batch = split_pairs(dataset, drawn, max_tasklet_tokens)
+        self.rest = split_pairs(dataset, rest, max_tasklet_tokens)
+        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_tokens = sum(dataset.lengths)
+        self.reference: Scores = {}
+
+    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> PreferenceEvaluation:
+        """A measurement to run."""
+        return PreferenceEvaluation(decoder, adapter, self, full=full)
+
+
+class PreferenceEvaluation:
+    """The base's scores, where they are not known yet, then the adapter's; of the batch, or with ``full`` of all."""
+
+    def __init__(
+        self, decoder: Decoder, adapter: LoraAdapter, validation: PreferenceValidationSet, *, full: bool
+    ) -> None:
+        self._decoder = decoder
+        self._validation = validation
+        self._full = full
+        micro_batches = validation.batch + validation.rest if full else validation.batch
+        unknown = [shape for shape in micro_batches if shape.examples[0] not in validation.reference]
+        dataset = validation.dataset
+        self._phases = [ForwardPasses(decoder, adapter, dataset, micro_batches, self._take)]
+        if unknown:
+            self._phases.insert(0, ForwardPasses(decoder, None, dataset, unknown, self._take_reference))
+        self.num_tokens = sum(shape.num_tokens for shape in (*unknown, *micro_batches))
+        self._scores: Scores = {}
+        self._sums = LossSums.zero(decoder.device)
+        self._batch_accuracy = 0.0
+
+    @property
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        return tuple(run for phase in self._phases for run in phase.upcoming)
+
+    @property
+    def done(self) -> bool:
+        return self._phases[-1].done
+
+    @property
+    def started(self) -> bool:
+        return any(phase.started for phase in self._phases)
+
+    def run_tasklet(self) -> TaskletShape:
+        return next(phase for phase in self._phases if not phase.done).run_tasklet()
+
+    def discard(self) -> None:
+        """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""
+        for phase in self._phases:
+            phase.discard()
+
+    def add_to(self, metrics: StepMetrics) -> StepMetrics:
+        """The step's metrics with the figures measured here."""
+        assert self.done, "the evaluation is not over"
+        validation = self._validation
+        policy, reference = self._pairs(validation.batch_sequences)
+        metrics = replace(
+            metrics,
+            valid_loss=float(validation.loss.losses(policy, reference).mean()),
+            valid_mean_token_accuracy=self._batch_accuracy,
+            valid_preference=validation.loss.metrics(policy, reference),
+        )
+        if not self._full:
+            return metrics
+        policy, reference = self._pairs(validation.all_sequences)
+        return replace(
+            metrics,
+            full_valid_loss=float(validation.loss.losses(policy, reference).mean()),
+            full_valid_mean_token_accuracy=self._sums.accuracy(),
+            full_valid_preference=validation.loss.metrics(policy, reference),
+        )
+
+    def _pairs(self, sequences: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return pairs_of(self._scores, sequences), pairs_of(self._validation.reference, sequences)
+
+    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        scores, sums = score(self._validation.dataset, self._decoder, hidden, micro_batch)
+        self._scores.update(scores)
+        self._sums += sums
+        if index + 1 == len(self._validation.batch):
+            self._batch_accuracy = self._sums.accuracy()
+
+    def _take_reference(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        scores, _ = score(self._validation.dataset, self._decoder, hidden, micro_batch)
+        self._validation.reference.update(scores)

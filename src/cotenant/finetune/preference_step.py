@@ -1,0 +1,118 @@
+"""A step of DPO: the base's scores of its pairs, then the micro-batches of any training step.
+
+The reference is the base with the adapter off, so there is no second model. Its scores are computed again in every
+epoch: their last bits depend on what shares a micro-batch, and a job that is taken up again must get the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cotenant.core.job import PreferenceMetrics
+from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.forward import ForwardPasses
+from cotenant.finetune.loss import LossSums
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.preference import PreferenceLoss, PreferenceObjective, Scores, score, split_pairs
+from cotenant.finetune.step import TrainingStep
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+
+
+class PreferenceStep:
+    """``TrainingStep`` for pairs; ``examples`` are their sequences, chosen before rejected.
+
+    A discard keeps the scores of the reference's micro-batches that are done: a few numbers that never change.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        dataset: Dataset,
+        examples: Sequence[int],
+        loss: PreferenceLoss,
+        *,
+        step_index: int,
+        seed: int,
+        max_tasklet_tokens: int,
+    ) -> None:
+        self._decoder = decoder
+        self._dataset = dataset
+        self._examples = tuple(examples)
+        self._scores: Scores = {}
+        self._reference = ForwardPasses(
+            decoder, None, dataset, split_pairs(dataset, examples, max_tasklet_tokens), self._take
+        )
+        self._objective = PreferenceObjective(loss, dataset, self._scores)
+        self._step = TrainingStep(
+            decoder,
+            adapter,
+            dataset,
+            examples,
+            step_index=step_index,
+            seed=seed,
+            max_tasklet_tokens=max_tasklet_tokens,
+            objective=self._objective,
+        )
+        self.gradient_scale = self._step.gradient_scale
+        self.num_tokens = self._step.num_tokens
+
+    @property
+    def num_forward_tokens(self) -> int:
+        """Under the base, and with the adapter."""
+        return 2 * self.num_tokens
+
+    @property
+    def upcoming(self) -> tuple[TaskletRun, ...]:
+        return (*self._reference.upcoming, *self._step.upcoming)
+
+    @property
+    def done(self) -> bool:
+        """Whether the gradient is complete."""
+        return self._step.done
+
+    @property
+    def started(self) -> bool:
+        return self._reference.started or self._step.started
+
+    @property
+    def loss(self) -> float:
+        """The mean of the pairs' losses."""
+        return self._step.loss
+
+    @property
+    def sums(self) -> LossSums:
+        """Of the chosen answers' tokens, once all losses have run."""
+        return self._step.sums
+
+    @property
+    def next_forward_layer(self) -> int | None:
+        """The layer, if the next tasklet is a forward one of the adapter's pass."""
+        return self._step.next_forward_layer if self._reference.done else None
+
+    def run_tasklet(self) -> TaskletShape:
+        return self._step.run_tasklet() if self._reference.done else self._reference.run_tasklet()
+
+    def begin_forward(self) -> tuple[MicroBatch, torch.Tensor]:
+        assert self._reference.done, "the reference comes first"
+        return self._step.begin_forward()
+
+    def end_forward(self, output: torch.Tensor) -> TaskletShape:
+        return self._step.end_forward(output)
+
+    def discard(self) -> None:
+        """Drop the graph, the activations and the gradients; the training micro-batches start again."""
+        self._reference.discard()
+        self._step.discard()
+
+    def preference(self) -> PreferenceMetrics | None:
+        """The step's rewards. Waits for the device."""
+        return self._objective.metrics(self._examples)
+
+    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+        scores, _ = score(self._dataset, self._decoder, hidden, micro_batch)
+        self._scores.update(scores)

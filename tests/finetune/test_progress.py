@@ -1,0 +1,117 @@
+"""The estimate of the time left: from measured wall time, whatever takes a share of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.core.job import Hyperparameters
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.optimizer import warm_up
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.progress import Progress, Work
+from cotenant.models.batch import Batch, TrainingSegment
+from cotenant.models.decoder import Decoder
+from cotenant.wire.messages import JobMetrics
+from finetune import support
+from finetune.conversations import TINY, make_spec
+
+
+@pytest.fixture(scope="module")
+def tiny_decoder() -> Decoder:
+    warm_up()  # as the worker does
+    return support.load(TINY)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(-1, 30), st.integers(0, 12))
+def test_evaluations_are_counted_as_they_happen(
+    num_examples: int, batch_size: int, n_epochs: int, max_steps: int, every: int
+) -> None:
+    hyper = replace(support.HYPER, batch_size=batch_size, n_epochs=n_epochs, max_steps=max_steps or -1)
+    order = DataOrder([10] * num_examples, hyper)
+    happened = [step for step in range(1, order.total_steps + 1) if order.evaluates(step, every)]
+    assert order.num_evaluations(every) == len(happened)
+    for step in range(order.total_steps + 1):
+        assert order.num_evaluations(every, step) == sum(other <= step for other in happened)
+
+
+def test_tokens_are_counted_not_steps() -> None:
+    now_s = 0.0
+    progress = Progress(lambda: now_s)
+    assert progress.remaining_s(Work(100, 0)) is None
+    for num_tokens in (100, 300, 200):
+        now_s += num_tokens * 0.004
+        progress.tasklet_done(forward=True)
+        now_s += num_tokens * 0.005
+        progress.tasklet_done(forward=False)
+        now_s += num_tokens * 0.001
+        progress.trained(num_tokens, 2 * num_tokens)
+        assert progress.remaining_s(Work(1000, 0)) == pytest.approx(10.0)
+        assert progress.remaining_s(Work(0, 1000)) == pytest.approx(2.0)  # as far as anybody knows yet
+    now_s += 50 * 0.002
+    progress.evaluated(50)
+    assert progress.remaining_s(Work(1000, 500)) == pytest.approx(11.0)
+
+
+def test_a_slow_start_is_forgotten_and_a_slow_share_is_not() -> None:
+    now_s = 0.0
+    progress = Progress(lambda: now_s)
+
+    def take(*seconds: float) -> float:
+        nonlocal now_s
+        for lap_s in seconds:
+            now_s += lap_s
+            progress.trained(10, 10)
+        remaining_s = progress.remaining_s(Work(100, 0))
+        assert remaining_s is not None
+        return remaining_s
+
+    assert take(30.0, 1.0, 3.0, 1.0, 1.0) == pytest.approx(10.0)
+    assert take(*[1.0] * 30) == pytest.approx(10.0)
+    # Every third step waits for somebody: from now on that is what steps take.
+    assert take(*[1.0, 1.0, 4.0] * 32) == pytest.approx(20.0, rel=0.05)
+
+
+COMMON = Hyperparameters(batch_size=4, max_length=512, learning_rate=1e-3, r=8)
+CASES = {
+    "supervised": (replace(COMMON, n_epochs=8), 0),
+    "supervised-shared": (replace(COMMON, n_epochs=6), 3),
+    "dpo-shared": (replace(COMMON, n_epochs=4, method="dpo"), 2),
+    "selection": (replace(COMMON, n_epochs=5, eval_steps=4, load_best_model_at_end=True), 0),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_within_a_fifth_after_the_first_tenth(tiny_decoder: Decoder, tmp_path: Path, name: str) -> None:
+    """A job, alone or with steady work of another tenant's between its tasklets, against what it then really took.
+
+    The clock is the thread's own, so what else runs on the machine has no part in it.
+    """
+    other = Batch(torch.arange(3, 67), torch.arange(64), (TrainingSegment((64,)),))
+    hyper, other_layers = CASES[name]
+    spec = make_spec(tmp_path / "job", hyper, num_examples=40, num_validation=40)
+    job = TrainingJob(tiny_decoder, spec, 300, None, clock=time.thread_time)
+    estimates: list[tuple[float, float, float]] = []  # (share of the steps done, when, seconds left)
+    while job.upcoming():
+        job.run_tasklet()
+        with torch.inference_mode():
+            for layer in range(other_layers):
+                tiny_decoder.layer(layer, tiny_decoder.embed(other.token_ids), other)
+        for update in job.take_updates():
+            if isinstance(update, JobMetrics) and update.remaining_s is not None:
+                estimates.append((job.step / job.total_steps, time.thread_time(), update.remaining_s))
+    end_s = time.thread_time()
+    job.wait_for_writes()
+    job.close()
+    early = [(left_s / (end_s - now_s)) for share, now_s, left_s in estimates if 0.1 <= share <= 0.6]
+    assert len(early) > 10
+    # One estimate may be off by what a shared machine does to four steps; most may not.
+    assert early[0] == pytest.approx(1.0, abs=0.4)
+    errors = sorted(abs(ratio - 1.0) for ratio in early)
+    assert errors[len(errors) // 2] < 0.2

@@ -1,0 +1,147 @@
+"""Preference files: both formats give the same sequences, and a line that is wrong is named with its field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.text.chat import load_chat_template
+from cotenant.text.examples import EncodedExample
+from cotenant.text.tokenizer import load_tokenizer
+from cotenant.text.validation import prepare_training_file, validate_and_encode
+from text.samples import TOOLS
+
+ASKS = {"role": "user", "content": "Hi"}
+EARLIER = [ASKS, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Name a colour."}]
+
+
+def _says(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
+
+
+def openai(prompt: list[dict[str, Any]], good: str = "Red!", bad: str = "A dog.", **more: Any) -> dict[str, Any]:
+    return {
+        "input": {"messages": prompt, "parallel_tool_calls": True, **more},
+        "preferred_output": _says(good),
+        "non_preferred_output": _says(bad),
+    }
+
+
+GOOD = openai([ASKS])
+
+
+def _file(folder: Path, *lines: Any) -> Path:
+    path = folder / "train.jsonl"
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(text + b"\n" for text in texts))
+    return path
+
+
+def _encode(path: Path, max_length: int | None = 2048, **more: Any) -> list[EncodedExample]:
+    return validate_and_encode(
+        path, load_tokenizer(None, 300), load_chat_template(None, None), max_length, method="dpo", **more
+    )
+
+
+def _text(example: EncodedExample, *, trained: bool) -> str:
+    tokenizer = load_tokenizer(None, 300)
+    ids = [
+        int(token) for token, weight in zip(example.token_ids, example.weights, strict=True) if (weight > 0) == trained
+    ]
+    return tokenizer.decode(ids)
+
+
+def test_only_the_answers_count(tmp_path: Path) -> None:
+    chosen, rejected = _encode(_file(tmp_path, openai(EARLIER)), min_examples=1)
+    assert _text(chosen, trained=True).startswith("Red!")
+    assert _text(rejected, trained=True).startswith("A dog.")
+    for example in (chosen, rejected):
+        assert "Yes?" in _text(example, trained=False)
+    assert _text(chosen, trained=False) == _text(rejected, trained=False)
+
+
+def test_trls_formats_are_the_same_examples(tmp_path: Path) -> None:
+    good, bad = _says("Red!"), _says("A dog.")
+    same = [
+        openai(EARLIER),
+        {"prompt": EARLIER, "chosen": good, "rejected": bad},
+        {"prompt": EARLIER, "chosen": "Red!", "rejected": "A dog.", "score": 3},
+        {"chosen": EARLIER + good, "rejected": EARLIER + bad},
+    ]
+    encoded = _encode(_file(tmp_path, *same), min_examples=4)
+    assert len(encoded) == 8
+    for index in range(2, 8):
+        assert encoded[index].token_ids.tolist() == encoded[index % 2].token_ids.tolist()
+        assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
+    texts = _encode(_file(tmp_path, {"prompt": "Hi", "chosen": "Red!", "rejected": "A dog."}), min_examples=1)
+    assert [_text(text, trained=True) for text in texts] == [_text(text, trained=True) for text in encoded[:2]]
+
+
+def test_tools_reach_the_template(tmp_path: Path) -> None:
+    plain, with_tools = (
+        _encode(_file(tmp_path, openai([ASKS], **more)), min_examples=1) for more in ({}, {"tools": None})
+    )
+    assert plain[0].num_tokens == with_tools[0].num_tokens
+    assert len(_encode(_file(tmp_path, openai([ASKS], tools=TOOLS)), min_examples=1)) == 2
+
+
+def test_a_prepared_file_counts_pairs(tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    prepared = prepare_training_file(
+        _file(tmp_path, *[GOOD] * 10), target, None, None, 300, None, 10, "training_file", "dpo"
+    )
+    assert prepared.num_examples == 10
+    assert len(load_file(target)["offsets"]) == 21
+    with pytest.raises(InvalidInputError, match=r"has 9 example\(s\)"):
+        _encode(_file(tmp_path, *[GOOD] * 9))
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**GOOD, **changes}.items() if value is not None}
+
+
+TRL = {"prompt": [ASKS], "chosen": _says("a"), "rejected": _says("b")}
+
+BROKEN: list[tuple[Any, str]] = [
+    (b"{", "Line 57 is not valid JSON"),
+    ([1], "Line 57 is not a dictionary"),
+    ({}, "Line 57: a preference example needs 'input', 'preferred_output' and 'non_preferred_output'"),
+    ({"messages": [ASKS]}, "Line 57: it has 'messages', which is for method.type 'supervised'"),
+    (_with(input=None), "Line 57 has no 'input'"),
+    (_with(preferred_output=None), "Line 57 has no 'preferred_output'"),
+    (_with(non_preferred_output=None), "Line 57 has no 'non_preferred_output'"),
+    (_with(input=[ASKS]), "Line 57, 'input': it must be a dictionary with 'messages'"),
+    (_with(input={}), "Line 57, 'input': it has no 'messages'"),
+    (_with(input={"messages": []}), "Line 57, 'input.messages': it must be a list with at least one message"),
+    (_with(input={"messages": [{"role": "robot", "content": ""}]}), "Line 57, 'input.messages', message 1: unknown"),
+    (_with(input={"messages": [ASKS], "tools": 3}), "Line 57, 'input': 'tools' must be a list"),
+    (_with(preferred_output="Red!"), "Line 57, 'preferred_output': it must be a list with at least one message"),
+    (_with(preferred_output=[]), "Line 57, 'preferred_output': it must be a list with at least one message"),
+    (_with(preferred_output=["Red!"]), "Line 57, 'preferred_output', message 1: a message must be a dictionary"),
+    (_with(preferred_output=_says("")), "Line 57, 'preferred_output', message 1: its 'content' is empty"),
+    (_with(preferred_output=[ASKS]), "Line 57, 'preferred_output', message 1: its role is 'user'"),
+    (_with(non_preferred_output=[{"content": "x"}]), "Line 57, 'non_preferred_output', message 1: it has no 'role'"),
+    (_with(non_preferred_output=_says("x" * 5000)), "Line 57, 'non_preferred_output': it has "),
+    (_with(non_preferred_output=_says("\ud800")), "Line 57, 'non_preferred_output': The text holds an unpaired"),
+    ({**TRL, "rejected": None}, "Line 57 has no 'rejected'"),
+    ({**TRL, "chosen": 7}, "Line 57, 'chosen': it must be a list with at least one message"),
+    ({**TRL, "chosen": ""}, "Line 57, 'chosen', message 1: its 'content' is empty"),
+    ({**TRL, "prompt": []}, "Line 57, 'prompt': it must be a list with at least one message"),
+    ({**TRL, "prompt": None}, "Line 57 has no 'prompt', and 'chosen' and 'rejected' do not begin with the same"),
+    ({**TRL, "prompt": {"a": 1}}, "Line 57, 'prompt': it must be a list with at least one message"),
+    ({**TRL, "rejected": [*_says("b"), {"role": "tool", "content": "x"}]}, "Line 57, 'rejected': its last message"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "words"), BROKEN, ids=[str(index) for index in range(len(BROKEN))])
+def test_a_broken_line_57(tmp_path: Path, line: Any, words: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        _encode(_file(tmp_path, *[GOOD] * 56, line, *[GOOD] * 3), param="validation_file")
+    assert words in caught.value.message
+    assert (caught.value.code, caught.value.param) == ("invalid_validation_file", "validation_file")
+    assert len(caught.value.message) < 300
