@@ -1,11 +1,11 @@
 """What being suspendable costs: training steps cut into tasklets after every layer, against uncut ones.
 
-Uncut: forward through all layers in one graph and one backward through it. Cut: the same micro-batches as tasklets,
-with the next ones looked up before each, as the worker does. Both use the same data, loss, optimizer and weights. A
+Uncut: a micro-batch's forward, loss and backward in one go. Cut: the same micro-batches as tasklets, with the next ones
+looked up before each, as the worker does. Both use the same data, loss, optimizer and weights. A
 pair is ``--steps`` steps of each, taken in turn so that other load on the machine hits both alike; every other pair
 begins with the other kind.
 
-    .venv/bin/python bench/suspend_overhead.py
+    python bench/suspend_overhead.py
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch
 from cotenant.config import ModelConfig
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.finetune.dataset import Dataset, load_dataset
-from cotenant.finetune.loss import loss_and_gradient
 from cotenant.finetune.microbatch import build, split
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.state import TrainingState, fingerprint
+from cotenant.finetune.tasklets import TrainingPass
 from cotenant.finetune.trainer import Trainer
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
@@ -155,7 +155,7 @@ def _cut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[[]
 
 
 def _uncut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[[], None]:
-    """A function that runs the next step with one graph through all layers per micro-batch."""
+    """A function that runs the next step, each micro-batch in one go."""
     state = _state(decoder, spec, dataset)
     order = DataOrder(dataset.lengths, spec.hyperparameters)
 
@@ -165,9 +165,13 @@ def _uncut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[
         loss = accuracy = 0.0
         for shape in split(dataset, examples, MICRO_BATCH_TOKENS):
             micro_batch = build(dataset, shape, state.adapter, decoder.device)
-            hidden = decoder.forward(micro_batch.batch)
-            sums, gradient = loss_and_gradient(decoder, hidden.detach(), micro_batch, total_weight)
-            torch.autograd.backward(hidden, gradient)
+            training = TrainingPass(decoder, micro_batch)
+            for _ in range(decoder.spec.num_layers):
+                training.forward()
+            sums = training.loss(total_weight)
+            for _ in range(decoder.spec.num_layers):
+                training.backward()
+            training.commit()
             loss += float(sums.weighted_nll) / total_weight
             accuracy += sums.accuracy()
         state.optimizer.clip()

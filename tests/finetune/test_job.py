@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -339,3 +340,19 @@ def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -
     with pytest.raises(InvalidInputError, match=r"Example 1 of the validation file .* preferred answer") as error:
         support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, kept], [cut, kept], **DPO))
     assert error.value.code == "invalid_validation_file"
+
+
+def test_a_job_that_cannot_fit_says_how_much_it_lacks(decoder: Decoder, tmp_path: Path) -> None:
+    """Before it has taken any step, and what would make it fit."""
+    spec = support.make_spec(tmp_path, examples=support.random_examples(9) + [([5] * 37, [1.0] * 37)])
+    with pytest.raises(CotenantError) as refused:
+        support.make_job(decoder, spec, free_bytes=1000)
+    assert refused.value.code == "insufficient_memory"
+    needed = int(re.findall(r"needs (\d+) bytes", refused.value.message)[0])
+    assert f"{needed - 1000} (" in refused.value.message
+    assert "longest example, 37 tokens" in refused.value.message
+    with pytest.raises(CotenantError, match="With gradient_checkpointing it needs"):
+        support.make_job(decoder, spec, free_bytes=needed - 1)
+    support.make_job(decoder, spec, free_bytes=needed).close()
+    lean = support.make_spec(tmp_path / "lean", examples=[([5] * 37, [1.0] * 37)] * 12, gradient_checkpointing=True)
+    support.make_job(decoder, lean, free_bytes=needed - 1).close()

@@ -12,10 +12,9 @@ import torch
 from cotenant.core.job import JobSpec
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.job import TrainingJob
-from cotenant.finetune.loss import loss_and_gradient
 from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
 from cotenant.models.decoder import Decoder
-from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 from finetune import support
 
 WITH_DROPOUT = {"lora_dropout": 0.1}
@@ -76,7 +75,7 @@ def test_discard_restores_everything_a_step_touches(decoder: Decoder, tmp_path: 
     before = [parameter.clone() for parameter in job.adapter.parameters()]
     upcoming = job.upcoming()
     kinds = [run.shape.kind for run in upcoming for _ in range(run.count)]
-    support.run(job, kinds.index(TaskletKind.OPTIMIZER))
+    support.run(job, kinds.index(TaskletKind.BACKWARD) + 2)
     assert job.in_flight
     job.discard_step()
     assert job.upcoming() == upcoming
@@ -149,7 +148,6 @@ def test_fused_forward_gives_the_same_adapter(decoder: Decoder, tmp_path: Path, 
 def _run_fused(job: TrainingJob, decoder: Decoder, layer: int, *, call_off: bool) -> None:
     fused = job.begin_fused()
     assert fused.layer == layer
-    assert fused.hidden.requires_grad == (layer > 0)
     num_tokens = fused.segment.num_tokens
     training = Batch(
         torch.zeros(num_tokens, dtype=torch.int64),
@@ -162,8 +160,9 @@ def _run_fused(job: TrainingJob, decoder: Decoder, layer: int, *, call_off: bool
     if call_off:
         job.discard_step()
         return
-    output = decoder.layer(layer, hidden, _join(other, training))
-    shape = job.end_fused(output[other.num_tokens :])
+    tape = LayerTape(slice(other.num_tokens, other.num_tokens + num_tokens))
+    output = decoder.layer(layer, hidden, _join(other, training), tape=tape)
+    shape = job.end_fused(output[tape.rows], tape)
     assert shape.kind is TaskletKind.FORWARD
     assert shape.num_tokens == num_tokens
 
@@ -198,35 +197,29 @@ def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path, chan
     job.close()
 
 
-@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT], ids=["plain", "dropout"])
-def test_cut_backward_equals_whole_backward_bit_for_bit(
-    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
-) -> None:
-    job = support.make_job(decoder, support.make_spec(tmp_path, learning_rate=0.05, warmup_steps=0, **changes))
-    support.run_step(job)  # so that B is not 0 and every weight has a gradient
-    kinds = [run.shape.kind for run in job.upcoming()]
-    first_backward_end = sum(run.count for run in job.upcoming()[: kinds.index(TaskletKind.BACKWARD) + 1])
+@pytest.mark.parametrize("changes", [WITH_DROPOUT, DPO], ids=["supervised", "dpo"])
+def test_recomputation_changes_no_bit(decoder: Decoder, tmp_path: Path, changes: dict[str, object]) -> None:
+    expected = _undisturbed(decoder, tmp_path / "kept", **changes)
+    assert _undisturbed(decoder, tmp_path / "again", gradient_checkpointing=True, **changes) == expected
+
+
+def test_a_discard_keeps_the_micro_batches_that_are_done(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, _spec(tmp_path, batch_size=12))
+    support.run_step(job)
+    upcoming = job.upcoming()
+    per_micro_batch = sum(run.count for run in upcoming[:3])
+    assert [run.shape.kind for run in upcoming[:6:3]] == [TaskletKind.FORWARD, TaskletKind.FORWARD]
+    support.run(job, per_micro_batch + 1)
+    kept = [parameter.grad.clone() for parameter in job.adapter.parameters() if parameter.grad is not None]
+    assert any(gradient.any() for gradient in kept)
+    support.run(job, upcoming[3].count + 1)  # into the second micro-batch's backward
     job.discard_step()
-    whole = _whole_backward(job, decoder)
-    support.run(job, first_backward_end)
-    cut = [parameter.grad for parameter in job.adapter.parameters()]
-    assert len(cut) == len(whole)
-    for ours, expected in zip(cut, whole, strict=True):
-        assert ours is not None
-        assert expected.any()
-        assert torch.equal(ours, expected)
+    assert not job.in_flight
+    assert job.upcoming() == upcoming[3:]
+    assert all(
+        torch.equal(parameter.grad, gradient)
+        for parameter, gradient in zip(job.adapter.parameters(), kept, strict=True)
+        if parameter.grad is not None
+    )
     job.close()
-
-
-def _whole_backward(job: TrainingJob, decoder: Decoder) -> list[torch.Tensor]:
-    """The gradient of the next micro-batch by one graph through all layers, from the same gradient at its end."""
-    step = job._training.trainer._step  # the micro-batch and its scale have no public door
-    adapter: LoraAdapter = job.adapter
-    micro_batch = step._current_pass().micro_batch
-    hidden = decoder.embed(micro_batch.batch.token_ids)
-    for layer in range(decoder.spec.num_layers):
-        hidden = decoder.layer(layer, hidden, micro_batch.batch)
-    _, gradient = loss_and_gradient(decoder, hidden.detach(), micro_batch, step.total_weight)
-    gradients = torch.autograd.grad(hidden, list(adapter.parameters()), gradient)
-    job.discard_step()
-    return list(gradients)
+    assert all(parameter.grad is None for parameter in job.adapter.parameters())

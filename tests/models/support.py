@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from transformers import (
 
 from cotenant.models.batch import AdapterSpan, Batch, PagedSegment, TrainingSegment
 from cotenant.models.decoder import Decoder
+from cotenant.models.layer_backward import layer_backward
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import ResolvedModel, read_spec
+from cotenant.models.tape import LayerTape
 
 VOCAB_SIZE = 101
 CPU = torch.device("cpu")
@@ -220,3 +222,32 @@ def random_adapter(decoder: Decoder, seed: int, **options: Any) -> LoraAdapter:
         for _, b in adapter.weights.values():
             b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
     return adapter
+
+
+def gradients(
+    decoder: Decoder,
+    batch: Batch,
+    adapter: LoraAdapter,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    kv_cache: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Of the adapter's matrices, by tapes and ``layer_backward``. The adapter's rows are the batch's last ones, and
+    ``loss`` gets their logits."""
+    (span,) = (span for span in batch.spans if span.adapter is adapter)
+    tapes, hidden = [], decoder.embed(batch.token_ids)
+    with torch.no_grad():
+        for index in range(decoder.spec.num_layers):
+            tapes.append(LayerTape(slice(span.start, span.stop)))
+            hidden = decoder.layer(index, hidden, batch, kv_cache, tapes[-1])
+    last = hidden[span.start :].requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(decoder.logits(last)), last)
+    found: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for index in reversed(range(decoder.spec.num_layers)):
+            below = layer_backward(
+                decoder, index, tapes.pop(), gradient, lambda matrix, part: found.update({id(matrix): part})
+            )
+            assert below is not None
+            gradient = below
+    return [found[id(matrix)] for matrix in adapter.parameters()]

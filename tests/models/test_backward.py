@@ -1,4 +1,4 @@
-"""Training through the decoder: gradients, their cut at layer boundaries, dropout, and fusion with decodes."""
+"""Training through the decoder: the backward pass that is written out, dropout, and fusion with decodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from peft import PeftModel
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.linear import linear
+from cotenant.models.linear import linear, linear_backward
 from cotenant.models.lora import LoraAdapter, save_adapter
+from cotenant.models.tape import LayerTape
 from models import support
 from models.support import PagedCache, Pair, tokens
 
@@ -26,18 +27,10 @@ def _loss(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, TARGETS)
 
 
-def _gradients(adapter: LoraAdapter) -> list[torch.Tensor]:
-    gradients = [parameter.grad for parameter in adapter.parameters()]
-    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)
-    for parameter in adapter.parameters():
-        parameter.grad = None
-    return gradients  # type: ignore[return-value]
-
-
-def _whole(pair: Pair, adapter: LoraAdapter) -> list[torch.Tensor]:
-    """By one graph through all layers."""
-    _loss(pair.decoder.logits(pair.decoder.forward(support.training_batch(SEQUENCES, adapter)))).backward()
-    return _gradients(adapter)
+def _gradients(pair: Pair, adapter: LoraAdapter) -> list[torch.Tensor]:
+    found = support.gradients(pair.decoder, support.training_batch(SEQUENCES, adapter), adapter, _loss)
+    assert all(gradient.abs().max() > 0 for gradient in found)
+    return found
 
 
 def _adapter(pair: Pair, dropout: float = 0.0) -> LoraAdapter:
@@ -53,7 +46,7 @@ def test_gradients_are_those_of_peft(pair: Pair, tmp_path: Path) -> None:
     model = PeftModel.from_pretrained(base, tmp_path, is_trainable=True)
     _loss(torch.cat([model(torch.tensor([sequence])).logits[0] for sequence in SEQUENCES])).backward()
     theirs = dict(model.named_parameters())
-    ours = iter(_whole(pair, adapter))
+    ours = iter(_gradients(pair, adapter))
     for (layer, module), matrices in adapter.weights.items():
         for letter, _ in zip("AB", matrices, strict=True):
             (name,) = [n for n in theirs if f"layers.{layer}." in n and f"{module}.lora_{letter}." in n]
@@ -63,54 +56,25 @@ def test_gradients_are_those_of_peft(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-def test_backward_layer_by_layer_gives_the_same_bits(pair: Pair, dropout: float) -> None:
+def test_gradients_are_those_of_autograd(pair: Pair, dropout: float) -> None:
     adapter = _adapter(pair, dropout)
-    expected = _whole(pair, adapter)
-    batch = support.training_batch(SEQUENCES, adapter)
-    edge = pair.decoder.embed(batch.token_ids)
-    layers = []
-    for index in range(pair.decoder.spec.num_layers):
-        output = pair.decoder.layer(index, edge, batch)
-        layers.append((edge, output))
-        edge = output.detach().requires_grad_()
-    _loss(pair.decoder.logits(edge)).backward()
-    gradient = edge.grad
-    while layers:
-        edge, output = layers.pop()
-        torch.autograd.backward(output, gradient)
-        gradient = edge.grad
-    assert all(map(torch.equal, _gradients(adapter), expected))
-
-
-def test_only_lora_weights_and_hidden_states_get_gradients(llama: Pair) -> None:
-    adapter = support.random_adapter(llama.decoder, 2, target_modules=("q_proj",))
-    batch = support.training_batch(SEQUENCES, adapter)
-    hidden = llama.decoder.embed(batch.token_ids)
-    assert not hidden.requires_grad
-    frozen = support.training_batch(SEQUENCES, adapter.snapshot())
-    assert not llama.decoder.layer(0, hidden, frozen).requires_grad
-    hidden.requires_grad_()
-    llama.decoder.layer(0, hidden, frozen).sum().backward()
-    through_frozen = hidden.grad
-    hidden.grad = None
-    llama.decoder.layer(0, hidden, batch).sum().backward()
-    assert torch.equal(hidden.grad, through_frozen)
-    packed = support.training_batch(SEQUENCES, adapter.for_serving(support.CPU, torch.float32))
-    hidden.grad = None
-    llama.decoder.layer(0, hidden, packed).sum().backward()
-    assert torch.allclose(hidden.grad, through_frozen, atol=1e-5)
+    _loss(pair.decoder.logits(pair.decoder.forward(support.training_batch(SEQUENCES, adapter)))).backward()
+    for ours, matrix in zip(_gradients(pair, adapter), adapter.parameters(), strict=True):
+        assert matrix.grad is not None
+        assert ours.is_contiguous()
+        assert (ours - matrix.grad).abs().max() < 1e-5 * matrix.grad.abs().max()
 
 
 def test_dropout_masks_depend_on_the_seed_alone(llama: Pair) -> None:
     adapter = _adapter(llama, dropout=0.4)
-    first = _whole(llama, adapter)
+    first = _gradients(llama, adapter)
     torch.rand(5)  # the global generator has no say
-    assert all(map(torch.equal, _whole(llama, adapter), first))
+    assert all(map(torch.equal, _gradients(llama, adapter), first))
     adapter.dropout_seed = 78
-    assert not any(map(torch.equal, _whole(llama, adapter), first))
+    assert not any(map(torch.equal, _gradients(llama, adapter), first))
     adapter.dropout_seed = None
     plain = _adapter(llama)
-    assert all(map(torch.equal, _whole(llama, adapter), _whole(llama, plain)))
+    assert all(map(torch.equal, _gradients(llama, adapter), _gradients(llama, plain)))
 
 
 @pytest.mark.parametrize("rows", [(0, 12), (3, 9)])
@@ -122,8 +86,16 @@ def test_gradients_through_dropout(llama: Pair, rows: tuple[int, int]) -> None:
     x = torch.randn(12, 48, requires_grad=True)
     weight = torch.randn(12, sum(sizes))
     used = [x] + [matrix for module in QKV for matrix in adapter.weights[1, module]]
-    ours = linear(x, base, 1, (AdapterSpan(*rows, adapter),))
-    gradients = torch.autograd.grad((ours * weight).sum(), used)
+    tape, found = LayerTape(slice(*rows)), []
+    with torch.no_grad():
+        ours = linear(x, base, 1, (AdapterSpan(*rows, adapter),), tape=tape)
+        below = linear_backward(
+            x[tape.rows], weight[tape.rows], base, tape.deltas["q_proj"], lambda _, gradient: found.append(gradient)
+        )
+    assert below is not None
+    whole = base.input_gradient(weight)
+    whole[tape.rows] = below
+    gradients = [whole, *found]
     part = x[slice(*rows)]
     deltas = []
     for module in QKV:
@@ -162,40 +134,22 @@ def _fused_batch(pair: Pair, adapter: LoraAdapter) -> tuple[Batch, PagedCache]:
 def test_fusion_changes_neither_side(pair: Pair, dropout: float) -> None:
     """Training rows behind online rows in every layer: the same gradients, the same logits, the same cache."""
     adapter = _adapter(pair, dropout)
-    expected = _whole(pair, adapter)
+    expected = _gradients(pair, adapter)
     batch, cache = _fused_batch(pair, adapter)
-    num_online = batch.num_tokens - len(TARGETS)
-    online = training = None
-    embedded = pair.decoder.embed(batch.token_ids)
-    online, training = embedded[:num_online], embedded[num_online:]
-    for index in range(pair.decoder.spec.num_layers):
-        output = pair.decoder.layer(index, torch.cat([online, training]), batch, cache.cache)
-        online, training = output[:num_online].detach(), output[num_online:]
-    _loss(pair.decoder.logits(training)).backward()
-    for ours, alone in zip(_gradients(adapter), expected, strict=True):
+    ours_found = support.gradients(pair.decoder, batch, adapter, _loss, kv_cache=cache.cache)
+    for ours, alone in zip(ours_found, expected, strict=True):
         assert (ours - alone).abs().max() < 1e-4 * alone.abs().max()
-    assert not cache.cache.requires_grad
     plain, plain_cache = _fused_batch(pair, adapter)
     with torch.no_grad():
-        hidden = pair.decoder.forward(plain, plain_cache.cache)
-    assert (pair.decoder.logits(online) - pair.decoder.logits(hidden[:num_online])).abs().max() < 1e-4
+        pair.decoder.forward(plain, plain_cache.cache)
     assert torch.allclose(cache.cache, plain_cache.cache, atol=1e-5, equal_nan=True)
-
-
-def test_activations_are_freed_by_backward(llama: Pair) -> None:
-    """A second backward through the same graph finds nothing left."""
-    adapter = _adapter(llama)
-    loss = _loss(llama.decoder.logits(llama.decoder.forward(support.training_batch(SEQUENCES, adapter))))
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
 
 
 def test_half_precision_base_trains_float32_masters(pair: Pair) -> None:
     decoder = support.load(pair.folder, torch.bfloat16)
     adapter = _adapter(pair)
-    expected = _whole(pair, adapter)
-    _loss(decoder.logits(decoder.forward(support.training_batch(SEQUENCES, adapter)))).backward()
-    for ours, exact in zip(_gradients(adapter), expected, strict=True):
+    expected = _gradients(pair, adapter)
+    found = support.gradients(decoder, support.training_batch(SEQUENCES, adapter), adapter, _loss)
+    for ours, exact in zip(found, expected, strict=True):
         assert ours.dtype == torch.float32
         assert F.cosine_similarity(ours.flatten(), exact.flatten(), dim=0) > 0.98

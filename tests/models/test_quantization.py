@@ -16,11 +16,12 @@ from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.batch import AdapterSpan
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.linear import linear
+from cotenant.models.linear import linear, linear_backward
 from cotenant.models.loading import load_decoder, load_weights
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.quantization import FP8, Fp8Linear, dequantize, product_problem, quantize_rows, scaled_product
 from cotenant.models.registry import ResolvedModel, read_spec
+from cotenant.models.tape import LayerTape
 from cotenant.models.weights import DecoderWeights
 from models import support
 from models.support import PagedCache, Pair, tokens
@@ -110,15 +111,15 @@ def test_gradients_are_those_of_the_dequantised_weight(llama: Pair) -> None:
     inputs = torch.randn((10, 48), generator=generator).bfloat16()
     gradients = []
     for base in _pair_of_modules():
-        x = inputs.clone().requires_grad_()
-        used = [x] + [matrix for module in QKV for matrix in adapter.weights[1, module]]
-        out = linear(x, base, 1, (AdapterSpan(2, 9, adapter),))
-        gradients.append(torch.autograd.grad(out, used, upstream))
-        plain = inputs.clone().requires_grad_()
-        base.product(plain).backward(upstream)
-        assert plain.grad is not None
-        gradients[-1] += (plain.grad,)
-    assert gradients[0][1].dtype == torch.float32
+        tape, found = LayerTape(slice(2, 9)), [base.input_gradient(upstream)]
+        with torch.no_grad():
+            linear(inputs, base, 1, (AdapterSpan(2, 9, adapter),), tape=tape)
+            below = linear_backward(
+                inputs[2:9], upstream[2:9], base, tape.deltas["q_proj"], lambda _, part, found=found: found.append(part)
+            )
+        assert below is not None
+        gradients.append([below, *found])
+    assert gradients[0][2].dtype == torch.float32
     for ours, expected in zip(*gradients, strict=True):
         assert expected.abs().max() > 0
         assert torch.equal(ours, expected)
@@ -187,12 +188,7 @@ def test_logits_stay_near(pair: Pair) -> None:
 
 def _gradients(decoder: Decoder, adapter: LoraAdapter) -> list[torch.Tensor]:
     batch = support.training_batch([tokens(19), tokens(7)], adapter)
-    logits = decoder.logits(decoder.forward(batch))
-    F.cross_entropy(logits[:-1], batch.token_ids[1:]).backward()
-    gradients = [parameter.grad for parameter in adapter.parameters()]
-    for parameter in adapter.parameters():
-        parameter.grad = None
-    return gradients  # type: ignore[return-value]
+    return support.gradients(decoder, batch, adapter, lambda logits: F.cross_entropy(logits[:-1], batch.token_ids[1:]))
 
 
 def test_training_on_a_frozen_fp8_base(pair: Pair) -> None:

@@ -20,6 +20,7 @@ from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
@@ -114,7 +115,7 @@ def test_without_a_job_a_plan_for_tasklets_is_only_the_online_batch(bench: Bench
 def test_an_error_in_a_fused_layer_ends_the_job_and_not_the_batch(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end_fused(output: torch.Tensor) -> None:
+    def end_fused(output: torch.Tensor, tape: LayerTape) -> None:
         raise torch.OutOfMemoryError("no room")
 
     bench.engine.add(request("r", [5, 6, 7], 2))

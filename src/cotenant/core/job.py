@@ -66,6 +66,7 @@ class Hyperparameters:
     max_steps: int = -1
     max_length: int = 2048
     packing: bool = False
+    gradient_checkpointing: bool = False
     eval_steps: int = 0
     save_steps: int = 0
     load_best_model_at_end: bool = False

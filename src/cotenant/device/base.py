@@ -52,7 +52,7 @@ class Device(Protocol):
         """The dtype for `--dtype auto` when the checkpoint names none that the device is fast at."""
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(free, total) bytes of the memory that tensors live in."""
+        """(free, total) bytes of the memory that tensors live in; what torch keeps unused for later tensors is free."""
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> Arena:
         """Addresses for ``num_bytes``, rounded up to whole chunks, with no memory under them yet.

@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.core.job import DPO, JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
 from cotenant.finetune.data import load_training, load_validation
 from cotenant.finetune.export import export_adapter, export_copy, is_exported
+from cotenant.finetune.footprint import require_room
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
@@ -27,6 +28,7 @@ from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
 from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
 
 __all__ = ["FusedInput", "TrainingJob"]
@@ -66,10 +68,12 @@ class TrainingJob:
         tokenizer_folder: Path | None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        free_bytes: int | None = None,
     ) -> None:
         """
         ``max_tasklet_tokens``: tokens of a micro-batch at most (a longer example still is one).
         ``clock``: seconds on a monotonic clock, for the estimate of the time left.
+        ``free_bytes``: memory of the device that the job may take; None: enough.
 
         Raises:
             InvalidInputError: the data or the settings cannot be used.
@@ -98,7 +102,7 @@ class TrainingJob:
                 self._recorded = self._log.read()
                 self._resumed_step = len(self._recorded)
             else:
-                self._training = self._load(decoder, max_tasklet_tokens, clock)
+                self._training = self._load(decoder, max_tasklet_tokens, clock, free_bytes)
             for step in self._recorded:
                 self._selection.add(step)
             if self._training is not None:
@@ -140,7 +144,7 @@ class TrainingJob:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a discard would free activations or gradients."""
+        """Whether a discard would free activations."""
         return self._training is not None and self._training.trainer.in_flight
 
     def start_updates(self) -> list[FromWorker]:
@@ -184,12 +188,13 @@ class TrainingJob:
         """Hand the next forward tasklet out to be computed inside another batch, outside inference mode."""
         return self._running.trainer.begin_fused()
 
-    def end_fused(self, output: torch.Tensor) -> TaskletShape:
-        """Take the layer's output for the training tokens [tokens, hidden], still attached to the graph."""
-        return self._running.trainer.end_fused(output)
+    def end_fused(self, output: torch.Tensor, tape: LayerTape) -> TaskletShape:
+        """Take the layer's output for the training tokens [tokens, hidden], and the tape of their rows."""
+        return self._running.trainer.end_fused(output, tape)
 
     def discard_step(self) -> None:
-        """Drop graph, activations and gradients of the step in flight; the same samples run again, exactly once."""
+        """Drop activations and gradients of the micro-batch in flight; its samples run again, exactly once. What the
+        step's micro-batches before it learned is kept, in the adapter's gradients."""
         if self._training is not None:
             self._training.trainer.discard()
 
@@ -263,7 +268,9 @@ class TrainingJob:
     def _mean_step_tokens(self) -> float:
         return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)
 
-    def _load(self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float]) -> _Training:
+    def _load(
+        self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float], free_bytes: int | None
+    ) -> _Training:
         hyper = self._spec.hyperparameters
         dataset = load_training(self._spec, decoder.spec)
         order = DataOrder(dataset.lengths, hyper)
@@ -280,6 +287,18 @@ class TrainingJob:
             device=decoder.device,
             name=self._spec.adapter_name,
         )
+        if free_bytes is not None:
+            num_weights = sum(matrix.numel() for matrix in adapter.parameters())
+            lengths = dataset.lengths
+            together = zip(lengths[::2], lengths[1::2], strict=True) if hyper.method == DPO else ((n,) for n in lengths)
+            require_room(
+                decoder.spec,
+                decoder.dtype,
+                num_weights,
+                max(map(sum, together)),
+                free_bytes,
+                recompute=hyper.gradient_checkpointing,
+            )
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step

@@ -20,12 +20,13 @@ from cotenant.finetune.preference import PreferenceLoss, PreferenceObjective, Sc
 from cotenant.finetune.step import TrainingStep
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 
 
 class PreferenceStep:
     """``TrainingStep`` for pairs; ``examples`` are their sequences, chosen before rejected.
 
-    A discard keeps the scores of the reference's micro-batches that are done: a few numbers that never change.
+    A discard keeps what is done: the scores of the reference's micro-batches, and the training micro-batches.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class PreferenceStep:
         step_index: int,
         seed: int,
         max_tasklet_tokens: int,
+        recompute: bool,
     ) -> None:
         self._decoder = decoder
         self._dataset = dataset
@@ -56,6 +58,7 @@ class PreferenceStep:
             step_index=step_index,
             seed=seed,
             max_tasklet_tokens=max_tasklet_tokens,
+            recompute=recompute,
             objective=self._objective,
         )
         self.gradient_scale = self._step.gradient_scale
@@ -101,13 +104,17 @@ class PreferenceStep:
         assert self._reference.done, "the reference comes first"
         return self._step.begin_forward()
 
-    def end_forward(self, output: torch.Tensor) -> TaskletShape:
-        return self._step.end_forward(output)
+    def end_forward(self, output: torch.Tensor, tape: LayerTape) -> TaskletShape:
+        return self._step.end_forward(output, tape)
 
     def discard(self) -> None:
-        """Drop the graph, the activations and the gradients; the training micro-batches start again."""
+        """Drop the activations and gradients of the micro-batch in flight, which starts again."""
         self._reference.discard()
         self._step.discard()
+
+    def close(self) -> None:
+        self._reference.discard()
+        self._step.close()
 
     def preference(self) -> PreferenceMetrics | None:
         """The step's rewards. Waits for the device."""

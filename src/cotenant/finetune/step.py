@@ -15,6 +15,7 @@ from cotenant.finetune.objective import Objective
 from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, forward_and_loss_runs
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 
 _RUNS_PER_MICRO_BATCH = 3  # forward layers, loss, backward layers
 
@@ -22,8 +23,8 @@ _RUNS_PER_MICRO_BATCH = 3  # forward layers, loss, backward layers
 class TrainingStep:
     """Accumulates the gradient of one effective batch in the adapter's weights, tasklet by tasklet.
 
-    ``examples`` are the step's examples in the dataset. ``discard`` forgets all of it, and the step starts again. The
-    gradient comes out multiplied by ``gradient_scale``.
+    ``examples`` are the step's examples in the dataset. ``discard`` forgets the micro-batch in flight, which starts
+    again; those before it stay done. The gradient comes out multiplied by ``gradient_scale``.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class TrainingStep:
         step_index: int,
         seed: int,
         max_tasklet_tokens: int,
+        recompute: bool,
         objective: Objective,
     ) -> None:
+        self._recompute = recompute
         self._objective = objective
         self._decoder = decoder
         self._adapter = adapter
@@ -50,7 +53,8 @@ class TrainingStep:
         self.total_weight = objective.total_weight(dataset, examples)
         self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
         self.num_tokens = sum(shape.num_tokens for shape in self._micro_batches)
-        self.sums = LossSums.zero(decoder.device)
+        self.sums = LossSums.zero(decoder.device)  # of the micro-batches done
+        self._current_sums = LossSums.zero(decoder.device)
 
     @property
     def num_forward_tokens(self) -> int:
@@ -68,7 +72,8 @@ class TrainingStep:
 
     @property
     def started(self) -> bool:
-        return self._cursor.run > 0 or self._pass is not None
+        """Whether there are activations that a discard would free."""
+        return self._pass is not None
 
     @property
     def loss(self) -> float:
@@ -88,7 +93,9 @@ class TrainingStep:
         if shape.kind is TaskletKind.FORWARD:
             current.forward()
         elif shape.kind is TaskletKind.LOSS:
-            self.sums += current.loss(self.total_weight / self.gradient_scale, self._objective.loss_and_gradient)
+            self._current_sums = current.loss(
+                self.total_weight / self.gradient_scale, self._objective.loss_and_gradient
+            )
         else:
             current.backward()
         self._advance()
@@ -100,18 +107,21 @@ class TrainingStep:
         current = self._current_pass()
         return current.micro_batch, current.begin_forward()
 
-    def end_forward(self, output: torch.Tensor) -> TaskletShape:
-        """The output [tokens, hidden] of the tasklet that ``begin_forward`` began."""
+    def end_forward(self, output: torch.Tensor, tape: LayerTape) -> TaskletShape:
+        """The output [tokens, hidden] of the tasklet that ``begin_forward`` began, and the tape that it filled."""
         shape = self._cursor.shape
-        self._current_pass().end_forward(output)
+        self._current_pass().end_forward(output, tape)
         self._advance()
         return shape
 
     def discard(self) -> None:
-        """Drop the graph, the activations and the gradients, and start again from the first micro-batch."""
+        """Drop the activations and gradients of the micro-batch in flight, which starts again."""
         self._pass = None
-        self._cursor.seek(0)
-        self.sums = LossSums.zero(self._decoder.device)
+        self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
+
+    def close(self) -> None:
+        """Drop the gradients of the micro-batches done too: nobody will take this step."""
+        self.discard()
         for parameter in self._adapter.parameters():
             parameter.grad = None
 
@@ -119,7 +129,7 @@ class TrainingStep:
         index = self._cursor.run // _RUNS_PER_MICRO_BATCH
         if self._pass is None:
             micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
-            self._pass = TrainingPass(self._decoder, micro_batch)
+            self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
             self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, index)
         return self._pass
@@ -128,6 +138,9 @@ class TrainingStep:
         micro_batch = self._cursor.run // _RUNS_PER_MICRO_BATCH
         self._cursor.advance()
         if self._cursor.run // _RUNS_PER_MICRO_BATCH != micro_batch:
+            assert self._pass is not None
+            self._pass.commit()
+            self.sums += self._current_sums
             self._pass = None
 
     def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:

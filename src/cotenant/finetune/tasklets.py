@@ -1,9 +1,7 @@
 """A training micro-batch cut into tasklets: one layer forward, the loss, one layer backward at a time.
 
-The backward pass is cut at the layer boundaries. Each layer gets its input as a fresh leaf (the *edge*), so its graph
-ends there; backward runs one layer's graph with the gradient of its output and leaves the gradient of its input at the
-edge. Nothing is parked between tasklets, so suspending is simply not running the next one. The gradients are bit for
-bit those of one backward pass through all layers. (LLMStation, section 5.1, gets there with coroutines.)
+A layer's forward leaves a tape, its backward reads it, and between the two lies nothing but tensors: no graph, no
+thread. So suspending is simply not running the next tasklet. (LLMStation, section 5.1, gets there with coroutines.)
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.loss import LossSums, loss_and_gradient
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.models.decoder import Decoder
+from cotenant.models.layer_backward import layer_backward
+from cotenant.models.tape import LayerTape
 
 LossFunction = Callable[[Decoder, torch.Tensor, MicroBatch, float], tuple[LossSums, torch.Tensor]]
-
-_ENGINE = torch.autograd.Variable._execution_engine
 
 
 class Cursor:
@@ -63,14 +61,19 @@ class Cursor:
 
 
 class TrainingPass:
-    """Forward, loss and backward of one micro-batch. Gradients add up in the adapter's weights."""
+    """Forward, loss and backward of one micro-batch. Its gradients are its own until ``commit``.
 
-    def __init__(self, decoder: Decoder, micro_batch: MicroBatch) -> None:
+    ``recompute``: a layer's forward keeps its input alone, and its backward begins with the forward again.
+    """
+
+    def __init__(self, decoder: Decoder, micro_batch: MicroBatch, *, recompute: bool = False) -> None:
         self._decoder = decoder
         self._micro_batch = micro_batch
-        self._edge: torch.Tensor | None = None  # [tokens, hidden], the next layer's input, a leaf
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []  # (edge, output) of the layers done, first to last
+        self._recompute = recompute
+        self._edge: torch.Tensor | None = None  # [tokens, hidden], the next layer's input
+        self._kept: list[LayerTape | torch.Tensor] = []  # of the layers done: tapes or, with ``recompute``, inputs
         self._gradient: torch.Tensor | None = None  # [tokens, hidden], at the output of the last of them
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # LoRA matrices, each with its gradient
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -79,42 +82,63 @@ class TrainingPass:
     @property
     def layer(self) -> int:
         """The layer that the next forward tasklet runs."""
-        return len(self._layers)
+        return len(self._kept)
 
     def begin_forward(self) -> torch.Tensor:
-        """The next layer's input [tokens, hidden]. The first one embeds, and needs no gradient."""
+        """The next layer's input [tokens, hidden]."""
         if self._edge is None:
             self._edge = self._decoder.embed(self._micro_batch.batch.token_ids)
         return self._edge
 
-    def end_forward(self, output: torch.Tensor) -> None:
-        """Keep a layer's output [tokens, hidden], attached to the graph that began at its edge."""
-        assert self._edge is not None, "begin_forward comes first"
-        self._layers.append((self._edge, output))
-        self._edge = output.detach().requires_grad_()
+    def end_forward(self, output: torch.Tensor, tape: LayerTape) -> None:
+        """Keep a layer's output [tokens, hidden], and the tape that its forward filled."""
+        self._kept.append(self.begin_forward() if self._recompute else tape)
+        self._edge = output
 
+    @torch.no_grad()
     def forward(self) -> None:
         """Run the next layer."""
-        edge = self.begin_forward()
-        with torch.enable_grad():
-            output = self._decoder.layer(self.layer, edge, self._micro_batch.batch)
-        self.end_forward(output)
+        tape = self._new_tape()
+        batch = self._micro_batch.batch
+        output = self._decoder.layer(self.layer, self.begin_forward(), batch, tape=None if self._recompute else tape)
+        self.end_forward(output, tape)
 
     def loss(self, total_weight: float, function: LossFunction = loss_and_gradient) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         assert self._edge is not None, "the layers come first"
-        sums, self._gradient = function(self._decoder, self._edge.detach(), self._micro_batch, total_weight)
+        sums, self._gradient = function(self._decoder, self._edge, self._micro_batch, total_weight)
         self._edge = None
         return sums
 
+    @torch.no_grad()
     def backward(self) -> None:
         """Run one layer's backward, from the last to the first, and free its activations."""
-        edge, output = self._layers.pop()
-        # What torch.autograd.backward calls after its checks, which cost a small model more than all else does here.
-        _ENGINE.run_backward(
-            (output,), (self._gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        assert self._gradient is not None, "the loss comes first"
+        kept = self._kept.pop()
+        index = len(self._kept)
+        if isinstance(kept, torch.Tensor):
+            tape = self._new_tape()
+            self._decoder.layer(index, kept, self._micro_batch.batch, tape=tape)
+            kept = tape
+        # Nobody learns from the first layer's input: the embedding is frozen.
+        self._gradient = layer_backward(
+            self._decoder, index, kept, self._gradient, self._add_gradient, needs_input=index > 0
         )
-        self._gradient = edge.grad
+
+    def commit(self) -> None:
+        """Add the micro-batch's gradients to those in the adapter's weights; its backward is over."""
+        for matrix, gradient in self._gradients:
+            if matrix.grad is None:
+                matrix.grad = gradient
+            else:
+                matrix.grad += gradient
+        self._gradients = []
+
+    def _new_tape(self) -> LayerTape:
+        return LayerTape(slice(0, self._micro_batch.batch.num_tokens))
+
+    def _add_gradient(self, matrix: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._gradients.append((matrix, gradient))
 
 
 class EvaluationPass:

@@ -27,6 +27,7 @@ from cotenant.finetune.step import TrainingStep
 from cotenant.models.batch import TrainingSegment
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.tape import LayerTape
 
 # The tasklets of a step that an evaluation has as well.
 _FORWARD_KINDS = (TaskletKind.FORWARD, TaskletKind.LOSS, TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS)
@@ -41,8 +42,8 @@ class TrainingError(Exception):
 class FusedInput:
     """A forward tasklet for someone else to compute: layer ``layer`` over a batch that has these tokens among others.
 
-    ``hidden`` [tokens, hidden] requires a gradient (except at layer 0); the output must stay attached to it.
-    ``segment``, ``adapter`` and ``positions`` [tokens] are what the training tokens bring into the batch.
+    ``hidden`` [tokens, hidden] is the layer's input; ``segment``, ``adapter`` and ``positions`` [tokens] are what the
+    training tokens bring into the batch besides. ``end_fused`` wants a tape of their rows too.
     """
 
     layer: int
@@ -173,18 +174,19 @@ class Trainer:
         self._fusing = True
         return FusedInput(layer, hidden, micro_batch.segment, self._state.adapter, micro_batch.batch.positions)
 
-    def end_fused(self, output: torch.Tensor) -> TaskletShape:
-        """``output``: the layer's output for the training tokens [tokens, hidden], attached to the graph."""
+    def end_fused(self, output: torch.Tensor, tape: LayerTape) -> TaskletShape:
+        """``output``: the layer's output for the training tokens [tokens, hidden]; ``tape``: filled with their rows."""
         assert self._fusing, "begin_fused comes first"
         assert self._step is not None
         self._fusing = False
         self._upcoming = None
-        shape = self._step.end_forward(output)
+        shape = self._step.end_forward(output, tape)
         self._progress.tasklet_done(forward=True)
         return shape
 
     def discard(self) -> None:
-        """Drop what the step in flight has computed, or the evaluation's micro-batch. No training state changes."""
+        """Drop what the micro-batch in flight has computed, of the step or of the evaluation; it runs again. No
+        training state changes."""
         self._fusing = False
         self._upcoming = None
         if self._step is not None:
@@ -196,6 +198,8 @@ class Trainer:
         """Let go of the step in flight and of whom ``on_step`` belongs to: else the two would keep each other alive,
         and the memory would wait for the garbage collector."""
         self.discard()
+        if self._step is not None:
+            self._step.close()
         self._on_step = _ignore
 
     def _begin_step(self) -> None:
@@ -216,12 +220,14 @@ class Trainer:
                 step_index=index,
                 seed=hyper.seed,
                 max_tasklet_tokens=self._max_tasklet_tokens,
+                recompute=hyper.gradient_checkpointing,
             )
         return TrainingStep(
             *inputs,
             step_index=index,
             seed=hyper.seed,
             max_tasklet_tokens=self._max_tasklet_tokens,
+            recompute=hyper.gradient_checkpointing,
             objective=CrossEntropy(),
         )
 

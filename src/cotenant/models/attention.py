@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from cotenant.models.batch import PagedSegment, Segment, TrainingSegment
 from cotenant.models.spec import ModelSpec
+from cotenant.models.tape import KeptAttention
 
 
 class SegmentAttention(Protocol):
@@ -48,7 +49,7 @@ class SdpaBackend:
     def plan(self, segment: Segment, kv_cache: torch.Tensor | None) -> SegmentAttention:
         """Raises ValueError for a paged segment without a cache."""
         if isinstance(segment, TrainingSegment):
-            return _Training(segment, self._spec.sliding_window, self._device, self._dtype)
+            return TrainingAttention(segment, self._spec.sliding_window, self._device, self._dtype)
         if kv_cache is None:
             raise ValueError("a PagedSegment needs a kv_cache")
         rows = _CacheRows(segment, kv_cache)
@@ -180,7 +181,7 @@ class _Prefill:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
-class _Training:
+class TrainingAttention:
     """Whole sequences, padded on the right to the longest: a causal query never sees what comes after it."""
 
     def __init__(
@@ -205,6 +206,13 @@ class _Training:
         queries, keys, values = (self._padded(tensor) for tensor in (query, key, value))
         out = _attend(queries, keys, values, self._mask).flatten(0, 1)  # [sequences * longest, heads * dim]
         return out if self._padded_rows is None else out.index_select(0, self._padded_rows)
+
+    def keep(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, KeptAttention]:
+        """The result, outside any graph, and what its backward pass needs."""
+        query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+        with torch.enable_grad():
+            out = self(0, query, key, value, None)
+        return out.detach(), KeptAttention((query, key, value), out)
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] -> [sequences, heads, longest, dim]."""

@@ -7,19 +7,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from cotenant.models.attention import AttentionBackend, SdpaBackend, SegmentAttention
-from cotenant.models.batch import Batch, PagedSegment
+from cotenant.models.attention import AttentionBackend, SdpaBackend, SegmentAttention, TrainingAttention
+from cotenant.models.batch import Batch
 from cotenant.models.linear import linear
 from cotenant.models.products import product
 from cotenant.models.rope import RopeTables, rotate
 from cotenant.models.spec import ModelSpec
+from cotenant.models.tape import LayerTape
 from cotenant.models.weights import DecoderWeights, LayerWeights
 
 
 class _PlannedSegment(NamedTuple):
     rows: slice
     attention: SegmentAttention
-    is_paged: bool
 
 
 class _Plan(NamedTuple):
@@ -33,9 +33,8 @@ class _Plan(NamedTuple):
 class Decoder:
     """Frozen weights and the forward pass through them.
 
-    Nothing but ``attention`` may be replaced after construction, and that before the first batch. Under autograd,
-    gradients flow to the hidden states of training segments and to the LoRA weights that require them; the attention
-    of paged segments is computed without a graph.
+    Nothing but ``attention`` may be replaced after construction, and that before the first batch. Layers run without
+    autograd: their backward pass is ``layer_backward``, from the tapes that ``layer`` fills.
     """
 
     def __init__(
@@ -63,25 +62,35 @@ class Decoder:
         return hidden
 
     def layer(
-        self, index: int, hidden: torch.Tensor, batch: Batch, kv_cache: torch.Tensor | None = None
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        batch: Batch,
+        kv_cache: torch.Tensor | None = None,
+        tape: LayerTape | None = None,
     ) -> torch.Tensor:
-        """One layer: [tokens, hidden] -> [tokens, hidden].
+        """One layer: [tokens, hidden] -> [tokens, hidden]. ``tape`` keeps what ``layer_backward`` needs of its rows.
 
         ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, head_dim] is read and written for the paged segments; it
         is the same for all layers of a batch. Raises ValueError if there are paged segments and no cache.
         """
         weights = self.weights.layers[index]
         plan = batch.derived.get(self) or self._make_plan(batch, kv_cache)
-        normed = self._norm(hidden, weights.input_norm)
-        attended = self._attend(index, normed, weights, plan, batch, kv_cache)
-        hidden = hidden + linear(attended, weights.output, index, batch.spans)
-        normed = self._norm(hidden, weights.mlp_norm)
-        gate, up = linear(normed, weights.gate_up, index, batch.spans).chunk(2, dim=1)
-        return hidden + linear(F.silu(gate) * up, weights.down, index, batch.spans)
+        normed = self.norm(hidden, weights.input_norm)
+        attended = self._attend(index, normed, weights, plan, batch, kv_cache, tape)
+        middle = hidden + linear(attended, weights.output, index, batch.spans, tape=tape)
+        normed = self.norm(middle, weights.mlp_norm)
+        gate_up = linear(normed, weights.gate_up, index, batch.spans, tape=tape)
+        gate, up = gate_up.chunk(2, dim=1)
+        output = middle + linear(F.silu(gate) * up, weights.down, index, batch.spans, tape=tape)
+        if tape is not None:
+            tape.input, tape.middle, tape.gate_up = hidden[tape.rows], middle[tape.rows], gate_up[tape.rows]
+            tape.cos, tape.signed_sin = plan.cos[tape.rows], plan.signed_sin[tape.rows]
+        return output
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden]"""
-        return self._norm(hidden, self.weights.final_norm)
+        return self.norm(hidden, self.weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What ``forward`` gave, [rows, hidden] -> [rows, vocab] in float32, final norm included."""
@@ -99,26 +108,31 @@ class Decoder:
         plan: _Plan,
         batch: Batch,
         kv_cache: torch.Tensor | None,
+        tape: LayerTape | None,
     ) -> torch.Tensor:
         """Projections, rotation and attention: [tokens, hidden] -> [tokens, heads * head_dim]."""
         spec = self.spec
         num_tokens, num_rotated = normed.shape[0], spec.num_heads + spec.num_kv_heads
-        heads = linear(normed, weights.qkv, index, batch.spans).view(num_tokens, -1, spec.head_dim)
+        heads = linear(normed, weights.qkv, index, batch.spans, tape=tape).view(num_tokens, -1, spec.head_dim)
         value = heads[:, num_rotated:]  # [tokens, kv_heads, head_dim]
         rotated = heads[:, :num_rotated]  # [tokens, heads + kv_heads, head_dim]
         if weights.qk_norm is not None:
-            rotated = self._norm(rotated, weights.qk_norm)
+            rotated = self.norm(rotated, weights.qk_norm)
         rotated = rotate(rotated, plan.cos, plan.signed_sin)
         query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        if len(plan.segments) == 1 and not (plan.segments[0].is_paged and torch.is_grad_enabled()):
-            return plan.segments[0].attention(index, query, key, value, kv_cache)
         outs = []
-        for rows, attention, is_paged in plan.segments:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_paged):
-                outs.append(attention(index, query[rows], key[rows], value[rows], kv_cache))
-        return torch.cat(outs)
+        for rows, attention in plan.segments:
+            parts = (query[rows], key[rows], value[rows])
+            if tape is not None and tape.rows.start == rows.start:
+                assert isinstance(attention, TrainingAttention), "only training segments have a backward pass"
+                out, tape.attention = attention.keep(*parts)
+                tape.heads = heads[rows]
+            else:
+                out = attention(index, *parts, kv_cache)
+            outs.append(out)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMS norm over the last dimension. Rounds to x's dtype before the weight is applied, as transformers does."""
         size, epsilon = x.shape[-1:], self.spec.rms_norm_eps
         if x.dtype == torch.float32 and weight.dim() == 1:
@@ -131,7 +145,7 @@ class Decoder:
         for segment in batch.segments:
             rows = slice(start, start + segment.num_tokens)
             attention = self.attention.plan(segment, kv_cache)
-            segments.append(_PlannedSegment(rows, attention, isinstance(segment, PagedSegment)))
+            segments.append(_PlannedSegment(rows, attention))
             start = rows.stop
         assert start == batch.num_tokens, f"segments of {start} tokens in a batch of {batch.num_tokens}"
         plan = _Plan(*self.rope.at(batch.positions), tuple(segments))

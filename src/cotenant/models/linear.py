@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +11,7 @@ from cotenant.models.batch import AdapterSpan
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import LoraAdapter, LoraPair
 from cotenant.models.lora_stacks import GroupedLora
+from cotenant.models.tape import KeptDelta, LayerTape
 
 
 def linear(
@@ -19,31 +20,54 @@ def linear(
     layer: int,
     spans: Sequence[AdapterSpan] = (),
     grouped: GroupedLora | None = None,
+    tape: LayerTape | None = None,
 ) -> torch.Tensor:
     """[tokens, in] -> [tokens, sum of sizes]. Adapters come as ``spans``, part of the batch's structure, or as
-    ``grouped``, which is data and can be captured in a CUDA graph, without autograd; not as both.
-
-    Under autograd, gradients reach ``x`` and the matrices of adapters that require them.
+    ``grouped``, which is data and can be captured in a CUDA graph; not as both. No graph is recorded; with ``tape`` the
+    deltas of its rows are kept for ``linear_backward``.
     """
     if grouped is not None:
         assert not spans, "a batch has its adapters as spans or grouped"
         return grouped.linear(x, base, layer)
-    if spans and torch.is_grad_enabled():
-        trained = [matrix for span in spans for matrix in _trained(span.adapter, base, layer)]
-        if trained or x.requires_grad:
-            result: torch.Tensor = _LoraLinear.apply(x, base, layer, spans, *trained)  # type: ignore[no-untyped-call]
-            return result
     out = base.product(x)
     for span in spans:
+        is_kept = tape is not None and tape.rows.start == span.start
+        kept: list[KeptDelta] = []
         for delta in _deltas(base, layer, span.adapter, _rows(x, span)):
             delta.add_to(_rows(out, span))
+            if is_kept and delta.pair is not None and delta.columns is not None:
+                kept.append(KeptDelta(delta.pair, delta.columns, delta.scale, delta.mask, delta.down, delta.a, delta.b))
+        if is_kept and tape is not None:
+            tape.deltas[base.modules[0]] = kept
     return out
 
 
-def _trained(adapter: LoraAdapter, base: FusedLinear, layer: int) -> list[torch.Tensor]:
-    """The group's matrices that require grad, A before B, module by module."""
-    pairs = (adapter.weights.get((layer, module), ()) for module in base.modules)
-    return [matrix for pair in pairs for matrix in pair if matrix.requires_grad]
+# A weight's gradient, from the rows of one micro-batch.
+AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+def linear_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    base: FusedLinear,
+    deltas: Sequence[KeptDelta],
+    add_gradient: AddGradient,
+    *,
+    needs_input: bool = True,
+) -> torch.Tensor | None:
+    """From the gradient of ``linear``'s output [rows, sum of sizes] to that of its input ``x`` [rows, in], if it is
+    needed; ``add_gradient`` gets each of the adapters' matrices with its gradient, in the matrix's dtype and layout."""
+    x_gradient = base.input_gradient(gradient) if needs_input else None  # [rows, in]
+    for delta in deltas:
+        columns = gradient[:, delta.columns]  # [rows, out]
+        # Transposed products: with one side this narrow, MKL takes three to six times as long the other way.
+        down_gradient = (delta.b.T @ columns.T).mul_(delta.scale).T  # [rows, rank]
+        if x_gradient is not None:
+            _add_input_gradient(x_gradient, down_gradient, delta.a, delta.mask)
+        inputs = x if delta.mask is None else x * delta.mask  # [rows, in]
+        add_gradient(delta.pair.a, (down_gradient.T @ inputs).to(delta.pair.a.dtype))
+        add_gradient(delta.pair.b, (delta.down.T @ columns).mul_(delta.scale).T.to(delta.pair.b.dtype).contiguous())
+    return x_gradient
 
 
 def _rows(tensor: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
@@ -86,49 +110,6 @@ def _deltas(base: FusedLinear, layer: int, adapter: LoraAdapter, x: torch.Tensor
             mask = adapter.dropout_mask(layer, module, x)
             down = (x if mask is None else x * mask) @ a.T
             yield _Delta(pair, columns, adapter.scale_of(layer, module), mask, down, a, b)
-
-
-class _LoraLinear(torch.autograd.Function):
-    """``linear`` as one node of the graph.
-
-    It keeps the input once for all modules of the group, adds the deltas in place, and computes no gradient for the
-    frozen base weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan], *trained: torch.Tensor
-    ) -> torch.Tensor:
-        out = base.product(x)
-        places, parts = [], []
-        for span in spans:
-            for delta in _deltas(base, layer, span.adapter, _rows(x, span)):
-                delta.add_to(_rows(out, span))
-                places.append((span, delta.pair, delta.columns, delta.scale))
-                parts += [delta.mask, delta.down, delta.a, delta.b]
-        ctx.base, ctx.places = base, places
-        ctx.save_for_backward(x, *parts)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = gradients  # [tokens, sum of sizes]
-        x, *parts = ctx.saved_tensors
-        x_gradient = ctx.base.input_gradient(gradient) if ctx.needs_input_grad[0] else None  # [tokens, in]
-        trained: list[torch.Tensor] = []
-        for index, (span, pair, columns, scale) in enumerate(ctx.places):
-            mask, down, a, b = parts[4 * index : 4 * index + 4]
-            rows = _rows(gradient, span) if columns is None else _rows(gradient, span)[:, columns]  # [rows, out]
-            # Transposed products: with one side this narrow, MKL takes three to six times as long the other way.
-            down_gradient = (b.T @ rows.T).mul_(scale).T  # [rows, rank]
-            if x_gradient is not None:
-                _add_input_gradient(_rows(x_gradient, span), down_gradient, a, mask)
-            if pair is not None and pair.a.requires_grad:
-                inputs = _rows(x, span) if mask is None else _rows(x, span) * mask  # [rows, in]
-                trained.append((down_gradient.T @ inputs).to(pair.a.dtype))
-            if pair is not None and pair.b.requires_grad:
-                trained.append((down.T @ rows).mul_(scale).T.to(pair.b.dtype))
-        return x_gradient, None, None, None, *trained
 
 
 def _add_input_gradient(

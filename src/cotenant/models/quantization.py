@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -80,9 +79,6 @@ class Fp8Linear(FusedLinear):
     scales: torch.Tensor = field(kw_only=True)  # [sum of sizes, 1], float32
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        if x.requires_grad and torch.is_grad_enabled():
-            result: torch.Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
-            return result
         return scaled_product(quantize_rows(x), (self.weight, self.scales), self.bias, x.dtype)
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -91,20 +87,6 @@ class Fp8Linear(FusedLinear):
         The rounding of the activations counts as the identity.
         """
         return gradient @ dequantize(self.weight, self.scales, gradient.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """``Fp8Linear.product`` under autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, base: Fp8Linear) -> torch.Tensor:
-        ctx.base = base
-        return base.product(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        return ctx.base.input_gradient(gradient), None
 
 
 def product_problem(

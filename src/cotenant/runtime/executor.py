@@ -19,6 +19,7 @@ from cotenant.engine.flight import Collected, OnlineStep
 from cotenant.finetune.job import FusedInput
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
+from cotenant.models.tape import LayerTape
 from cotenant.runtime.training import TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
@@ -134,12 +135,11 @@ class Executor:
         return hidden, fused
 
     def _fused_layer(self, index: int, hidden: torch.Tensor, piece: FusedInput, joint: Batch) -> torch.Tensor:
-        num_online = hidden.shape[0]
-        with torch.enable_grad():
-            rows = torch.cat([hidden, piece.hidden])  # [online + training tokens, hidden]
-            output = self._decoder.layer(index, rows, joint, self._engine.kv_cache)
-            self._training.end_fused(output[num_online:])
-        return output[:num_online].detach()
+        rows = torch.cat([hidden, piece.hidden])  # [online + training tokens, hidden]
+        tape = LayerTape(slice(hidden.shape[0], rows.shape[0]))
+        output = self._decoder.layer(index, rows, joint, self._engine.kv_cache, tape)
+        self._training.end_fused(output[tape.rows], tape)
+        return output[: hidden.shape[0]]
 
     def _run_tasklets(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
         count = 0

@@ -7,6 +7,7 @@ import torch
 from cotenant.config import BatchConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device
+from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
 from cotenant.models.paged_attention import workspace_bytes
 from cotenant.models.spec import ModelSpec
@@ -21,10 +22,9 @@ def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
 
 
 def training_bytes(spec: ModelSpec, tasklet_tokens: int, dtype: torch.dtype) -> int:
-    """A generous estimate of what one micro-batch's activations need: about 14 hidden-sized and 5 MLP-sized tensors a
-    token and layer, and a chunk of logits in fp32."""
-    per_layer = 14 * spec.hidden_size + 5 * spec.intermediate_size
-    return tasklet_tokens * per_layer * spec.num_layers * dtype.itemsize + 3 * 512 * spec.vocab_size * 4
+    """What one micro-batch's activations need, and half as much again: for an adapter's state, and for a step of
+    several sequences, whose attention is padded to the longest."""
+    return int(1.5 * activation_bytes(spec, tasklet_tokens, dtype, recompute=False))
 
 
 def num_pages(

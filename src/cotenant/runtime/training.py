@@ -15,6 +15,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device
 from cotenant.finetune.job import FusedInput, TrainingJob
 from cotenant.models.decoder import Decoder
+from cotenant.models.tape import LayerTape
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,11 @@ class TrainingTenant:
             self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self._job_id}", 0))
             return
         try:
-            job = TrainingJob(self._decoder, spec, self._max_tasklet_tokens, self._tokenizer_folder)
+            # On a CPU other programs' memory comes and goes, and so does what counts as free.
+            free_bytes = self._device.memory_bytes()[0] if self._device.torch_device.type == "cuda" else None
+            job = TrainingJob(
+                self._decoder, spec, self._max_tasklet_tokens, self._tokenizer_folder, free_bytes=free_bytes
+            )
         except Exception as error:
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
             self._send(JobFailed(spec.job_id, *_code_and_message(error), step=0))
@@ -119,10 +124,10 @@ class TrainingTenant:
         return shape
 
     def discard(self) -> bool:
-        """Drop the step in flight to give its memory back. False if there was none."""
+        """Drop the micro-batch in flight to give its memory back. False if there was none."""
         if self._job is None or not self._job.in_flight:
             return False
-        logger.warning("job %s gives up its step in flight: memory is short", self._job_id)
+        logger.warning("job %s gives up its micro-batch in flight: memory is short", self._job_id)
         self._device.synchronize()
         self._job.discard_step()
         return True
@@ -131,9 +136,9 @@ class TrainingTenant:
         assert self._job is not None
         return self._job.begin_fused()
 
-    def end_fused(self, output: torch.Tensor) -> None:
+    def end_fused(self, output: torch.Tensor, tape: LayerTape) -> None:
         assert self._job is not None
-        self._job.end_fused(output)
+        self._job.end_fused(output, tape)
 
     def fail(self, error: Exception) -> None:
         """End the running job, if there is one, because of ``error``."""

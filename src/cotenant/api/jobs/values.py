@@ -69,6 +69,7 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
         "max_steps": _max_steps,
         "max_length": between(2, limits.max_model_len),
         "packing": boolean,
+        "gradient_checkpointing": boolean,
         "assistant_only_loss": _only_true,
         "eval_steps": between(0, _MAX_STEPS),
         "save_steps": between(0, _MAX_STEPS),

@@ -87,7 +87,9 @@ class CudaDevice:
         return torch.bfloat16
 
     def memory_bytes(self) -> tuple[int, int]:
-        return torch.cuda.mem_get_info(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return free + cached, total
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self.torch_device, num_bytes, chunk_bytes)

@@ -1,0 +1,54 @@
+"""The memory that a job needs at least, so that one that cannot fit is refused before its first step."""
+
+from __future__ import annotations
+
+import torch
+
+from cotenant.core.errors import CotenantError
+from cotenant.finetune.loss import CHUNK_BYTES
+from cotenant.models.spec import ModelSpec
+
+# In float32: the weight, its gradient over the step and in the micro-batch, and the optimizer's two moments.
+_STATE_BYTES_PER_WEIGHT = 5 * 4
+_MIB = 1 << 20
+
+
+def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, recompute: bool) -> int:
+    """What a micro-batch keeps at the end of its forward pass, and what its loss or a layer's backward takes on top."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    attended = spec.num_heads * spec.head_dim
+    # A layer's tape: input, projected and rotated heads, what was attended to, the middle, gate and up.
+    tape = 2 * spec.hidden_size + 2 * heads + attended + 2 * spec.intermediate_size
+    kept = spec.hidden_size * spec.num_layers + tape if recompute else tape * spec.num_layers
+    passing = 4 * spec.intermediate_size + 4 * spec.hidden_size + 2 * heads
+    return num_tokens * (kept + passing) * dtype.itemsize + 3 * CHUNK_BYTES
+
+
+def require_room(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    num_weights: int,
+    longest: int,
+    free_bytes: int,
+    *,
+    recompute: bool,
+) -> None:
+    """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batch fits: the longest
+    example (a pair is one) alone, ``longest`` tokens, and an adapter of ``num_weights`` elements."""
+    state = num_weights * _STATE_BYTES_PER_WEIGHT
+    needed = state + activation_bytes(spec, longest, dtype, recompute=recompute)
+    if needed <= free_bytes:
+        return
+    less = state + activation_bytes(spec, longest, dtype, recompute=True)
+    advice = "Lower max_length or r, or leave training more memory (--gpu-memory-utilization)"
+    if less <= free_bytes:
+        advice = f"With gradient_checkpointing it needs {_mib(less)} and fits; or lower max_length or r"
+    raise CotenantError(
+        f"The job needs {needed} bytes ({_mib(needed)}) for its longest example, {longest} tokens, and its adapter; "
+        f"{free_bytes} are free, so {needed - free_bytes} ({_mib(needed - free_bytes)}) are lacking. {advice}.",
+        code="insufficient_memory",
+    )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.0f} MiB"
