@@ -344,7 +344,7 @@ def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -
 
 def test_a_job_that_cannot_fit_says_how_much_it_lacks(decoder: Decoder, tmp_path: Path) -> None:
     """Before it has taken any step, and what would make it fit."""
-    spec = support.make_spec(tmp_path, examples=support.random_examples(9) + [([5] * 37, [1.0] * 37)])
+    spec = support.make_spec(tmp_path, examples=[*support.random_examples(9), ([5] * 37, [1.0] * 37)])
     with pytest.raises(CotenantError) as refused:
         support.make_job(decoder, spec, free_bytes=1000)
     assert refused.value.code == "insufficient_memory"
