@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.job import DPO, JobSpec, StepMetrics
+from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
@@ -198,6 +198,13 @@ class TrainingJob:
         if self._training is not None:
             self._training.trainer.discard()
 
+    def require(self, num_bytes: int) -> int:
+        """Give memory of activations away, and return how much; see ``Trainer.require``. ``release`` takes it back."""
+        return self._running.trainer.require(num_bytes)
+
+    def release(self, num_bytes: int) -> None:
+        self._running.trainer.release(num_bytes)
+
     # Reporting and stopping
 
     def take_updates(self) -> list[FromWorker]:
@@ -289,13 +296,11 @@ class TrainingJob:
         )
         if free_bytes is not None:
             num_weights = sum(matrix.numel() for matrix in adapter.parameters())
-            lengths = dataset.lengths
-            together = zip(lengths[::2], lengths[1::2], strict=True) if hyper.method == DPO else ((n,) for n in lengths)
             require_room(
                 decoder.spec,
                 decoder.dtype,
                 num_weights,
-                max(map(sum, together)),
+                order.longest,
                 free_bytes,
                 recompute=hyper.gradient_checkpointing,
             )

@@ -58,6 +58,13 @@ class DataOrder:
         """Training tokens of an average step."""
         return sum(self._lengths) / self.steps_per_epoch
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example, or pair: what no micro-batch can be smaller than."""
+        if self._hyper.method == DPO:
+            return max(map(self._length, range(len(self._rows))))
+        return max(self._lengths)
+
     def step(self, index: int) -> tuple[int, ...]:
         """The examples of optimizer step ``index``, counted from 0."""
         epoch, position = divmod(index, self.steps_per_epoch)

@@ -112,6 +112,10 @@ class PreferenceStep:
         self._reference.discard()
         self._step.discard()
 
+    def limit(self, max_tasklet_tokens: int) -> None:
+        """As of ``TrainingStep``. The reference keeps no layer's activations, so its micro-batches stay as they are."""
+        self._step.limit(max_tasklet_tokens)
+
     def close(self) -> None:
         self._reference.discard()
         self._step.close()

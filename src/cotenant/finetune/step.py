@@ -48,7 +48,7 @@ class TrainingStep:
         self._step_index = step_index
         self._seed = seed
         self._micro_batches = objective.split(dataset, examples, max_tasklet_tokens)
-        self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
+        self._cursor = self._new_cursor()
         self._pass: TrainingPass | None = None
         self.total_weight = objective.total_weight(dataset, examples)
         self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
@@ -119,6 +119,23 @@ class TrainingStep:
         self._pass = None
         self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
 
+    def limit(self, max_tasklet_tokens: int) -> None:
+        """Split what is not done yet into micro-batches of at most so many tokens. The one in flight starts again, in
+        another cut, if it is larger."""
+        num_done = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        if self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens:
+            num_done += 1
+        else:
+            self.discard()
+        done, rest = self._micro_batches[:num_done], self._micro_batches[num_done:]
+        if not rest:
+            return
+        examples = [example for shape in rest for example in shape.examples]
+        self._micro_batches = (*done, *self._objective.split(self._dataset, examples, max_tasklet_tokens))
+        run, within = self._cursor.run, self._cursor.within
+        self._cursor = self._new_cursor()
+        self._cursor.seek(run, within)
+
     def close(self) -> None:
         """Drop the gradients of the micro-batches done too: nobody will take this step."""
         self.discard()
@@ -142,6 +159,9 @@ class TrainingStep:
             self._pass.commit()
             self.sums += self._current_sums
             self._pass = None
+
+    def _new_cursor(self) -> Cursor:
+        return Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
 
     def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
         num_layers = self._decoder.spec.num_layers

@@ -53,9 +53,9 @@ class Cursor:
         if self.within == self._runs[self.run].count:
             self.seek(self.run + 1)
 
-    def seek(self, run: int) -> None:
-        """Move to the first tasklet of a run, or with the number of runs to the end."""
-        self.run, self.within = run, 0
+    def seek(self, run: int, within: int = 0) -> None:
+        """Move to a tasklet of a run, or with the number of runs to the end."""
+        self.run, self.within = run, within
         if not self.done:
             self._shape = self._runs[run].shape
 

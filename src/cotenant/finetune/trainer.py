@@ -13,6 +13,7 @@ import torch
 
 from cotenant.core.job import DPO, Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.budget import ActivationBudget
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
 from cotenant.finetune.objective import CrossEntropy
@@ -79,7 +80,9 @@ class Trainer:
         self._order = order
         self._validation = validation
         self._hyper = hyper
-        self._max_tasklet_tokens = max_tasklet_tokens
+        self._budget = ActivationBudget(
+            decoder.spec, decoder.dtype, max_tasklet_tokens, order.longest, recompute=hyper.gradient_checkpointing
+        )
         self._on_step = on_step
         self._pending = pending
         self._progress = progress
@@ -128,7 +131,10 @@ class Trainer:
         return step_started or (self._evaluation is not None and self._evaluation.started)
 
     def upcoming(self) -> tuple[TaskletRun, ...]:
-        """The tasklets up to the end of the current step, its evaluation included; empty when all steps are taken."""
+        """The tasklets up to the end of the current step, its evaluation included; empty when all steps are taken, and
+        while memory is short of the smallest micro-batch."""
+        if self._budget.max_tokens == 0:
+            return ()
         if self._upcoming is None:
             evaluation = self._evaluation.upcoming if self._evaluation is not None else ()
             if self._step is not None:
@@ -194,6 +200,31 @@ class Trainer:
         if self._evaluation is not None:
             self._evaluation.discard()
 
+    def require(self, num_bytes: int) -> int:
+        """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much in all.
+
+        Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
+        are kept, and every sample is trained on once. Where there is no room even for the longest example, nothing is
+        ``upcoming`` until enough is released.
+        """
+        given = self._budget.require(num_bytes)
+        self._upcoming = None
+        limit = self._budget.max_tokens
+        if self._fusing or limit == 0:
+            self.discard()
+        if self._step is not None and limit > 0:
+            self._step.limit(limit)
+        return given
+
+    def release(self, num_bytes: int) -> None:
+        """Take memory back that ``require`` gave away. Micro-batches grow with the next step, or at once where there
+        was no room for any."""
+        had_room = self._budget.max_tokens > 0
+        self._budget.release(num_bytes)
+        self._upcoming = None
+        if not had_room and self._budget.max_tokens > 0 and self._step is not None:
+            self._step.limit(self._budget.max_tokens)
+
     def close(self) -> None:
         """Let go of the step in flight and of whom ``on_step`` belongs to: else the two would keep each other alive,
         and the memory would wait for the garbage collector."""
@@ -219,14 +250,14 @@ class Trainer:
                 PreferenceLoss(hyper.beta, hyper.label_smoothing),
                 step_index=index,
                 seed=hyper.seed,
-                max_tasklet_tokens=self._max_tasklet_tokens,
+                max_tasklet_tokens=self._budget.max_tokens,
                 recompute=hyper.gradient_checkpointing,
             )
         return TrainingStep(
             *inputs,
             step_index=index,
             seed=hyper.seed,
-            max_tasklet_tokens=self._max_tasklet_tokens,
+            max_tasklet_tokens=self._budget.max_tokens,
             recompute=hyper.gradient_checkpointing,
             objective=CrossEntropy(),
         )

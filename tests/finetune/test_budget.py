@@ -1,0 +1,151 @@
+"""Memory of activations is given away and taken back at any moment, and training goes on with what is left."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.core.tasklet import TaskletKind
+from cotenant.finetune.budget import ActivationBudget, ladder
+from cotenant.finetune.footprint import activation_bytes
+from cotenant.finetune.job import TrainingJob
+from cotenant.models.decoder import Decoder
+from cotenant.models.spec import ModelSpec
+from finetune import support
+
+SPEC = ModelSpec("llama", 4, 64, 128, 4, 2, 16, 100, 4096)
+DPO = {"method": "dpo", "batch_size": 3}
+
+
+@given(st.integers(1, 9000), st.integers(1, 9000))
+def test_a_ladder_is_short_and_holds_what_must_fit(most: int, longest: int) -> None:
+    sizes = ladder(most, longest)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == longest
+    assert sizes[-1] == max(most, longest)
+    assert len(sizes) <= 7
+
+
+@given(
+    st.integers(1, 5000),
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 28)), max_size=30),
+)
+def test_what_is_given_away_is_not_used(most: int, longest: int, calls: list[tuple[bool, int]]) -> None:
+    budget = ActivationBudget(SPEC, torch.float32, most, longest, recompute=False)
+    total = activation_bytes(SPEC, max(most, longest), torch.float32, recompute=False)
+    lent = 0
+    assert budget.max_tokens == max(most, longest)
+    for takes, num_bytes in calls:
+        if takes:
+            given_bytes = budget.require(num_bytes)
+            assert given_bytes == min(num_bytes, total - lent)
+            lent += given_bytes
+        elif num_bytes <= lent:
+            budget.release(num_bytes)
+            lent -= num_bytes
+        else:
+            with pytest.raises(ValueError, match="only"):
+                budget.release(num_bytes)
+        assert budget.lent_bytes == lent
+        tokens = budget.max_tokens
+        if tokens:
+            assert tokens >= longest
+            assert activation_bytes(SPEC, tokens, torch.float32, recompute=False) <= total - lent
+        else:
+            assert activation_bytes(SPEC, longest, torch.float32, recompute=False) > total - lent
+
+
+def _bytes_for(decoder: Decoder, num_tokens: int) -> int:
+    """What must go for micro-batches of ``num_tokens`` to be the largest that fit."""
+    sizes = (support.TASKLET_TOKENS, num_tokens)
+    most, wanted = (activation_bytes(decoder.spec, size, decoder.dtype, recompute=False) for size in sizes)
+    return most - wanted
+
+
+def _sizes(job: TrainingJob) -> list[int]:
+    return [run.shape.num_tokens for run in job.upcoming() if run.shape.kind is TaskletKind.FORWARD]
+
+
+@pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
+def test_training_goes_on_in_less_memory_and_learns_the_same(
+    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """Memory goes and comes at random moments of forward, loss and backward; every sample is trained on once."""
+    examples = support.random_examples(40, shortest=5, longest=14)
+    adapters, figures = [], []
+    for name in ("undisturbed", "disturbed"):
+        spec = support.make_spec(tmp_path / name, examples=examples, max_steps=20, **changes)
+        job = support.make_job(decoder, spec)
+        generator, lent, num_requires = random.Random(4), 0, 0
+        while not job.done:
+            if job.upcoming():
+                support.run(job, min(generator.randint(1, 9), sum(run.count for run in job.upcoming())))
+            elif lent == 0:
+                job.wait_for_writes()
+            if name == "disturbed" and not job.finished_path and generator.random() < 0.4 and job.upcoming():
+                given_bytes = job.require(_bytes_for(decoder, generator.choice((28, 40))))
+                lent, num_requires = lent + given_bytes, num_requires + 1
+                assert all(size <= 40 for size in _sizes(job))
+            elif lent:
+                job.release(lent)
+                lent = 0
+            job.take_updates()
+        job.close()
+        assert (num_requires > 20) == (name == "disturbed")
+        adapters.append(_flat(tmp_path / name))
+        figures.append(job.trained_tokens)
+    assert figures[0] == figures[1]
+    assert float((adapters[1] - adapters[0]).norm() / adapters[0].norm()) < 1e-4
+
+
+def test_without_room_for_the_longest_example_training_waits(decoder: Decoder, tmp_path: Path) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path))
+    support.run_step(job)
+    upcoming = job.upcoming()
+    support.run(job, 3)
+    everything = job.require(1 << 40)
+    assert everything == activation_bytes(decoder.spec, support.TASKLET_TOKENS, decoder.dtype, recompute=False)
+    assert not job.in_flight
+    assert job.upcoming() == ()
+    assert not job.done
+    job.release(everything)
+    assert job.upcoming() == upcoming
+    support.run_to_end(job)
+    job.close()
+
+
+def test_a_micro_batch_that_fits_is_kept(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [([7] * 12, [0.0] * 4 + [1.0] * 8)] * 12
+    job = support.make_job(decoder, support.make_spec(tmp_path, examples=examples, batch_size=5, max_steps=2))
+    assert _sizes(job) == [48, 12]
+    support.run(job, 2)
+    job.require(_bytes_for(decoder, 24))
+    assert not job.in_flight
+    assert _sizes(job) == [24, 24, 12]
+    support.run(job, 3)
+    upcoming = job.upcoming()
+    assert job.require(1) == 1  # one byte less: 24 tokens do not fit any more, 12 do
+    assert _sizes(job) == [12, 12, 12, 12, 12]
+    job.release(1)
+    assert job.upcoming() != upcoming  # until the next step
+    while job.step == 0:
+        job.run_tasklet()
+    assert _sizes(job) == [24, 24, 12]
+    support.run(job, 2)
+    upcoming = job.upcoming()
+    job.require(0)
+    assert job.in_flight
+    assert job.upcoming() == upcoming
+    job.close()
+
+
+def _flat(folder: Path) -> torch.Tensor:
+    tensors = safetensors.torch.load_file(folder / "adapter" / "adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
