@@ -116,6 +116,55 @@ def test_engines_stand_side_by_side(tmp_path: Path) -> None:
     assert "4200 GB/s" in page
 
 
+def finetune_result(label: str, memory: dict[str, int]) -> dict[str, Any]:
+    return {
+        "kind": "finetune",
+        "label": label,
+        "command": "cotenant bench finetune",
+        "model": "llama",
+        "dtype": "bfloat16",
+        "ceilings": {"copy_gb_s": 4200.4, "matmul_tflop_s": 786.2},
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": ["A GPU"]},
+        "versions": {"torch": "2.11.0"},
+        "seq_len": 2048,
+        "tokens_per_step": 16384,
+        "micro_batch_tokens": 2048,
+        "r": 16,
+        "gradient_checkpointing": True,
+        "flop_per_token": 32_119_980_032,
+        "flop_per_token_multiplied": 30_018_633_728,
+        "tokens_per_s": {"mean": 17000.4} | spread(17000.0),
+        "share_of_matmul_rate": 0.6945,
+        "share_of_matmul_rate_multiplied": 0.6491,
+        "step_ms": spread(963.0),
+        "tasklet_ms": {"forward": spread(1.0), "optimizer": spread(5.0)},
+        "cpu_share": {"launching_thread": 0.9, "launching": 0.04, "process": 0.95},
+        "memory": memory,
+        "suspend": {"num_samples": 200, "latency_ms": spread(1.5), "noticed_ms": spread(0.5)},
+        "discard": {"num_samples": 200, "latency_ms": spread(2.5), "freed_mib": None},
+    }
+
+
+def test_training_by_itself(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    on_gpu = finetune_result("gpu", {"peak_allocated_bytes": 22 << 30, "peak_reserved_bytes": 24 << 30})
+    on_cpu = finetune_result("cpu", {"peak_resident_bytes": 3 << 30})
+    (results / "finetune.json").write_text(json.dumps([on_gpu, on_cpu]))
+    target = tmp_path / "page.md"
+    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    page = target.read_text()
+    start, end = (
+        "gradient checkpointing | 2,048 | 17,000 | 69.5% (64.9%) | 963.00 (962.90 to 963.10) |",
+        "90.0%, launching 4.0% |",
+    )
+    assert f"| gpu, {start} 22.0, reserved 24.0 | {end}" in page
+    assert f"| cpu, {start} 3.0 | {end}" in page
+    assert "32.1 GFLOP a token" in page
+    assert "| gpu | tasklet: optimizer | 5.000 | 4.900 | 5.100 | 5.200 | 5.300 |" in page
+    assert "| cpu | suspend | 1.500 |" in page
+
+
 def test_a_resize_says_what_it_cost(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()

@@ -17,7 +17,8 @@ from cotenant.models.paged_attention import is_supported
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.sizing import num_pages
 
-_TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
+# Of a micro-batch at most, on each type of device, unless --tasklet-tokens says otherwise.
+TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def build_serving(config: ServerConfig) -> Serving:
         resolved, device.torch_device, dtype, config.model.seed, quantization=config.model.quantization
     )
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
-    tasklet_tokens = config.coexecution.tasklet_tokens or _TASKLET_TOKENS[device.torch_device.type]
+    tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
     pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
     try:
         with device.online():

@@ -136,9 +136,9 @@ class EngineBench:
             "batch_size": batch_size,
             "context": context,
             "num_adapters": len(adapters),
-            "step_ms": _spread(steps_ms),
-            "device_ms": _spread(device_ms),
-            "gap_us": _spread(gaps_us) if gaps_us else None,
+            "step_ms": spread(steps_ms),
+            "device_ms": spread(device_ms),
+            "gap_us": spread(gaps_us) if gaps_us else None,
             "floor_ms": round(floor_ms, 4),
             "ratio_to_floor": round(statistics.median(steps_ms) / floor_ms, 3),
         }
@@ -159,8 +159,8 @@ class EngineBench:
         floor_ms = self.floor_ms(num_tokens, num_tokens, 1, num_tokens * num_tokens / 2)
         return {
             "num_tokens": num_tokens,
-            "prefill_ms": _spread(times_ms[2:]),
-            "device_ms": _spread(device_ms[2:]),
+            "prefill_ms": spread(times_ms[2:]),
+            "device_ms": spread(device_ms[2:]),
             "floor_ms": round(floor_ms, 4),
             "ratio_to_floor": round(statistics.median(times_ms[2:]) / floor_ms, 3),
         }
@@ -203,7 +203,8 @@ def layer_parameters(spec: ModelSpec) -> int:
     return spec.num_layers * sum(num_out * num_in for num_out, num_in in shapes)
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Percentiles and the largest of one or more values."""
     ordered = sorted(values)
 
     def at(share: float) -> float:

@@ -1,0 +1,109 @@
+"""``cotenant bench finetune``: training by itself in this process, beside the device's matrix rate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cotenant.cli.output import write_json
+from cotenant.config import ModelConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.models.registry import resolve_model
+
+KIND = "finetune"
+
+
+def finetune(
+    model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence.")] = 2048,
+    tokens_per_step: Annotated[
+        int, typer.Option(min=2, help="Tokens of an optimizer step, a multiple of --seq-len.")
+    ] = 16384,
+    tasklet_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
+    ] = 0,
+    r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter, on all linear modules.")] = 16,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass.")
+    ] = False,
+    num_steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 20,
+    num_warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps before them.")] = 3,
+    num_samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Times that training is suspended, and that it is discarded.")
+    ] = 200,
+    load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option()] = "auto",
+    device: Annotated[str, typer.Option()] = "auto",
+    label: Annotated[str, typer.Option(help="A name for these figures.")] = "cotenant",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a LoRA adapter on random tokens without a server: speed, beside the matrix rate measured in the same run,
+    memory, the times of tasklets, and how soon training stops and gives its activations back.
+    """
+    chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device)
+    limit = resolve_model(chosen).spec.max_position_embeddings
+    if seq_len > limit:
+        raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
+    if tokens_per_step % seq_len:
+        raise InvalidInputError(
+            f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
+        )
+    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    from cotenant.bench.machine import command_line, machine, versions
+    from cotenant.runtime.finetune_bench import Workload, open_bench
+
+    bench = open_bench(chosen, Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing))
+    report = {
+        "kind": KIND,
+        "label": label,
+        **bench.description(),
+        **bench.steps(num_steps, num_warmup_steps),
+        "suspend": bench.suspend(num_samples),
+        "discard": bench.discard(num_samples),
+        "machine": machine(),
+        "versions": versions(),
+        "command": command_line(sys.argv),
+    }
+    bench.close()
+    _print(report)
+    if json_path is not None:
+        write_json(json_path, report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    speed, memory, cpu_share = report["tokens_per_s"], report["memory"], report["cpu_share"]
+    console = Console()
+    console.print(
+        f"{report['model']}, {report['dtype']}, on {report['device']}: {report['num_micro_batches']} micro-batches of "
+        f"{report['micro_batch_tokens']} tokens a step"
+    )
+    console.print(
+        f"{speed['mean']:.0f} tokens/s (steps: p10 {speed['p10']:.0f}, p90 {speed['p90']:.0f}), "
+        f"{report['share_of_matmul_rate']:.1%} of {report['ceilings']['matmul_tflop_s']:.1f} TFLOP/s at "
+        f"{report['flop_per_token'] / 1e9:.3g} GFLOP a token"
+    )
+    peaks = ", ".join(
+        f"{name.removeprefix('peak_').removesuffix('_bytes')} {size / 2**30:.2f} GiB" for name, size in memory.items()
+    )
+    console.print(
+        f"peak memory: {peaks}; CPU of the launching thread: {cpu_share['launching_thread']:.1%} of the time, "
+        f"{cpu_share['launching']:.1%} in launching"
+    )
+    table = Table("ms", "count", "p50", "p10", "p90", "p99", "max")
+    table.add_row("step", str(report["num_steps"]), *_cells(report["step_ms"]))
+    for kind, times in report["tasklet_ms"].items():
+        table.add_row(f"tasklet: {kind}", str(times["count"]), *_cells(times))
+    for name in ("suspend", "discard"):
+        table.add_row(name, str(report[name]["num_samples"]), *_cells(report[name]["latency_ms"]))
+    console.print(table)
+
+
+def _cells(spread: dict[str, float]) -> list[str]:
+    return [f"{spread[share]:.3f}" for share in ("p50", "p10", "p90", "p99", "max")]

@@ -1,0 +1,318 @@
+"""`cotenant bench finetune`: how fast a job trains alone in this process, and how soon it stops and gives memory back.
+
+Tasklets are launched as the worker's executor does: the next one looked up, then launched through the device, which
+keeps a bounded number in flight. Checkpoints, metrics files and evaluation are left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cotenant.config import ModelConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import Hyperparameters, JobSpec
+from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.device import Device, create_device
+from cotenant.device.base import FinishedTasklet
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.microbatch import split
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.progress import Progress
+from cotenant.finetune.state import TrainingState, fingerprint
+from cotenant.finetune.trainer import Trainer
+from cotenant.models.decoder import Decoder
+from cotenant.models.loading import load_decoder
+from cotenant.models.lora import LoraAdapter
+from cotenant.models.registry import ResolvedModel, resolve_model
+from cotenant.models.spec import ModelSpec
+from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype
+from cotenant.runtime.engine_bench import Ceilings, layer_parameters, measure_ceilings, spread
+
+_STEPS_PER_EPOCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: random sequences of ``seq_len`` tokens, one to a packed row, ``tokens_per_step`` tokens (a
+    multiple of ``seq_len``) in an optimizer step. ``tasklet_tokens``: of a micro-batch at most; 0: as the server
+    chooses. The adapter has rank ``r`` on all linear modules."""
+
+    seq_len: int
+    tokens_per_step: int
+    tasklet_tokens: int
+    r: int
+    gradient_checkpointing: bool
+
+    def hyperparameters(self) -> Hyperparameters:
+        return Hyperparameters(
+            n_epochs=1_000_000,
+            batch_size=self.tokens_per_step // self.seq_len,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            max_length=self.seq_len,
+            packing=True,
+            gradient_checkpointing=self.gradient_checkpointing,
+            r=self.r,
+            lora_alpha=2.0 * self.r,
+        )
+
+
+def open_bench(config: ModelConfig, workload: Workload) -> FinetuneBench:
+    """Load the model, and measure the device. Raises CotenantError for what cannot be loaded."""
+    device = create_device(config.device)
+    resolved = resolve_model(config)
+    dtype = choose_dtype(config.dtype, resolved.spec.dtype, device)
+    decoder = load_decoder(resolved, device.torch_device, dtype, config.seed)
+    ceilings = measure_ceilings(device.torch_device, dtype)
+    if device.torch_device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with is no part of training's memory
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+    bench = FinetuneBench(device, resolved, decoder, ceilings, workload)
+    gc.collect()
+    gc.freeze()  # as in the worker
+    return bench
+
+
+class FinetuneBench:
+    """One job that trains without end. Call ``steps`` first: the other measurements go by what it found."""
+
+    def __init__(
+        self, device: Device, resolved: ResolvedModel, decoder: Decoder, ceilings: Ceilings, workload: Workload
+    ) -> None:
+        self._device = device
+        self._resolved = resolved
+        self._decoder = decoder
+        self._ceilings = ceilings
+        self._workload = workload
+        self._tasklet_tokens = workload.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
+        self._micro_batch_s = 0.0
+        self._launch_cpu_s = 0.0
+        self._random = random.Random(0)
+        hyper = workload.hyperparameters()
+        dataset = _random_dataset(workload, resolved.spec.vocab_size)
+        self._order = DataOrder(dataset.lengths, hyper)
+        self._micro_batches = split(dataset, self._order.step(0), self._tasklet_tokens)
+        self._trainer = _trainer(decoder, resolved.name, dataset, self._order, hyper, self._tasklet_tokens)
+        self._trainer.start()
+
+    def description(self) -> dict[str, Any]:
+        """What was measured on what."""
+        return {
+            "model": self._resolved.name,
+            "dtype": str(self._decoder.dtype).removeprefix("torch."),
+            "device": self._device.name,
+            "ceilings": asdict(self._ceilings),
+            **asdict(self._workload),
+            "tasklet_tokens": self._tasklet_tokens,
+            "micro_batch_tokens": self._micro_batches[0].num_tokens,
+            "num_micro_batches": len(self._micro_batches),
+            "flop_per_token": flop_per_token(self._resolved.spec),
+            "flop_per_token_multiplied": flop_per_token(self._resolved.spec, only_multiplied=True),
+        }
+
+    def steps(self, num_steps: int, num_warmup_steps: int) -> dict[str, Any]:
+        """Time ``num_steps`` optimizer steps. A step ends where the host has launched its optimizer tasklet, which
+        waits for the gradient's norm.
+
+        The shares of the matrix rate are of ``flop_per_token``. ``launching_thread``: the thread's CPU time by the
+        wall time, all of it and what of it passed while tasklets were launched rather than waited for; ``process`` is
+        that of all threads. On a CPU the launching thread computes as well. Raises InvalidInputError when memory runs
+        out.
+        """
+        try:
+            for _ in range(num_warmup_steps):
+                self._run_step()
+            self._device.synchronize()
+            self._device.finished_tasklets()
+            return self._timed_steps(num_steps)
+        except torch.OutOfMemoryError as error:
+            raise InvalidInputError(
+                f"micro-batches of {self._micro_batches[0].num_tokens} tokens do not fit into the device's memory: "
+                f"lower --tasklet-tokens or --seq-len, or add --gradient-checkpointing ({error})",
+                param="tasklet-tokens",
+            ) from error
+
+    def suspend(self, num_samples: int) -> dict[str, Any]:
+        """From 'stop' at a random moment to the device idle.
+
+        As in the executor, 'stop' is noticed between two launches: ``noticed_ms`` is how long that took, and part of
+        ``latency_ms``. Tasklets that are in flight then run to their ends.
+        """
+        latencies_ms, noticed_ms = [], []
+        for _ in range(num_samples):
+            stop_s = self._run_until_random_moment()
+            noticed_ms.append((time.perf_counter() - stop_s) * 1e3)
+            self._device.synchronize()
+            latencies_ms.append((time.perf_counter() - stop_s) * 1e3)
+        return {"num_samples": num_samples, "latency_ms": spread(latencies_ms), "noticed_ms": spread(noticed_ms)}
+
+    def discard(self, num_samples: int) -> dict[str, Any]:
+        """From the call, at a random moment, to the activations of the micro-batch in flight being free: the device
+        idle, and their memory torch's to give to other tensors. ``freed_mib`` is what that gave, None on a CPU."""
+        latencies_ms, freed_mib = [], []
+        for _ in range(num_samples):
+            self._run_until_random_moment()
+            while not self._trainer.in_flight:  # between two micro-batches
+                self._run_tasklet()
+            before = self._allocated_bytes()
+            start_s = time.perf_counter()
+            self._device.synchronize()
+            self._trainer.discard()
+            latencies_ms.append((time.perf_counter() - start_s) * 1e3)
+            freed_mib.append((before - self._allocated_bytes()) / 2**20)
+        return {
+            "num_samples": num_samples,
+            "latency_ms": spread(latencies_ms),
+            "freed_mib": spread(freed_mib) if self._device.torch_device.type == "cuda" else None,
+        }
+
+    def close(self) -> None:
+        self._device.synchronize()
+        self._trainer.close()
+
+    def _timed_steps(self, num_steps: int) -> dict[str, Any]:
+        finished: list[FinishedTasklet] = []
+        steps_s = []
+        self._launch_cpu_s = 0.0
+        process_s, thread_s = time.process_time(), time.thread_time()
+        start_s = last_s = time.perf_counter()
+        for _ in range(num_steps):
+            self._run_step()
+            finished += self._device.finished_tasklets()
+            now_s = time.perf_counter()
+            steps_s.append(now_s - last_s)
+            last_s = now_s
+        self._device.synchronize()
+        wall_s = time.perf_counter() - start_s
+        thread_s, process_s = time.thread_time() - thread_s, time.process_time() - process_s
+        finished += self._device.finished_tasklets()
+        self._micro_batch_s = statistics.median(steps_s) / len(self._micro_batches)
+        tokens = self._workload.tokens_per_step
+        tokens_per_s = num_steps * tokens / wall_s
+        return {
+            "num_steps": num_steps,
+            "tokens_per_s": {
+                "mean": round(tokens_per_s, 2),
+                **spread([tokens / seconds for seconds in steps_s]),
+            },
+            "share_of_matmul_rate": self._share(tokens_per_s, flop_per_token(self._resolved.spec)),
+            "share_of_matmul_rate_multiplied": self._share(
+                tokens_per_s, flop_per_token(self._resolved.spec, only_multiplied=True)
+            ),
+            "step_ms": spread([seconds * 1e3 for seconds in steps_s]),
+            "tasklet_ms": _by_kind(finished),
+            "cpu_share": {
+                "launching_thread": round(thread_s / wall_s, 4),
+                "launching": round(self._launch_cpu_s / wall_s, 4),
+                "process": round(process_s / wall_s, 4),
+            },
+            "memory": self._peak_memory(),
+        }
+
+    def _share(self, tokens_per_s: float, flop: int) -> float:
+        return round(tokens_per_s * flop / (self._ceilings.matmul_tflop_s * 1e12), 4)
+
+    def _run_step(self) -> None:
+        while self._run_tasklet() is not TaskletKind.OPTIMIZER:
+            pass
+
+    def _run_tasklet(self) -> TaskletKind:
+        """Launch the next tasklet once the device takes it."""
+        kind = self._trainer.upcoming()[0].shape.kind
+        self._device.run_tasklet(self._launch)
+        return kind
+
+    def _launch(self) -> TaskletShape:
+        start_s = time.thread_time()
+        shape = self._trainer.run_tasklet()
+        self._launch_cpu_s += time.thread_time() - start_s
+        return shape
+
+    def _run_until_random_moment(self) -> float:
+        """Train for one to two micro-batches' time, so that every moment within a micro-batch is equally likely, even
+        after a discard. Returns the moment, on time.perf_counter's clock; it has just passed."""
+        moment_s = time.perf_counter() + self._random.uniform(1.0, 2.0) * self._micro_batch_s
+        while time.perf_counter() < moment_s:
+            self._run_tasklet()
+        self._device.finished_tasklets()
+        return moment_s
+
+    def _allocated_bytes(self) -> int:
+        device = self._device.torch_device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def _peak_memory(self) -> dict[str, int]:
+        """Since training began, the weights included. ``reserved``: with what torch's allocator kept for later. On a
+        CPU the largest resident set of the process since its start."""
+        device = self._device.torch_device
+        if device.type == "cuda":
+            return {
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            }
+        return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def flop_per_token(spec: ModelSpec, *, only_multiplied: bool = False) -> int:
+    """Arithmetic of training a frozen base on one token, as it is usually counted: 4 for each parameter, 2 in the
+    forward pass and 2 for the gradient of the input.
+
+    Parameters are those of the linear modules, the head and the embedding (32.1 GFLOP for Llama-3.1-8B), although
+    nothing is multiplied by an embedding: ``only_multiplied`` leaves it out (30.0). Attention, the adapter and what
+    is recomputed are never counted.
+    """
+    embedding = spec.vocab_size * spec.hidden_size
+    has_own_embedding = not spec.tie_word_embeddings and not only_multiplied
+    return 4 * (layer_parameters(spec) + (2 if has_own_embedding else 1) * embedding)
+
+
+def _random_dataset(workload: Workload, vocab_size: int) -> Dataset:
+    """Sequences of random tokens; all but the first of each count in the loss."""
+    num_tokens = _STEPS_PER_EPOCH * workload.tokens_per_step
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
+    offsets = torch.arange(0, num_tokens + 1, workload.seq_len)
+    return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
+
+
+def _trainer(
+    decoder: Decoder, model: str, dataset: Dataset, order: DataOrder, hyper: Hyperparameters, max_tasklet_tokens: int
+) -> Trainer:
+    spec = JobSpec("bench", model, "", "", None, "bench", hyper)
+    adapter = LoraAdapter.trainable(
+        decoder.spec,
+        r=hyper.r,
+        alpha=hyper.lora_alpha,
+        target_modules=hyper.target_modules,
+        seed=hyper.seed,
+        device=decoder.device,
+    )
+    return Trainer(
+        decoder,
+        TrainingState(adapter, spec, fingerprint(spec, dataset)),
+        dataset,
+        order,
+        None,
+        hyper,
+        max_tasklet_tokens=max_tasklet_tokens,
+        pending=None,
+        progress=Progress(time.monotonic),
+        on_step=lambda metrics: None,
+    )
+
+
+def _by_kind(finished: Sequence[FinishedTasklet]) -> dict[str, dict[str, float]]:
+    times_ms: dict[str, list[float]] = defaultdict(list)
+    for tasklet in finished:
+        times_ms[tasklet.shape.kind.value].append(tasklet.elapsed_ms)
+    return {kind: {"count": len(values), **spread(values)} for kind, values in times_ms.items()}

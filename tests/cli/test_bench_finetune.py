@@ -1,0 +1,72 @@
+"""`cotenant bench finetune` on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def bench_finetune(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cotenant", "bench", "finetune", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_figures_agree_with_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "finetune.json"
+    sizes = ["--seq-len", "32", "--tokens-per-step", "192", "--tasklet-tokens", "80", "--r", "4"]
+    counts = ["--steps", "3", "--warmup-steps", "1", "--samples", "12"]
+    result = bench_finetune(
+        "tiny", *sizes, *counts, "--gradient-checkpointing", "--device", "cpu", "--label", "ours", "--json", str(path)
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert (report["kind"], report["label"], report["model"]) == ("finetune", "ours", "tiny")
+    assert (report["dtype"], report["r"], report["gradient_checkpointing"]) == ("float32", 4, True)
+    # Whole sequences: two of 32 tokens go into 80.
+    assert (report["micro_batch_tokens"], report["num_micro_batches"]) == (64, 3)
+
+    tasklets = report["tasklet_ms"]
+    num_layers = tasklets["forward"]["count"] // (3 * 3)
+    counted = {kind: times["count"] for kind, times in tasklets.items()}
+    assert counted == {"forward": 9 * num_layers, "loss": 9, "backward": 9 * num_layers, "optimizer": 3}
+    for times in (
+        report["step_ms"],
+        *tasklets.values(),
+        *(report[key]["latency_ms"] for key in ("suspend", "discard")),
+    ):
+        assert 0 < times["p10"] <= times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
+
+    # The slowest of three steps and the fastest enclose what the whole took.
+    fastest, slowest = report["tokens_per_s"]["max"], report["tokens_per_s"]["p10"]
+    assert slowest * 0.99 <= report["tokens_per_s"]["mean"] <= fastest * 1.01
+    assert slowest == pytest.approx(192e3 / report["step_ms"]["max"], rel=0.01)
+    matmul_flop_s = report["ceilings"]["matmul_tflop_s"] * 1e12
+    used_flop_s = report["tokens_per_s"]["mean"] * report["flop_per_token"]
+    assert report["share_of_matmul_rate"] == pytest.approx(used_flop_s / matmul_flop_s, abs=1e-4)
+    assert 0 < report["cpu_share"]["launching"] <= report["cpu_share"]["launching_thread"] <= 1.01
+    assert report["memory"]["peak_resident_bytes"] > 50 << 20
+    assert report["suspend"]["num_samples"] == report["discard"]["num_samples"] == 12
+    # A CPU is idle once the stop is noticed.
+    assert report["suspend"]["noticed_ms"]["max"] <= report["suspend"]["latency_ms"]["max"]
+    assert "tasklet: backward" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["tiny", "--seq-len", "1025"], "--seq-len: 1025 is too long: tiny takes 1024 tokens"),
+        (["tiny", "--seq-len", "48", "--tokens-per-step", "100"], "--tokens-per-step: 100 is not a multiple of"),
+        (["no-such-model"], "unknown model 'no-such-model'"),
+        (["tiny", "--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
+    result = bench_finetune(*arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
