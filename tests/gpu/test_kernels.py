@@ -97,3 +97,22 @@ def test_rope_finishes_a_product_first(num_rows: int, splits: int, dtype: torch.
     _close(keys[kept], rotated[kept, num_heads:])
     _close(values[kept], heads[kept, num_heads + num_kv_heads :])
     assert not keys[~kept].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [50, 32000, 128256])
+def test_cross_entropy_leaves_its_gradient_in_place_of_the_logits(vocab: int, dtype: torch.dtype) -> None:
+    from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
+
+    logits = (torch.randn(33, vocab, device=CUDA) * 3).to(dtype)
+    targets = torch.randint(0, vocab, (33,), device=CUDA)
+    targets[:5] = logits[:5].argmax(dim=1)
+    scales = torch.rand(33, device=CUDA)
+    wide = logits.float().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="none")
+    (gradient,) = torch.autograd.grad((expected * scales).sum(), wide)
+    is_likeliest = logits.argmax(dim=1) == targets
+    losses, correct = cross_entropy_in_place(logits, targets, scales)
+    torch.testing.assert_close(losses, expected.detach(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(logits.float(), gradient, atol=1e-2 if dtype != torch.float32 else 1e-6, rtol=1e-2)
+    assert torch.equal(correct, is_likeliest)

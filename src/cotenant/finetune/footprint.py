@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cotenant.core.errors import CotenantError
-from cotenant.finetune.loss import CHUNK_BYTES
+from cotenant.finetune.loss import chunk_bytes
 from cotenant.models.spec import ModelSpec
 
 # In float32: the weight, its gradient over the step and in the micro-batch, and the optimizer's two moments.
@@ -21,7 +21,7 @@ def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, re
     tape = 2 * spec.hidden_size + 2 * heads + attended + 2 * spec.intermediate_size
     kept = spec.hidden_size * spec.num_layers + tape if recompute else tape * spec.num_layers
     passing = 4 * spec.intermediate_size + 4 * spec.hidden_size + 2 * heads
-    return num_tokens * (kept + passing) * dtype.itemsize + 3 * CHUNK_BYTES
+    return num_tokens * (kept + passing) * dtype.itemsize + 3 * chunk_bytes(dtype)
 
 
 def require_room(

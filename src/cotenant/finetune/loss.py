@@ -1,4 +1,7 @@
-"""Weighted cross entropy from the last hidden state, in chunks of rows: no [tokens, vocabulary] logits ever exist."""
+"""Weighted cross entropy from the last hidden state, in chunks of rows: no [tokens, vocabulary] logits ever exist.
+
+Gradients are computed with the losses: the logits, once they are there, need not be made again.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,17 @@ import torch.nn.functional as F
 
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.models.decoder import Decoder
+from cotenant.models.layer_backward import head_backward
+from cotenant.models.products import has_triton
 
-# Float32 logits of one chunk take at most this much memory (and their gradient as much again).
-CHUNK_BYTES = 32 * 1024 * 1024
+_CHUNK_BYTES = 32 << 20
+_HALF_PRECISION_CHUNK_BYTES = 512 << 20
+
+
+def chunk_bytes(dtype: torch.dtype) -> int:
+    """What the logits of one chunk take at most, and their gradient, where it does not replace them, as much again.
+    Models in half precision run on GPUs, whose products with the head want many rows."""
+    return _CHUNK_BYTES if dtype == torch.float32 else _HALF_PRECISION_CHUNK_BYTES
 
 
 @dataclass(slots=True)
@@ -47,6 +58,7 @@ class LossSums:
         return float(self.num_correct) / max(1, self.num_targets)
 
 
+@torch.no_grad()
 def loss_and_gradient(
     decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
 ) -> tuple[LossSums, torch.Tensor]:
@@ -57,14 +69,12 @@ def loss_and_gradient(
     """
     sums = LossSums.zero(hidden.device)
     gradient = torch.zeros_like(hidden)  # [tokens, hidden]
-    scale = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
+    scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
     for start, stop in _chunks(decoder, micro_batch):
         rows = micro_batch.rows[start:stop]
-        with torch.enable_grad():
-            inputs = hidden[rows].requires_grad_()  # [rows, hidden]
-            nll, correct = _nll(decoder, inputs, micro_batch.targets[start:stop])
-            (chunk_gradient,) = torch.autograd.grad((nll * scale[start:stop]).sum(), inputs)
-        gradient[rows] = chunk_gradient
+        nll, correct, gradient[rows] = _losses_and_gradient(
+            decoder, hidden[rows], micro_batch.targets[start:stop], scales[start:stop]
+        )
         sums.add(nll, micro_batch.weights[start:stop], correct)
     return sums, gradient
 
@@ -92,6 +102,7 @@ def token_losses(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch
     return _joined(hidden, [nll for nll, _ in parts]), _joined(hidden, [correct for _, correct in parts]).bool()
 
 
+@torch.no_grad()
 def token_losses_and_gradients(
     decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,13 +110,15 @@ def token_losses_and_gradients(
 
     A loss that depends on all targets has the gradient of this times its own slope in each target's loss.
     """
-    parts = []
-    for start, stop in _chunks(decoder, micro_batch):
-        with torch.enable_grad():
-            inputs = hidden[micro_batch.rows[start:stop]].requires_grad_()  # [rows, hidden]
-            nll, correct = _nll(decoder, inputs, micro_batch.targets[start:stop])
-            (gradient,) = torch.autograd.grad(nll.sum(), inputs)
-        parts.append((nll.detach(), correct, gradient))
+    parts = [
+        _losses_and_gradient(
+            decoder,
+            hidden[micro_batch.rows[start:stop]],
+            micro_batch.targets[start:stop],
+            torch.ones(stop - start, device=hidden.device),
+        )
+        for start, stop in _chunks(decoder, micro_batch)
+    ]
     nlls, corrects = (_joined(hidden, [part[index] for part in parts]) for index in (0, 1))
     gradients = torch.cat([gradient for _, _, gradient in parts]) if parts else hidden[:0]
     return nlls, corrects.bool(), gradients
@@ -116,11 +129,29 @@ def _joined(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _chunks(decoder: Decoder, micro_batch: MicroBatch) -> list[tuple[int, int]]:
-    size = max(1, CHUNK_BYTES // (4 * decoder.spec.vocab_size))
+    size = max(1, chunk_bytes(decoder.dtype) // (decoder.dtype.itemsize * decoder.spec.vocab_size))
     num_targets = len(micro_batch.rows)
     return [(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
 
 
 def _nll(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = decoder.logits(inputs)  # [rows, vocabulary], float32
-    return F.cross_entropy(logits, targets, reduction="none"), logits.detach().argmax(dim=-1) == targets
+    return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
+
+
+def _losses_and_gradient(
+    decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of these rows: each one's loss and whether its target is the most likely token [rows], and the gradient of
+    sum(``scales`` * losses) at ``inputs`` [rows, hidden]."""
+    logits = decoder.raw_logits(inputs)  # [rows, vocabulary]
+    if logits.is_cuda and has_triton():
+        from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
+
+        nll, correct = cross_entropy_in_place(logits, targets, scales)
+        return nll, correct, head_backward(decoder, inputs, logits)
+    logits = logits.float()
+    nll, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
+    gradient = torch.softmax(logits, dim=-1).mul_(scales.unsqueeze(1))
+    gradient.scatter_add_(1, targets.unsqueeze(1), -scales.unsqueeze(1))
+    return nll, correct, head_backward(decoder, inputs, gradient.to(inputs.dtype))

@@ -1,4 +1,4 @@
-"""The backward pass of a decoder layer, written out: no graph, no hooks, one layer at a time.
+"""The backward pass of a decoder layer and of the head, written out: no graph, no hooks, one layer at a time.
 
 The base weights are frozen, so what is computed are the gradients of the layer's input and of its LoRA matrices. Each
 operation rounds where autograd would.
@@ -33,6 +33,12 @@ def layer_backward(
     weights = decoder.weights.layers[index]
     middle = _mlp_backward(decoder, weights, tape, gradient, add_gradient)
     return _attention_backward(decoder, weights, tape, middle, add_gradient, needs_input)
+
+
+def head_backward(decoder: Decoder, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """From the gradient of ``Decoder.raw_logits`` [rows, vocab] to that of ``hidden`` [rows, hidden]."""
+    weights = decoder.weights
+    return norm_backward(hidden, weights.final_norm, gradient @ weights.head, decoder.spec.rms_norm_eps)
 
 
 def _mlp_backward(
