@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.budget import ActivationBudget, ladder
-from cotenant.finetune.footprint import activation_bytes
+from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from cotenant.models.spec import ModelSpec
@@ -40,12 +40,13 @@ def test_a_ladder_is_short_and_holds_what_must_fit(most: int, longest: int) -> N
 def test_what_is_given_away_is_not_used(most: int, longest: int, calls: list[tuple[bool, int]]) -> None:
     budget = ActivationBudget(SPEC, torch.float32, most, longest, recompute=False)
     total = activation_bytes(SPEC, max(most, longest), torch.float32, recompute=False)
+    kept_back = passing_bytes(SPEC, max(most, longest), torch.float32)
     lent = 0
     assert budget.max_tokens == max(most, longest)
     for takes, num_bytes in calls:
         if takes:
             given_bytes = budget.require(num_bytes)
-            assert given_bytes == min(num_bytes, total - lent)
+            assert given_bytes == min(num_bytes, total - kept_back - lent)
             lent += given_bytes
         elif num_bytes <= lent:
             budget.release(num_bytes)
@@ -66,7 +67,7 @@ def _bytes_for(decoder: Decoder, num_tokens: int) -> int:
     """What must go for micro-batches of ``num_tokens`` to be the largest that fit."""
     sizes = (support.TASKLET_TOKENS, num_tokens)
     most, wanted = (activation_bytes(decoder.spec, size, decoder.dtype, recompute=False) for size in sizes)
-    return most - wanted
+    return most - (wanted if num_tokens else 0)
 
 
 def _sizes(job: TrainingJob) -> list[int]:
@@ -111,7 +112,9 @@ def test_without_room_for_the_longest_example_training_waits(decoder: Decoder, t
     upcoming = job.upcoming()
     support.run(job, 3)
     everything = job.require(1 << 40)
-    assert everything == activation_bytes(decoder.spec, support.TASKLET_TOKENS, decoder.dtype, recompute=False)
+    kept_back = passing_bytes(decoder.spec, support.TASKLET_TOKENS, decoder.dtype)
+    assert everything == _bytes_for(decoder, 0) - kept_back
+    assert job.fusable_layer is None
     assert not job.in_flight
     assert job.upcoming() == ()
     assert not job.done

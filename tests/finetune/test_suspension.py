@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -223,3 +225,23 @@ def test_a_discard_keeps_the_micro_batches_that_are_done(decoder: Decoder, tmp_p
     )
     job.close()
     assert all(parameter.grad is None for parameter in job.adapter.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
+def test_a_closed_job_lets_go_of_its_adapter_at_once(
+    decoder: Decoder, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    """Not when the garbage collector comes by: in the middle of a step, and of an evaluation."""
+    for kind in (TaskletKind.BACKWARD, TaskletKind.EVAL_LOSS):
+        job = support.make_job(decoder, _spec(tmp_path / kind, **changes))
+        while job.upcoming()[0].shape.kind is not kind:
+            job.run_tasklet()
+        job.run_tasklet()
+        adapter = weakref.ref(job.adapter)
+        gc.disable()
+        try:
+            job.close()
+            del job
+            assert adapter() is None
+        finally:
+            gc.enable()

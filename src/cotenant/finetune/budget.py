@@ -1,14 +1,14 @@
 """How large a micro-batch may be while part of training's memory is wanted elsewhere.
 
-Sizes come from a short ladder, so that few shapes of tasklets occur: the predictor knows them soon, and each can be
-captured once. (Harli, section 6.1, and SIRIUS, section 4.1, give training's memory back as well, by other means.)
+Limits come from a short ladder, so that a little memory more or less does not cut every step anew. (SIRIUS, section
+4.1, gives training's memory back as well, by other means.)
 """
 
 from __future__ import annotations
 
 import torch
 
-from cotenant.finetune.footprint import activation_bytes
+from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.models.spec import ModelSpec
 
 # Halvings of the largest micro-batch that are rungs.
@@ -23,15 +23,29 @@ def ladder(most: int, longest: int) -> tuple[int, ...]:
 
 
 class ActivationBudget:
-    """Training's memory for activations: what the largest micro-batch takes, less what was given away.
+    """Training's memory for activations: what the largest micro-batch takes, or ``available_bytes`` if that is less,
+    without what was given away.
 
-    ``longest``: tokens of the longest example.
+    Never given away is what validation and DPO's reference need, which keep nothing but pass through the layers with
+    micro-batches of ``most`` tokens. ``longest``: tokens of the longest example.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, most: int, longest: int, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        most: int,
+        longest: int,
+        *,
+        recompute: bool,
+        available_bytes: int | None = None,
+    ) -> None:
         sizes = ladder(most, longest)
         self._bytes = {size: activation_bytes(spec, size, dtype, recompute=recompute) for size in sizes}
         self._total = self._bytes[sizes[-1]]
+        if available_bytes is not None:
+            self._total = min(self._total, available_bytes)
+        self._kept_back = min(self._total, passing_bytes(spec, sizes[-1], dtype))
         self.lent_bytes = 0
 
     @property
@@ -42,7 +56,7 @@ class ActivationBudget:
 
     def require(self, num_bytes: int) -> int:
         """Give away as much of ``num_bytes`` as there is; how much that was."""
-        given = min(num_bytes, self._total - self.lent_bytes)
+        given = min(num_bytes, self._total - self._kept_back - self.lent_bytes)
         self.lent_bytes += given
         return given
 

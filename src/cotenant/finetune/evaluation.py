@@ -54,7 +54,7 @@ class Evaluation:
         self._validation = validation
         self._full = full
         micro_batches = validation.batch + validation.rest if full else validation.batch
-        self._passes = ForwardPasses(decoder, adapter, validation.dataset, micro_batches, self._take)
+        self._passes = ForwardPasses(decoder, adapter, validation.dataset, micro_batches)
         self.num_tokens = sum(shape.num_tokens for shape in micro_batches)
         self._sums = LossSums.zero(decoder.device)
         self._batch_figures: _Figures | None = None
@@ -72,7 +72,7 @@ class Evaluation:
         return self._passes.started
 
     def run_tasklet(self) -> TaskletShape:
-        return self._passes.run_tasklet()
+        return self._passes.run_tasklet(self._take)
 
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""

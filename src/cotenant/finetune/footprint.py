@@ -6,6 +6,7 @@ import torch
 
 from cotenant.core.errors import CotenantError
 from cotenant.finetune.loss import chunk_bytes
+from cotenant.models.attention import MOST_PADDED
 from cotenant.models.spec import ModelSpec
 
 # In float32: the weight, its gradient over the step and in the micro-batch, and the optimizer's two moments.
@@ -17,11 +18,24 @@ def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, re
     """What a micro-batch keeps at the end of its forward pass, and what its loss or a layer's backward takes on top."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     attended = spec.num_heads * spec.head_dim
-    # A layer's tape: input, projected and rotated heads, what was attended to, the middle, gate and up.
-    tape = 2 * spec.hidden_size + 2 * heads + attended + 2 * spec.intermediate_size
+    # A layer's tape: input, projected and rotated heads (these and their result padded), the middle, gate and up.
+    attention = int(2 * MOST_PADDED * (heads + attended))
+    tape = 2 * spec.hidden_size + heads + attention + 2 * spec.intermediate_size
     kept = spec.hidden_size * spec.num_layers + tape if recompute else tape * spec.num_layers
-    passing = 4 * spec.intermediate_size + 4 * spec.hidden_size + 2 * heads
-    return num_tokens * (kept + passing) * dtype.itemsize + 3 * chunk_bytes(dtype)
+    return num_tokens * kept * dtype.itemsize + passing_bytes(spec, num_tokens, dtype)
+
+
+def passing_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
+    """What a pass takes that keeps nothing: a validation's, or the most that a layer or a loss takes on top."""
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = num_tokens * (5 * spec.intermediate_size + 6 * spec.hidden_size + 4 * heads) * dtype.itemsize
+    logits = 3 * min(chunk_bytes(dtype), num_tokens * spec.vocab_size * 4)
+    return layer + logits
+
+
+def state_bytes(num_weights: int) -> int:
+    """Of an adapter with so many elements in training."""
+    return num_weights * _STATE_BYTES_PER_WEIGHT
 
 
 def require_room(
@@ -35,7 +49,7 @@ def require_room(
 ) -> None:
     """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batch fits: the longest
     example (a pair is one) alone, ``longest`` tokens, and an adapter of ``num_weights`` elements."""
-    state = num_weights * _STATE_BYTES_PER_WEIGHT
+    state = state_bytes(num_weights)
     needed = state + activation_bytes(spec, longest, dtype, recompute=recompute)
     if needed <= free_bytes:
         return

@@ -19,8 +19,7 @@ Take = Callable[[int, MicroBatch, torch.Tensor], None]
 
 
 class ForwardPasses:
-    """Runs at least one micro-batch; ``take`` gets each one's number, tensors and last hidden state [tokens, hidden]
-    in its loss tasklet. ``adapter`` None: the base alone. Dropout is off."""
+    """Runs at least one micro-batch. ``adapter`` None: the base alone. Dropout is off."""
 
     def __init__(
         self,
@@ -28,13 +27,11 @@ class ForwardPasses:
         adapter: LoraAdapter | None,
         dataset: Dataset,
         micro_batches: Sequence[MicroBatchShape],
-        take: Take,
     ) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._dataset = dataset
         self._micro_batches = tuple(micro_batches)
-        self._take = take
         self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
         self._pass: EvaluationPass | None = None
 
@@ -51,7 +48,8 @@ class ForwardPasses:
         """Whether there are activations that a discard would free."""
         return self._pass is not None
 
-    def run_tasklet(self) -> TaskletShape:
+    def run_tasklet(self, take: Take) -> TaskletShape:
+        """``take`` gets a micro-batch's number, tensors and last hidden state [tokens, hidden] in its loss tasklet."""
         shape = self._cursor.shape
         index = self._cursor.run // _RUNS_PER_MICRO_BATCH
         if self._pass is None:
@@ -62,7 +60,7 @@ class ForwardPasses:
         if shape.kind is TaskletKind.EVAL_FORWARD:
             self._pass.forward(self._cursor.within)
         else:
-            self._take(index, self._pass.micro_batch, self._pass.output)
+            take(index, self._pass.micro_batch, self._pass.output)
             self._pass = None
         self._cursor.advance()
         return shape

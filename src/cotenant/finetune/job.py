@@ -18,7 +18,7 @@ from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
 from cotenant.finetune.data import load_training, load_validation
 from cotenant.finetune.export import export_adapter, export_copy, is_exported
-from cotenant.finetune.footprint import require_room
+from cotenant.finetune.footprint import require_room, state_bytes
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
@@ -294,6 +294,7 @@ class TrainingJob:
             device=decoder.device,
             name=self._spec.adapter_name,
         )
+        available_bytes = None
         if free_bytes is not None:
             num_weights = sum(matrix.numel() for matrix in adapter.parameters())
             require_room(
@@ -304,6 +305,7 @@ class TrainingJob:
                 free_bytes,
                 recompute=hyper.gradient_checkpointing,
             )
+            available_bytes = free_bytes - state_bytes(num_weights)
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step
@@ -319,6 +321,7 @@ class TrainingJob:
             pending=pending,
             progress=progress,
             on_step=self._on_step,
+            available_bytes=available_bytes,
         )
         return _Training(state, trainer, order, progress)
 

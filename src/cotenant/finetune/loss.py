@@ -1,4 +1,4 @@
-"""Weighted cross entropy from the last hidden state, in chunks of rows: no [tokens, vocabulary] logits ever exist.
+"""Weighted cross entropy from the last hidden state, in chunks of rows, so that logits take a bounded memory.
 
 Gradients are computed with the losses: the logits, once they are there, need not be made again.
 """
@@ -70,7 +70,7 @@ def loss_and_gradient(
     sums = LossSums.zero(hidden.device)
     gradient = torch.zeros_like(hidden)  # [tokens, hidden]
     scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
-    for start, stop in _chunks(decoder, micro_batch):
+    for start, stop in _chunks(decoder, micro_batch, decoder.dtype):
         rows = micro_batch.rows[start:stop]
         nll, correct, gradient[rows] = _losses_and_gradient(
             decoder, hidden[rows], micro_batch.targets[start:stop], scales[start:stop]
@@ -83,7 +83,7 @@ def loss_and_gradient(
 def evaluation_loss(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> LossSums:
     """The micro-batch's loss sums, without gradients. ``hidden``: the last layer's output [tokens, hidden]."""
     sums = LossSums.zero(hidden.device)
-    for start, stop in _chunks(decoder, micro_batch):
+    for start, stop in _chunks(decoder, micro_batch, torch.float32):
         nll, correct = _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
         sums.add(nll, micro_batch.weights[start:stop], correct)
     return sums
@@ -97,7 +97,7 @@ def token_losses(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch
     """
     parts = [
         _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
-        for start, stop in _chunks(decoder, micro_batch)
+        for start, stop in _chunks(decoder, micro_batch, torch.float32)
     ]
     return _joined(hidden, [nll for nll, _ in parts]), _joined(hidden, [correct for _, correct in parts]).bool()
 
@@ -117,7 +117,7 @@ def token_losses_and_gradients(
             micro_batch.targets[start:stop],
             torch.ones(stop - start, device=hidden.device),
         )
-        for start, stop in _chunks(decoder, micro_batch)
+        for start, stop in _chunks(decoder, micro_batch, decoder.dtype)
     ]
     nlls, corrects = (_joined(hidden, [part[index] for part in parts]) for index in (0, 1))
     gradients = torch.cat([gradient for _, _, gradient in parts]) if parts else hidden[:0]
@@ -128,8 +128,9 @@ def _joined(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, device=like.device)
 
 
-def _chunks(decoder: Decoder, micro_batch: MicroBatch) -> list[tuple[int, int]]:
-    size = max(1, chunk_bytes(decoder.dtype) // (decoder.dtype.itemsize * decoder.spec.vocab_size))
+def _chunks(decoder: Decoder, micro_batch: MicroBatch, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """``dtype``: of the logits that are kept."""
+    size = max(1, chunk_bytes(decoder.dtype) // (dtype.itemsize * decoder.spec.vocab_size))
     num_targets = len(micro_batch.rows)
     return [(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
 

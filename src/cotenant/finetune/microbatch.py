@@ -39,7 +39,8 @@ class MicroBatch:
 def split(dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
     """Divide a step's examples into micro-batches of at most ``max_tokens`` tokens; a longer example is alone in one.
 
-    Depends on the lengths and ``max_tokens`` only, never on load, so a step adds up to the same bits every time.
+    Depends on the lengths and ``max_tokens`` only, never on load, so a step adds up to the same bits every time; only
+    memory that is wanted elsewhere changes ``max_tokens``.
     """
     lengths = [dataset.lengths[example] for example in examples]
     return tuple(

@@ -17,7 +17,7 @@ class Objective(Protocol):
     """A loss that is a sum over micro-batches divided by a weight of the whole step."""
 
     def split(self, dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
-        """Micro-batches of at most ``max_tokens`` tokens, or of what must stay together. Never depends on load."""
+        """Micro-batches of at most ``max_tokens`` tokens, or of what must stay together. Depends on nothing else."""
         ...
 
     def total_weight(self, dataset: Dataset, examples: Sequence[int]) -> float:

@@ -58,9 +58,9 @@ class PreferenceEvaluation:
         micro_batches = validation.batch + validation.rest if full else validation.batch
         unknown = [shape for shape in micro_batches if shape.examples[0] not in validation.reference]
         dataset = validation.dataset
-        self._phases = [ForwardPasses(decoder, adapter, dataset, micro_batches, self._take)]
-        if unknown:
-            self._phases.insert(0, ForwardPasses(decoder, None, dataset, unknown, self._take_reference))
+        self._reference = ForwardPasses(decoder, None, dataset, unknown) if unknown else None
+        self._policy = ForwardPasses(decoder, adapter, dataset, micro_batches)
+        self._phases = [phase for phase in (self._reference, self._policy) if phase is not None]
         self.num_tokens = sum(shape.num_tokens for shape in (*unknown, *micro_batches))
         self._scores: Scores = {}
         self._sums = LossSums.zero(decoder.device)
@@ -72,14 +72,16 @@ class PreferenceEvaluation:
 
     @property
     def done(self) -> bool:
-        return self._phases[-1].done
+        return self._policy.done
 
     @property
     def started(self) -> bool:
         return any(phase.started for phase in self._phases)
 
     def run_tasklet(self) -> TaskletShape:
-        return next(phase for phase in self._phases if not phase.done).run_tasklet()
+        if self._reference is not None and not self._reference.done:
+            return self._reference.run_tasklet(self._take_reference)
+        return self._policy.run_tasklet(self._take)
 
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""

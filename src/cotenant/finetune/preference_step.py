@@ -46,9 +46,7 @@ class PreferenceStep:
         self._dataset = dataset
         self._examples = tuple(examples)
         self._scores: Scores = {}
-        self._reference = ForwardPasses(
-            decoder, None, dataset, split_pairs(dataset, examples, max_tasklet_tokens), self._take
-        )
+        self._reference = ForwardPasses(decoder, None, dataset, split_pairs(dataset, examples, max_tasklet_tokens))
         self._objective = PreferenceObjective(loss, dataset, self._scores)
         self._step = TrainingStep(
             decoder,
@@ -98,7 +96,7 @@ class PreferenceStep:
         return self._step.next_forward_layer if self._reference.done else None
 
     def run_tasklet(self) -> TaskletShape:
-        return self._step.run_tasklet() if self._reference.done else self._reference.run_tasklet()
+        return self._step.run_tasklet() if self._reference.done else self._reference.run_tasklet(self._take)
 
     def begin_forward(self) -> tuple[MicroBatch, torch.Tensor]:
         assert self._reference.done, "the reference comes first"

@@ -57,7 +57,8 @@ class FusedInput:
 class Trainer:
     """Runs one tasklet at a time. ``on_step`` is called with each step's metrics once its evaluation is over.
 
-    ``pending``: metrics of a step that was taken before, whose evaluation is still to run.
+    ``pending``: metrics of a step that was taken before, whose evaluation is still to run. ``available_bytes``: memory
+    for activations; None: enough.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Trainer:
         pending: StepMetrics | None,
         progress: Progress,
         on_step: Callable[[StepMetrics], None],
+        available_bytes: int | None = None,
     ) -> None:
         self._decoder = decoder
         self._state = state
@@ -81,7 +83,12 @@ class Trainer:
         self._validation = validation
         self._hyper = hyper
         self._budget = ActivationBudget(
-            decoder.spec, decoder.dtype, max_tasklet_tokens, order.longest, recompute=hyper.gradient_checkpointing
+            decoder.spec,
+            decoder.dtype,
+            max_tasklet_tokens,
+            order.longest,
+            recompute=hyper.gradient_checkpointing,
+            available_bytes=available_bytes,
         )
         self._on_step = on_step
         self._pending = pending
@@ -168,8 +175,10 @@ class Trainer:
 
     @property
     def fusable_layer(self) -> int | None:
-        """The layer of the next tasklet if it is a training forward."""
-        return self._step.next_forward_layer if self._step is not None and not self._fusing else None
+        """The layer of the next tasklet if it is a training forward, and there is memory for it."""
+        if self._step is None or self._fusing or self._budget.max_tokens == 0:
+            return None
+        return self._step.next_forward_layer
 
     def begin_fused(self) -> FusedInput:
         """Hand the next forward tasklet out; ``end_fused`` takes its output, or a discard calls it off."""
@@ -201,11 +210,12 @@ class Trainer:
             self._evaluation.discard()
 
     def require(self, num_bytes: int) -> int:
-        """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much in all.
+        """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much to give.
 
         Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
         are kept, and every sample is trained on once. Where there is no room even for the longest example, nothing is
-        ``upcoming`` until enough is released.
+        ``upcoming`` until enough is released. Validation and DPO's reference keep their size; what they take is not
+        given away.
         """
         given = self._budget.require(num_bytes)
         self._upcoming = None

@@ -181,8 +181,13 @@ class _Prefill:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
+# Rows that sequences may have when padded to the longest, for each of their tokens; with more, they go one by one.
+MOST_PADDED = 1.25
+
+
 class TrainingAttention:
-    """Whole sequences, padded on the right to the longest: a causal query never sees what comes after it."""
+    """Whole sequences, padded on the right to the longest: a causal query never sees what comes after it. Sequences of
+    very different lengths go one by one, so that memory follows their tokens."""
 
     def __init__(
         self, segment: TrainingSegment, sliding_window: int | None, device: torch.device, dtype: torch.dtype
@@ -195,6 +200,7 @@ class TrainingAttention:
             rows = [torch.arange(length, device=device) + index * longest for index, length in enumerate(lengths)]
             self._padded_rows = torch.cat(rows)
         self._num_padded = len(lengths) * longest
+        self._one_by_one = lengths if self._num_padded > MOST_PADDED * sum(lengths) else None
         self._mask: torch.Tensor | None = None  # [longest, longest]; None: plain causal
         if sliding_window is not None and longest > sliding_window:
             positions = torch.arange(longest, device=device)
@@ -203,6 +209,9 @@ class TrainingAttention:
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor | None
     ) -> torch.Tensor:
+        if self._one_by_one is not None:
+            parts = zip(*(tensor.split(self._one_by_one) for tensor in (query, key, value)), strict=True)
+            return torch.cat([self._alone(*part) for part in parts])
         queries, keys, values = (self._padded(tensor) for tensor in (query, key, value))
         out = _attend(queries, keys, values, self._mask).flatten(0, 1)  # [sequences * longest, heads * dim]
         return out if self._padded_rows is None else out.index_select(0, self._padded_rows)
@@ -213,6 +222,12 @@ class TrainingAttention:
         with torch.enable_grad():
             out = self(0, query, key, value, None)
         return out.detach(), KeptAttention((query, key, value), out)
+
+    def _alone(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """One sequence: [tokens, heads * dim]."""
+        mask = None if self._mask is None else self._mask[: len(query), : len(query)]
+        queries, keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+        return _attend(queries, keys, values, mask)[0]
 
     def _padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, dim] -> [sequences, heads, longest, dim]."""

@@ -84,8 +84,8 @@ class Decoder:
         gate, up = gate_up.chunk(2, dim=1)
         output = middle + linear(F.silu(gate) * up, weights.down, index, batch.spans, tape=tape)
         if tape is not None:
-            tape.input, tape.middle, tape.gate_up = hidden[tape.rows], middle[tape.rows], gate_up[tape.rows]
-            tape.cos, tape.signed_sin = plan.cos[tape.rows], plan.signed_sin[tape.rows]
+            tape.input, tape.middle, tape.gate_up = map(tape.part, (hidden, middle, gate_up))
+            tape.cos, tape.signed_sin = map(tape.part, (plan.cos, plan.signed_sin))
         return output
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -122,13 +122,12 @@ class Decoder:
         query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         outs = []
         for rows, attention in plan.segments:
-            parts = (query[rows], key[rows], value[rows])
             if tape is not None and tape.rows.start == rows.start:
                 assert isinstance(attention, TrainingAttention), "only training segments have a backward pass"
-                out, tape.attention = attention.keep(*parts)
-                tape.heads = heads[rows]
+                out, tape.attention = attention.keep(tape.part(query), tape.part(key), tape.part(value))
+                tape.heads = tape.part(heads)
             else:
-                out = attention(index, *parts, kv_cache)
+                out = attention(index, query[rows], key[rows], value[rows], kv_cache)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 

@@ -9,7 +9,7 @@ import torch
 
 from cotenant.models.batch import AdapterSpan
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.lora import LoraAdapter, LoraPair
+from cotenant.models.lora import LoraAdapter
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.tape import KeptDelta, LayerTape
 
@@ -31,13 +31,14 @@ def linear(
         return grouped.linear(x, base, layer)
     out = base.product(x)
     for span in spans:
-        is_kept = tape is not None and tape.rows.start == span.start
+        keeps = tape is not None and tape.rows.start == span.start
         kept: list[KeptDelta] = []
         for delta in _deltas(base, layer, span.adapter, _rows(x, span)):
             delta.add_to(_rows(out, span))
-            if is_kept and delta.pair is not None and delta.columns is not None:
-                kept.append(KeptDelta(delta.pair, delta.columns, delta.scale, delta.mask, delta.down, delta.a, delta.b))
-        if is_kept and tape is not None:
+            if keeps and delta.module is not None and delta.columns is not None:
+                key = (layer, delta.module)
+                kept.append(KeptDelta(span.adapter, key, delta.columns, delta.down, delta.a, delta.b))
+        if tape is not None and keeps:
             tape.deltas[base.modules[0]] = kept
     return out
 
@@ -58,15 +59,16 @@ def linear_backward(
     """From the gradient of ``linear``'s output [rows, sum of sizes] to that of its input ``x`` [rows, in], if it is
     needed; ``add_gradient`` gets each of the adapters' matrices with its gradient, in the matrix's dtype and layout."""
     x_gradient = base.input_gradient(gradient) if needs_input else None  # [rows, in]
-    for delta in deltas:
-        columns = gradient[:, delta.columns]  # [rows, out]
+    for adapter, key, part, down, a, b in deltas:
+        pair, scale, mask = adapter.weights[key], adapter.scale_of(*key), adapter.dropout_mask(*key, x)
+        columns = gradient[:, part]  # [rows, out]
         # Transposed products: with one side this narrow, MKL takes three to six times as long the other way.
-        down_gradient = (delta.b.T @ columns.T).mul_(delta.scale).T  # [rows, rank]
+        down_gradient = (b.T @ columns.T).mul_(scale).T  # [rows, rank]
         if x_gradient is not None:
-            _add_input_gradient(x_gradient, down_gradient, delta.a, delta.mask)
-        inputs = x if delta.mask is None else x * delta.mask  # [rows, in]
-        add_gradient(delta.pair.a, (down_gradient.T @ inputs).to(delta.pair.a.dtype))
-        add_gradient(delta.pair.b, (delta.down.T @ columns).mul_(delta.scale).T.to(delta.pair.b.dtype).contiguous())
+            _add_input_gradient(x_gradient, down_gradient, a, mask)
+        inputs = x if mask is None else x * mask  # [rows, in]
+        add_gradient(pair.a, (down_gradient.T @ inputs).to(pair.a.dtype))
+        add_gradient(pair.b, (down.T @ columns).mul_(scale).T.to(pair.b.dtype).contiguous())
     return x_gradient
 
 
@@ -77,10 +79,9 @@ def _rows(tensor: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
 class _Delta(NamedTuple):
     """What one module, or a block of a packed group, adds to the rows of a span: ``scale * inputs @ a.T @ b.T``."""
 
-    pair: LoraPair | None  # the module's own matrices; None: packed
+    module: str | None  # None: of several modules, packed
     columns: slice | None  # of the output; None: all
     scale: float
-    mask: torch.Tensor | None  # [rows, in], dropout's factors
     down: torch.Tensor  # [rows, rank]: inputs @ a.T
     a: torch.Tensor  # [rank, in], in the dtype of the inputs
     b: torch.Tensor  # [out, rank], in the dtype of the inputs
@@ -101,7 +102,7 @@ def _deltas(base: FusedLinear, layer: int, adapter: LoraAdapter, x: torch.Tensor
         if group is not None:
             down = x @ group.a.T
             for columns, ranks, b in group.blocks:
-                yield _Delta(None, columns, 1.0, None, down[:, ranks], group.a[ranks], b)
+                yield _Delta(None, columns, 1.0, down[:, ranks], group.a[ranks], b)
         return
     for module, columns in base.columns():
         pair = adapter.weights.get((layer, module))
@@ -109,7 +110,7 @@ def _deltas(base: FusedLinear, layer: int, adapter: LoraAdapter, x: torch.Tensor
             a, b = pair.a.to(x.dtype), pair.b.to(x.dtype)
             mask = adapter.dropout_mask(layer, module, x)
             down = (x if mask is None else x * mask) @ a.T
-            yield _Delta(pair, columns, adapter.scale_of(layer, module), mask, down, a, b)
+            yield _Delta(module, columns, adapter.scale_of(layer, module), down, a, b)
 
 
 def _add_input_gradient(

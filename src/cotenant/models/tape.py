@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from cotenant.models.lora import LoraPair
+from cotenant.models.lora import LoraAdapter, ModuleKey
 
 
 class KeptDelta(NamedTuple):
-    """One module's LoRA delta ``scale * (x * mask) @ a.T @ b.T`` on the kept rows."""
+    """One module's LoRA delta ``scale * (x * mask) @ a.T @ b.T`` on the kept rows. Dropout's mask follows from the
+    adapter's seed and the shape of x, so it is made again."""
 
-    pair: LoraPair  # the module's own matrices
+    adapter: LoraAdapter
+    key: ModuleKey
     columns: slice  # of the group's output
-    scale: float
-    mask: torch.Tensor | None  # [rows, in], dropout's factors
     down: torch.Tensor  # [rows, rank]: (x * mask) @ a.T
     a: torch.Tensor  # [rank, in], in the dtype of x
     b: torch.Tensor  # [out, rank], in the dtype of x
@@ -40,9 +40,11 @@ class KeptAttention(NamedTuple):
 @dataclass(slots=True)
 class LayerTape:
     """Given to ``Decoder.layer``, which fills it with what it computes of these rows of the batch: one training
-    segment, all rows of one adapter. Tensors are [rows, ...] and may be views of the batch's."""
+    segment, all rows of one adapter."""
 
     rows: slice
+    # By the group's first module.
+    deltas: dict[str, list[KeptDelta]] = field(default_factory=dict)
     input: torch.Tensor = field(init=False)  # [rows, hidden]
     heads: torch.Tensor = field(init=False)  # [rows, heads + 2 * kv_heads, head_dim], before norm and rotation
     cos: torch.Tensor = field(init=False)  # [rows, 1, head_dim]
@@ -50,5 +52,8 @@ class LayerTape:
     attention: KeptAttention = field(init=False)
     middle: torch.Tensor = field(init=False)  # [rows, hidden], between attention and MLP
     gate_up: torch.Tensor = field(init=False)  # [rows, 2 * intermediate]
-    # By the group's first module.
-    deltas: dict[str, list[KeptDelta]] = field(default_factory=dict)
+
+    def part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These rows of a tensor of the batch's. A copy where they are the smaller part: a view would keep the rest."""
+        rows = tensor[self.rows]
+        return rows.clone() if 2 * rows.shape[0] < tensor.shape[0] else rows
