@@ -1,5 +1,7 @@
 """Prompt chunks follow the slack of those who are running."""
 
+from dataclasses import replace
+
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
@@ -34,9 +36,16 @@ def test_those_who_were_served_fast_have_time_to_give() -> None:
 
 
 def test_waiting_and_new_requests_do_not_count() -> None:
-    new = running(num_generated=1, elapsed_ms=30)
+    new = running(num_generated=15, elapsed_ms=5000)
     waiting = RequestView("w", 99.0)
     assert step_limit_ms((new, waiting), SLO, 100.0) == 120.0
+    assert step_limit_ms((running(num_generated=16, elapsed_ms=5000), waiting), SLO, 100.0) == 36.0
+
+
+def test_a_short_answer_counts_from_its_half() -> None:
+    late = running(num_generated=4, elapsed_ms=5000)
+    assert step_limit_ms((replace(late, max_tokens=9),), SLO, 100.0) == 36.0
+    assert step_limit_ms((replace(late, max_tokens=10),), SLO, 100.0) == 120.0
 
 
 def test_a_budget_fills_the_limit() -> None:

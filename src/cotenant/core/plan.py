@@ -39,7 +39,8 @@ class BatchShape:
 class RequestView:
     """A live request as a policy sees it.
 
-    ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent.
+    ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
+    that it may have (None: not known).
     """
 
     request_id: str
@@ -47,6 +48,7 @@ class RequestView:
     first_token_s: float | None = None
     num_generated: int = 0
     num_prompt_tokens_left: int = 0
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

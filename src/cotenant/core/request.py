@@ -76,7 +76,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``prompt_logprobs`` comes once, with the first output; its first entry is None (nothing precedes it). So does
     ``queue_s``: from ``Request.arrival_s`` until the first iteration that worked on the request, and
-    ``num_cached_tokens``: those of the prompt that the KV cache held by then.
+    ``num_cached_tokens``: those of the prompt that the KV cache held when it was admitted.
     """
 
     request_id: str

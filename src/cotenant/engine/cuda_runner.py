@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cotenant.device.cuda.graphs import capture_graph
@@ -34,6 +33,18 @@ _NUM_FIELDS = 6  # token ids, positions, slots, seats, adapter slots, their rank
 _MAX_SPANS = 4
 # Tokens of batches with prompt chunks that are captured in pieces; larger ones take the device longer than the host.
 _PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+def _padded(count: int) -> int:
+    """Triton compiles a kernel again for addresses that are not multiples of 16 bytes: each field begins at one."""
+    return -(-count // 4) * 4
+
+
+def _blank_fields(count: int) -> Int32Array:
+    """[fields, padded count]: nothing is kept in the cache, and nobody has an adapter."""
+    fields = np.zeros((_NUM_FIELDS, _padded(count)), dtype=np.int32)
+    fields[2] = fields[4] = -1
+    return fields
 
 
 def choose_graph_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[int, ...]:
@@ -78,7 +89,7 @@ class CudaRunner:
         self._forward = CudaForward(decoder, kv_cache, last_tokens)
         self._eager = EagerRunner(decoder, kv_cache, last_tokens)
         self._keys_values = [tuple(kv_cache[:, layer].unbind(1)) for layer in range(decoder.spec.num_layers)]
-        num_inputs = _NUM_FIELDS * max_num_seqs + max_num_seqs * max_pages_per_sequence
+        num_inputs = _NUM_FIELDS * _padded(max_num_seqs) + max_num_seqs * max_pages_per_sequence
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
         self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
         self._captured: dict[tuple[int, bool], _Captured] = {}
@@ -129,8 +140,7 @@ class CudaRunner:
 
     def _capture(self, size: int, with_adapters: bool, pool: Any) -> _Captured:
         segment = HostSegment((1,) * size, (1,) * size, np.zeros((size, 1), dtype=np.int64))  # page 0 is always there
-        fields = np.zeros((_NUM_FIELDS, size), dtype=np.int32)
-        fields[2] = fields[4] = -1
+        fields = _blank_fields(size)
         tokens, indices, adapters = self._views(size)
         wrapper = self._attention.captured_decode(
             size,
@@ -153,8 +163,9 @@ class CudaRunner:
 
     def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
         """A graph's parts of the input buffer: what it knows of tokens, the page indices, adapter slots and ranks."""
-        fields = self._inputs[: _NUM_FIELDS * size].view(_NUM_FIELDS, size)
-        return TokenInputs(*fields[:4]), self._inputs[_NUM_FIELDS * size :], fields[4:]
+        end = _NUM_FIELDS * _padded(size)
+        fields = self._inputs[:end].view(_NUM_FIELDS, -1)[:, :size]
+        return TokenInputs(*fields[:4]), self._inputs[end:], fields[4:]
 
     def _grouped(self, adapters: torch.Tensor) -> GroupedLora | None:
         """``adapters`` [2, rows]: slots and ranks."""
@@ -167,7 +178,8 @@ class CudaRunner:
         return np.stack([slots, np.array([*self._stacks.ranks, 0], dtype=np.int32)[slots]])
 
     def _fill(self, size: int, fields: Int32Array, segment: HostSegment, wrapper: Any) -> None:
-        """Send what a graph reads, and plan its attention. ``fields`` [6, size], padded like the page lists here."""
+        """Send what a graph reads, and plan its attention. ``fields`` as from ``_blank_fields``; the page lists are
+        padded here."""
         indptr, indices, last = page_indices(segment, self._attention.page_tokens)
         num_padded = size - len(segment.counts)
         if num_padded:
@@ -200,10 +212,8 @@ class CudaRunner:
         size = next(size for size in self._sizes if size >= count)
         has_adapters = host.has_adapters
         captured = self._captured[size, has_adapters]
-        fields = np.zeros((_NUM_FIELDS, size), dtype=np.int32)
-        fields[0, :count], fields[1, :count], fields[3, :count] = host.token_ids, host.positions, host.seats
-        fields[2], fields[4] = -1, -1
-        fields[2, :count] = host.slots
+        fields = _blank_fields(size)
+        fields[:4, :count] = host.token_ids, host.positions, host.slots, host.seats
         if has_adapters:
             fields[4:, :count] = self._adapter_fields(host)
         self._fill(size, fields, host.segments[0], captured.wrapper)
@@ -216,16 +226,18 @@ class CudaRunner:
         count, sampled = host.num_tokens, host.sampled_rows()
         spans = host.spans()
         use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
-        fields: list[npt.NDArray[Any]] = [host.token_ids, host.positions, host.slots, host.seats]
-        fields += [*self._adapter_fields(host)] if use_grouped else [host.seats, host.seats]
+        fields = _blank_fields(count)
+        fields[:4, :count] = host.token_ids, host.positions, host.slots, host.seats
+        if use_grouped:
+            fields[4:, :count] = self._adapter_fields(host)
         rows = np.array(sampled or [0], dtype=np.int32)
         self._planned.synchronize()
         lists = [page_indices(segment, host.page_tokens) for segment in host.segments]
-        parts = [*fields, rows, *(indices for _, indices, _ in lists)]
+        parts = [fields.ravel(), rows, *(indices for _, indices, _ in lists)]
         sent = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).pin_memory().to(self._device, non_blocking=True)
-        tensors = sent[: _NUM_FIELDS * count].view(_NUM_FIELDS, count)
-        wanted = sent[_NUM_FIELDS * count :][: len(rows)]
-        attend = self._plan(host, lists, sent[_NUM_FIELDS * count + len(rows) :])
+        tensors = sent[: fields.size].view(_NUM_FIELDS, -1)[:, :count]
+        wanted = sent[fields.size :][: len(rows)]
+        attend = self._plan(host, lists, sent[fields.size + len(rows) :])
         self._planned.record()
         interval.begin()
         pieces = next((one for size, one in self._pieces.items() if size >= count), None)

@@ -238,9 +238,13 @@ class OnlineEngine:
         self._plan = None
 
     def wait_for_adapters(self, refs: Iterable[AdapterRef]) -> None:
-        """Block until adapters that were registered or asked for are in host memory, for measurements."""
+        """Block until adapters that were registered or asked for have been read, for measurements. Raises
+        InvalidInputError for one that cannot be."""
         for ref in refs:
             self._adapters.cache.wait(ref)
+            failure = self._adapters.cache.failure(ref)
+            if failure is not None:
+                raise failure
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk. Until ``take_loaded`` says that it is there, the one before of

@@ -99,4 +99,5 @@ class Sequence:
             first_token_s=self.first_token_s,
             num_generated=self.num_generated - self.num_pending,
             num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
+            max_tokens=self.request.sampling.max_tokens,
         )

@@ -186,8 +186,8 @@ class GroupedLora:
     ``slots`` [rows], int32 on the device, -1: the base model. ``ranks`` [rows], int32: what ``stacks.ranks`` says of
     that slot, 0 for the base model; with it no row has to look that up behind its slot. Both are read when the kernels
     run, so a captured graph serves whatever stands there at each replay; nothing that runs within the forward pass may
-    write them. Rows of one adapter should lie side by side: it is then read once for up to 16 of them. A row's result
-    does not depend on the others.
+    write them. Rows of one adapter should lie side by side: it is then read once for several of them, up to 16 in a
+    large batch. A row's result does not depend on the others.
     """
 
     stacks: LoraStacks

@@ -13,7 +13,8 @@ from cotenant.scheduler.slack import MAX_GAP_TARGETS
 
 # Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
 _STEP_SHARE = 0.9
-# A request with fewer tokens than this has time to catch up, so its slack does not count yet.
+# A request with fewer tokens than this, and fewer than half of all that it may have, has time to catch up: its slack
+# does not count yet.
 _MIN_TOKENS = 16
 # Budgets are multiples of this: one that moves by a token would make every plan anew.
 GRAIN = 64
@@ -25,9 +26,14 @@ def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float) -> 
     slacks_ms = [
         (request.first_token_s - now_s) * 1e3 + request.num_generated * _STEP_SHARE * slo.tpot_ms
         for request in requests
-        if request.first_token_s is not None and request.num_generated >= _MIN_TOKENS
+        if request.first_token_s is not None and request.num_generated >= _counts_from(request)
     ]
     return max(least_ms, min([most_ms, *slacks_ms]))
+
+
+def _counts_from(request: RequestView) -> int:
+    """The number of its tokens from which a request's slack counts."""
+    return _MIN_TOKENS if request.max_tokens is None else min(_MIN_TOKENS, request.max_tokens // 2)
 
 
 def prompt_budget(

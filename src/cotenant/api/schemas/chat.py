@@ -133,7 +133,7 @@ def _invalid(where: str, reason: str, code: str = "invalid_value") -> InvalidInp
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """``cached_tokens``: those of the prompt that were not computed, because the KV cache held them."""
+    """``cached_tokens``: those of the prompt that the KV cache held when the request was admitted."""
 
     cached_tokens: int
 

@@ -54,6 +54,7 @@ def _delta_arguments(delta: Delta | None) -> tuple[object, ...]:
     if delta is None:
         return None, None, None, 0, 0, None, 0, 0
     adapters, sums = delta
+    assert sums.shape[0] <= 4, "load_h adds up no more"
     return (
         adapters.slots,
         adapters.ranks,
@@ -204,10 +205,10 @@ def _delta_silu_kernel(
     lanes = tl.arange(0, ROWS)
     exist = first_row + lanes < num_rows
     slots = tl.load(adapters + first_row + lanes, exist, other=-1)
-    ranks = tl.load(ranks + first_row + lanes, exist, other=0)
+    row_ranks = tl.load(ranks + first_row + lanes, exist, other=0)
     # The rows with which an adapter comes up for the first time, numbered from 0.
     num_earlier = tl.sum(((slots[:, None] == slots[None, :]) & (lanes[:, None] > lanes[None, :])).to(tl.int32), 1)
-    leads = (num_earlier == 0) & (ranks > 0)
+    leads = (num_earlier == 0) & (row_ranks > 0)
     number = tl.cumsum(leads.to(tl.int32), 0) - 1
     rows = (first_row + lanes)[None, :].to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -222,13 +223,13 @@ def _delta_silu_kernel(
     places = inner[None, :] * (2 * width) + columns
     gate_delta = tl.zeros((BLOCK, ROWS), tl.float32)
     up_delta = tl.zeros((BLOCK, ROWS), tl.float32)
-    for first in range(0, tl.max(ranks), 16):
+    for first in range(0, tl.max(row_ranks), 16):
         h = h_sums + rows * H_WIDTH + first + inner[:, None]
-        gate_h = load_sum(h, num_rows * H_WIDTH, ranks[None, :] > first, H_SPLITS).to(gate.dtype)
-        up_h = load_sum(h + ranks[None, :], num_rows * H_WIDTH, ranks[None, :] > first, H_SPLITS).to(gate.dtype)
+        gate_h = load_sum(h, num_rows * H_WIDTH, row_ranks[None, :] > first, H_SPLITS).to(gate.dtype)
+        up_h = load_sum(h + row_ranks[None, :], num_rows * H_WIDTH, row_ranks[None, :] > first, H_SPLITS).to(gate.dtype)
         for index in tl.range(0, tl.sum(leads.to(tl.int32)), num_stages=STAGES):
             slot = tl.max(tl.where(leads & (number == index), slots, 0))
-            rank = tl.multiple_of(tl.max(tl.where(leads & (number == index), ranks, 0)), 16)
+            rank = tl.multiple_of(tl.max(tl.where(leads & (number == index), row_ranks, 0)), 16)
             b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset + first * 2 * width
             gate_b = tl.load(b + places, within & (rank > first), other=0.0)
             up_b = tl.load(b + width + places, within & (rank > first), other=0.0)

@@ -26,9 +26,12 @@ def _blocks(num_in: int, num_modules: int) -> tuple[int, int, int]:
 
 def shrink_beside(x: torch.Tensor, adapters: GroupAdapters) -> Delta:
     """``x @ a.T`` for ``x`` [rows, in], as partial sums. The launch before must be a product of ``x`` that lets this
-    one run beside it: this kernel does not wait for it before it reads ``x``."""
+    one run beside it, and its result must still be held: this kernel does not wait for it before it reads ``x`` and
+    writes its own sums."""
     num_rows, num_in = x.shape
     ranks, depth, span = _blocks(num_in, adapters.num_modules)
+    assert x.is_contiguous()
+    assert num_in % depth == 0, f"{num_in} input features in turns of {depth}"
     splits = triton.cdiv(num_in, span)
     sums = torch.empty((splits, num_rows, adapters.width), dtype=torch.float32, device=x.device)
     _beside_kernel[(splits, num_rows)](

@@ -2,8 +2,8 @@
 
 A decode step is a chain of some 200 short kernels. Without this each of them pays for its start and for its first
 loads while the memory bus is idle. With it a kernel's programs are started as soon as those of the kernel before allow
-it and there is room for them. They load what no kernel of the chain writes (weights, adapters, tables, which row has
-which adapter) and then wait until the kernel before is done.
+it and there is room for them. They load what no kernel of the chain writes (norms' weights, tables, which row has
+which adapter, most of the adapters) and then wait until the kernel before is done.
 
 A kernel takes part by ``start_next`` and by ``wait_for_previous``, the latter before its first access to anything that
 a kernel writes. In each kernel at least one program waits: so a kernel that is done means that all before it are.
@@ -11,7 +11,11 @@ a kernel writes. In each kernel at least one program waits: so a kernel that is 
 
 Where ``start_next`` stands matters twice. The programs that it lets in take room from the kernel's own that are not
 there yet. And if it comes after ``wait_for_previous``, the next kernel may read what was there before this one without
-waiting for it; it must then wait at its end, for the sake of whoever comes after it.
+waiting for it; it must then wait at its end, for the sake of whoever comes after it. It may also write before it waits,
+but only to memory that nothing before it uses: allocate that while all that the kernel before reads and writes is held.
+
+FlashInfer's kernels are links of the same chain on these devices: they let the next kernel begin, and wait before they
+read queries, keys and values.
 """
 
 from __future__ import annotations

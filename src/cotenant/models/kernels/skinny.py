@@ -100,13 +100,13 @@ def fits_unfinished(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def skinny_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` for x [rows, in] and weight [out, in] that ``fits``.
-
-    A row's result does not depend on the other rows, nor on how many there are up to 32, nor from there up to 64.
-    """
+    """``x @ weight.T + bias`` for x [rows, in] and weight [out, in] that ``fits``. A row's result does not depend on
+    the other rows, nor on how many there are."""
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _launch(x, weight, bias, out, _tiling_of(x, weight), beside=False)
+    tiling = _tiling_of(x, weight)
+    assert tiling.splits == 1, "parts of a product have no room in a finished one"
+    _launch(x, weight, bias, out, tiling, beside=False)
     return out
 
 
@@ -114,7 +114,8 @@ def unfinished_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, adapters: GroupAdapters | None
 ) -> Unfinished:
     """The same with every row's adapter, if there are any, for what ``fits_unfinished``. Adapters do not change the
-    product's own sums by a bit."""
+    product's own sums by a bit. From 33 rows on a row's bits differ from those of fewer rows, which are cut otherwise.
+    """
     assert adapters is None or len(adapters.slots) == len(x), f"{len(adapters.slots)} slots for {len(x)} rows"
     tiling = _tiling_of(x, weight)
     shape = (tiling.splits, x.shape[0], weight.shape[0])
