@@ -66,6 +66,7 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_attention_heads": 8, "head_dim": 128}),
 }
 
+ONE_ADAPTER = LoraConfig(max_loras=1, max_lora_rank=16)
 _names = itertools.count()
 
 
@@ -147,6 +148,7 @@ class Overlapped:
         max_num_batched_tokens: int = 96,
         max_model_len: int = 256,
         enable_prefix_caching: bool = True,
+        lora: LoraConfig = ONE_ADAPTER,
     ) -> None:
         self.device = create_device(DEVICE.type)
         with self.device.online():
@@ -156,7 +158,7 @@ class Overlapped:
                 page_tokens,
                 BatchConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
                 max_model_len,
-                LoraConfig(max_loras=1, max_lora_rank=16),
+                lora,
                 (),
                 device=self.device,
                 enable_prefix_caching=enable_prefix_caching,

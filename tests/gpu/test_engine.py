@@ -13,18 +13,25 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 
-from cotenant.core.request import Request
+from cotenant.config import LoraConfig
+from cotenant.core.job import LINEAR_MODULES
+from cotenant.core.request import AdapterRef, Request
 from cotenant.engine.flight import OnlineStep
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.models.loading import load_decoder
+from cotenant.models.lora import save_adapter
 from cotenant.models.registry import ARCHITECTURES, ResolvedModel
 from gpu import support
 from gpu.support import DEVICE, Model, Outputs, Overlapped, logits_of, logprobs, prompt, request, tokens
+from models.support import random_adapter
 
 PAGE_TOKENS = 16
 GRAPH_SIZES = (1, 4, 16)
@@ -64,6 +71,33 @@ def _assert_near_greedy(model: Model, requests: Sequence[Request], outputs: Outp
     all_gaps = torch.cat(gaps)
     assert all_gaps.max() < 3 * rounding
     assert (all_gaps == 0).float().mean() > 0.9
+
+
+# Adapters.
+
+
+def test_adapters_of_several_ranks_beside_each_other(model: Model, rounding: float, tmp_path: Path) -> None:
+    """Seven kinds of rows, the base's among them, in prompt batches and captured decodes: each is held against peft."""
+    decoder = model.decoder(torch.bfloat16)
+    folders = [tmp_path / f"adapter-{index}" for index in range(6)]
+    for index, (folder, rank) in enumerate(zip(folders, (5, 16, 48, 16, 5, 48), strict=True)):
+        adapter = random_adapter(decoder, index, r=rank, alpha=2.0 * rank**0.5, target_modules=LINEAR_MODULES)
+        save_adapter(adapter, folder, str(model.folder))
+    refs = [None, *(AdapterRef(folder.name, str(folder)) for folder in folders)]
+    online = Overlapped(
+        decoder, max_num_batched_tokens=256, page_tokens=PAGE_TOKENS, lora=LoraConfig(max_loras=6, max_lora_rank=48)
+    )
+    online.capture(GRAPH_SIZES)
+    requests = [
+        replace(request(prompt(9 + 7 * index % 50, index), 10), adapter=refs[index % len(refs)]) for index in range(28)
+    ]
+    outputs = online.run(requests, at_once=14)
+    for ref in refs:
+        reference = type(model.reference).from_pretrained(model.folder).to(DEVICE).eval()
+        if ref is not None:
+            reference = PeftModel.from_pretrained(reference, ref.path)
+        mine = [one for one in requests if one.adapter == ref]
+        _assert_near_greedy(Model(model.folder, reference), mine, outputs, 2 * rounding)
 
 
 # What is drawn.
