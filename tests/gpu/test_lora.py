@@ -29,7 +29,7 @@ SHAPES = {
     "odd": ModelSpec("llama", 2, 96, 176, 6, 2, 16, 50, 128),
     "8b": ModelSpec("llama", 1, 4096, 14336, 32, 8, 128, 50, 128),
 }
-# The second: sizes that are no powers of 2, heads in threes, input features over several programs.
+# The second: sizes that are no powers of 2, heads in twos, input features over several programs.
 MODEL_SHAPES = {"small": SMALL, "uneven": ModelSpec("llama", 2, 1536, 8960, 12, 2, 128, 50, 128)}
 BATCHES = {
     "base": [-1] * 3,

@@ -23,6 +23,8 @@ from cotenant.models.kernels.skinny import Unfinished
 _DELTA_HEADS = 4
 _DELTA_SILU_BLOCK = 256
 _DELTA_SILU_ROWS = 8
+# Columns of which norm reads 16 ranks of b at once.
+_MOST_COLUMNS_AHEAD = 4096
 
 
 @triton.jit
@@ -86,6 +88,7 @@ def _norm_kernel(
     ADD: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -96,17 +99,17 @@ def _norm_kernel(
     if H_SPLITS > 0:
         slot, rank = tl.load(adapters + row), tl.multiple_of(tl.load(ranks + row), 16)
         b = stack + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * offset
-        places = tl.arange(0, 16)[:, None] * hidden + columns[None, :]
-        up = tl.load(b + places, mask[None, :] & (rank > 0), other=0.0)  # the first 16 ranks; few adapters have more
+        places = tl.arange(0, RANKS)[:, None] * hidden + columns[None, :]
+        up = tl.load(b + places, mask[None, :] & (rank > 0), other=0.0)
     wait_for_previous(OVERLAP)
     value = load_sum(x + row * hidden + columns, num_rows * hidden, mask, SPLITS).to(out.dtype.element_ty)
     if H_SPLITS > 0:
         h = h_sums + row * H_WIDTH
-        down = load_h(h, num_rows * H_WIDTH, rank, H_SPLITS).to(value.dtype)
+        down = load_h(h, num_rows * H_WIDTH, rank, H_SPLITS, RANKS).to(value.dtype)
         delta = tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
-        for first in range(16, rank, 16):
+        for first in range(RANKS, rank, RANKS):
             up = tl.load(b + first * hidden + places, mask[None, :], other=0.0)
-            down = load_h(h + first, num_rows * H_WIDTH, rank - first, H_SPLITS).to(value.dtype)
+            down = load_h(h + first, num_rows * H_WIDTH, rank - first, H_SPLITS, RANKS).to(value.dtype)
             delta += tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
         value = (value.to(tl.float32) + delta).to(value.dtype)
     if ADD:
@@ -149,6 +152,8 @@ def _norm(
         ADD=residual is not None,
         SPLITS=splits,
         BLOCK=block,
+        # What is read ahead of the adapter stays in registers.
+        RANKS=16 if block <= _MOST_COLUMNS_AHEAD else 4,
         num_warps=_warps(block),
         **overlap(out.device, isinstance(product, Unfinished)),
     )
@@ -335,11 +340,11 @@ def _rope_kernel(
         first_head = tl.program_id(1) * HEADS
         module = (first_head >= NUM_HEADS).to(tl.int32) + (first_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
         h = h_sums + token * H_WIDTH + module * rank
-        down = load_h(h, num_tokens * H_WIDTH, rank, H_SPLITS).to(low.dtype).to(tl.float32)[:, None, None]
+        down = load_h(h, num_tokens * H_WIDTH, rank, H_SPLITS, 16).to(low.dtype).to(tl.float32)[:, None, None]
         low_delta = tl.sum(down * low_up.to(tl.float32), 0)
         high_delta = tl.sum(down * high_up.to(tl.float32), 0)
         for first in range(16, rank, 16):
-            more = load_h(h + first, num_tokens * H_WIDTH, rank - first, H_SPLITS)
+            more = load_h(h + first, num_tokens * H_WIDTH, rank - first, H_SPLITS, 16)
             down = more.to(low.dtype).to(tl.float32)[:, None, None]
             low_delta += tl.sum(down * tl.load(b + first * size + places, taken, other=0.0).to(tl.float32), 0)
             high_up = tl.load(b + first * size + HEAD_DIM // 2 + places, taken, other=0.0)

@@ -144,10 +144,10 @@ def load_sum(source, stride, mask, SPLITS: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def load_h(sums, stride, rank, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
-    """The first 16 columns of one row of ``h``, zeros from ``rank`` on. Each is read once, not once per thread.
+def load_h(sums, stride, rank, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def,unused-ignore]
+    """The first columns of one row of ``h``, zeros from ``rank`` on. Each is read once, not once per thread.
     ``stride``: from one partial sum, of at most 4, to the next."""
-    split, column = tl.arange(0, 4)[:, None], tl.arange(0, 16)[None, :]
+    split, column = tl.arange(0, 4)[:, None], tl.arange(0, COLUMNS)[None, :]
     return tl.sum(tl.load(sums + split * stride + column, (split < SPLITS) & (column < rank), other=0.0), 0)
 
 
