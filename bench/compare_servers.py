@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 CONFIG = {
@@ -49,17 +50,18 @@ CONFIG = {
 START_TIMEOUT_S = 240
 
 
-def make_model_folder(folder: Path) -> None:
+def make_model_folder(folder: Path, config: dict[str, Any] = CONFIG) -> None:
     """A config and a tokenizer of one word per token, enough for servers that need no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    vocabulary = {f"w{index}": index for index in range(CONFIG["vocab_size"])}
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {f"w{index}": index for index in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w128000", "eos_token": "w128009"}
+    settings = {name: f"w{config[f'{name}_id']}" for name in ("bos_token", "eos_token")}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

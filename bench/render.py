@@ -342,45 +342,56 @@ def _spread_text(spread: Result) -> str:
     return f"{spread['p50']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})"
 
 
-# cotenant bench finetune
+# cotenant bench finetune, bench/compare_finetune.py
 
 
 def finetune(results: Sequence[Result]) -> list[str]:
-    """A row for each result, then the times of each one's tasklets, suspensions and discards."""
+    """A row for each result, then the times of each one's tasklets, suspensions and discards. Of other libraries there
+    are fewer figures. Where each variant ran at several sizes, its best is in bold."""
     first = results[0]
     text = (
         f"`{first['command']}`: {first['model']}, {first['dtype']}, on {machine_text(first)}. LoRA of rank "
         f"{first['r']} on all linear layers, sequences of {first['seq_len']:,} random tokens, "
-        f"{first['tokens_per_step']:,} tokens a step. The share is "
-        f"of {first['ceilings']['matmul_tflop_s']:.4g} TFLOP/s of a matrix product in the same run, at "
-        f"{first['flop_per_token'] / 1e9:.3g} GFLOP a token: 4 for each parameter, the embedding's included, attention "
-        f"and the adapter left out (in brackets: {first['flop_per_token_multiplied'] / 1e9:.3g}, without the "
-        "embedding's, by which nothing is multiplied)."
+        f"{first['tokens_per_step']:,} tokens a step.{_share_text(first)}"
     )
     header = ["", "micro-batch", "tokens/s", "share", "step, ms", "peak memory, GiB", "CPU of the launching thread"]
     times = ["", "", "p50", "p10", "p90", "p99", "max"]
     rows = [row for result in results for row in _finetune_times(result)]
-    return [text, table(header, [_finetune_row(result) for result in results]), "Milliseconds:", table(times, rows)]
+    parts = [text, table(header, [_finetune_row(result) for result in results])]
+    return [*parts, "Milliseconds:", table(times, rows)] if rows else parts
+
+
+def _share_text(first: Result) -> str:
+    if "ceilings" not in first:
+        return ""
+    return (
+        f" The share is of {first['ceilings']['matmul_tflop_s']:.4g} TFLOP/s of a matrix product in the same run, at "
+        f"{first['flop_per_token'] / 1e9:.3g} GFLOP a token: 4 for each parameter, the embedding's included, attention "
+        f"and the adapter left out (in brackets: {first['flop_per_token_multiplied'] / 1e9:.3g}, without the "
+        "embedding's, by which nothing is multiplied)."
+    )
 
 
 def _finetune_row(result: Result) -> list[str]:
-    memory, cpu_share = result["memory"], result["cpu_share"]
+    memory, cpu_share = result["memory"], result.get("cpu_share")
     peak = memory.get("peak_allocated_bytes", memory.get("peak_resident_bytes"))
     reserved = f", reserved {memory['peak_reserved_bytes'] / 2**30:.1f}" if "peak_reserved_bytes" in memory else ""
+    speed = f"{result['tokens_per_s']['mean']:,.0f}"
+    share = "share_of_matmul_rate"
     return [
         f"{result['label']}{', gradient checkpointing' if result['gradient_checkpointing'] else ''}",
         f"{result['micro_batch_tokens']:,}",
-        f"{result['tokens_per_s']['mean']:,.0f}",
-        f"{result['share_of_matmul_rate']:.1%} ({result['share_of_matmul_rate_multiplied']:.1%})",
+        f"**{speed}**" if result.get("best") else speed,
+        f"{result[share]:.1%} ({result[f'{share}_multiplied']:.1%})" if share in result else "-",
         _spread_text(result["step_ms"]),
         f"{peak / 2**30:.1f}{reserved}",
-        f"{cpu_share['launching_thread']:.1%}, launching {cpu_share['launching']:.1%}",
+        f"{cpu_share['launching_thread']:.1%}, launching {cpu_share['launching']:.1%}" if cpu_share else "-",
     ]
 
 
 def _finetune_times(result: Result) -> list[list[str]]:
-    spreads = {f"tasklet: {kind}": spread for kind, spread in result["tasklet_ms"].items()}
-    spreads |= {name: result[name]["latency_ms"] for name in ("suspend", "discard")}
+    spreads = {f"tasklet: {kind}": spread for kind, spread in result.get("tasklet_ms", {}).items()}
+    spreads |= {name: result[name]["latency_ms"] for name in ("suspend", "discard") if name in result}
     shares = ("p50", "p10", "p90", "p99", "max")
     return [[result["label"], name, *(f"{spread[share]:.3f}" for share in shares)] for name, spread in spreads.items()]
 

@@ -1,0 +1,80 @@
+"""bench/compare_finetune.py on the CPU: our training beside PEFT's, with a small model and without compilation."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+SIZES = ["--seq-len", "32", "--tokens-per-step", "128", "--r", "4", "--dtype", "float32"]
+COUNTS = ["--steps", "3", "--warmup-steps", "1"]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "bench" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ours_and_peft_stand_in_one_table(tmp_path: Path) -> None:
+    (tmp_path / "small.json").write_text(json.dumps(CONFIG))
+    results = tmp_path / "results"
+    results.mkdir()
+    given = ["--config", str(tmp_path / "small.json"), "--json", str(results / "finetune.json"), "--samples", "2"]
+    # A module that cannot be imported, whether or not Liger is installed.
+    site = tmp_path / "site" / "liger_kernel"
+    site.mkdir(parents=True)
+    (site / "__init__.py").write_text("raise ImportError('not here')")
+    chosen = ["--only", "cotenant", "--only", "peft", "--only", "peft, Liger", "--site", str(site.parent)]
+    compared = run("compare_finetune.py", *given, *chosen, *SIZES, *COUNTS, "--batch-sizes", "2,3")
+    assert compared.returncode == 0, compared.stderr
+    # Four sequences do not go into batches of three: ours leaves a smaller one over, PEFT's script says so.
+    assert "peft: failed: peft_finetune.py: error: --tokens-per-step 128 is not a multiple of 96" in compared.stdout
+    assert "peft, Liger: skipped: peft, transformers, liger_kernel.transformers cannot be imported" in compared.stdout
+
+    reports = json.loads((results / "finetune.json").read_text())
+    sizes = [(report["label"], report["micro_batch_tokens"]) for report in reports]
+    assert sizes == [("cotenant", 64), ("cotenant", 96), ("peft", 64)]
+    for label in ("cotenant", "peft"):
+        speeds = {report["tokens_per_s"]["mean"]: report["best"] for report in reports if report["label"] == label}
+        assert [speed for speed, best in speeds.items() if best] == [max(speeds)]
+    ours, peft = reports[0], reports[-1]
+    for name in ("kind", "model", "dtype", "seq_len", "tokens_per_step", "r", "num_steps"):
+        assert peft[name] == ours[name], name
+    assert peft["num_micro_batches"] == 2
+    # Random weights and tokens: every token is about equally likely.
+    assert peft["final_loss"] == pytest.approx(math.log(512), abs=0.3)
+    assert 128e3 / peft["step_ms"]["max"] <= peft["tokens_per_s"]["max"] + 1
+    assert {"torch", "transformers", "peft"} <= set(peft["versions"])
+
+    page = tmp_path / "page.md"
+    rendered = run("render.py", "--results", str(results), "--target", str(page))
+    assert rendered.returncode == 0, rendered.stderr
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| peft |")]
+    (row,) = rows
+    assert row.startswith("| peft | 64 | **")
+    assert "** | - |" in row
+    assert row.endswith("| - |")
