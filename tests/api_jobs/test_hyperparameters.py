@@ -106,7 +106,7 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
 
 
 def test_what_is_echoed_can_be_sent_again() -> None:
-    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r".*\.q_proj": 3.5}}
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r"layers\.[0-9]+\.self_attn\.q_proj|k_proj": 3.5}}
     schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}
     settings = resolved(
         r=4,
@@ -139,6 +139,9 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": 65}), ("rank_pattern", {"(": 4}),
         ("rank_pattern", {"": 4}), ("rank_pattern", ["q_proj"]), ("rank_pattern", 8),
         ("rank_pattern", {"(.+)+x": 4}), ("rank_pattern", {".*.*.*.*x": 4}),
+        ("rank_pattern", {"(|)" * 22 + "!": 4}), ("rank_pattern", {"(?x:(.+) +!)": 4}),
+        ("alpha_pattern", {"(?i)Q_PROJ": 4}), ("alpha_pattern", {"q_proj\\": 4}), ("alpha_pattern", {"q_proj)": 4}),
+        ("rank_pattern", {f"layers.{layer}.self_attn.q_proj": 4 for layer in range(65)}),
         ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
         ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
         ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
