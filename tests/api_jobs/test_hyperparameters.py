@@ -19,7 +19,7 @@ SIZE = DatasetSize(num_examples=400, max_tokens=100)
 
 
 def resolved(**given: Any) -> Hyperparameters:
-    checked = check_hyperparameters(given, LIMITS, "hyperparameters")
+    checked = check_hyperparameters({"hyperparameters": given}, LIMITS)
     stored = json.loads(json.dumps(checked))  # it is resolved later, from the database
     return resolve(stored, SIZE, LIMITS)
 
@@ -182,6 +182,34 @@ def test_contradictions_are_refused(given: dict[str, Any]) -> None:
         resolved(**given)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "param"),
+    [
+        ({"learning_rate_multiplier": 2}, {"learning_rate": 1e-3}, "hyperparameters.learning_rate"),
+        ({"learning_rate": 1e-3}, {"learning_rate_multiplier": 2}, "method.learning_rate"),
+        ({"batch_size": 8}, {"per_device_train_batch_size": 4}, "method.batch_size"),
+        ({"num_train_epochs": 1}, {"n_epochs": 2}, "hyperparameters.n_epochs"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, {"lr_scheduler_type": "linear"}, "method.lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, {}, "method.lr_scheduler_type"),
+    ],
+)
+def test_two_places_may_not_contradict_each_other(first: dict[str, Any], second: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        check_hyperparameters({"method": first, "hyperparameters": second}, LIMITS)
+    assert refused.value.param == param
+
+
+def test_two_places_complete_each_other() -> None:
+    halves: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"lr_scheduler_type": "polynomial"}, {"lr_scheduler_kwargs": {"power": 2.0}}),
+        ({"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 4}),
+        ({"learning_rate": 4e-4}, {"learning_rate_multiplier": 2}),
+    ]
+    for first, second in halves:
+        both = check_hyperparameters({"method": first, "hyperparameters": second}, LIMITS)
+        assert both == check_hyperparameters({"method": {**first, **second}}, LIMITS)
+
+
 def test_saying_the_same_twice_is_no_contradiction() -> None:
     assert resolved(batch_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=4).batch_size == 8
     assert resolved(batch_size="auto", per_device_train_batch_size=2).batch_size == 2
@@ -209,7 +237,7 @@ def test_any_json_is_either_refused_or_resolved(given: dict[str, Any]) -> None:
 
 
 def resolved_dpo(**given: Any) -> Hyperparameters:
-    checked = check_hyperparameters(given, LIMITS, "hyperparameters", "dpo")
+    checked = check_hyperparameters({"hyperparameters": given}, LIMITS, "dpo")
     return resolve(json.loads(json.dumps({"method": "dpo", **checked})), SIZE, LIMITS)
 
 
