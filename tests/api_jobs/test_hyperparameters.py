@@ -105,6 +105,14 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     assert resolve({}, DatasetSize(10, 300), limits).max_length == 100_000
 
 
+@given(st.floats(1e-300, 1e6))
+def test_any_learning_rate_can_be_sent_again(rate: float) -> None:
+    settings = resolved(learning_rate=rate)
+    assert resolved(**as_requested(settings)) == settings
+    settings = resolved_dpo(learning_rate=rate)
+    assert resolved_dpo(**as_requested(settings)) == settings
+
+
 def test_what_is_echoed_can_be_sent_again() -> None:
     patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r"layers\.[0-9]+\.self_attn\.q_proj|k_proj": 3.5}}
     schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}

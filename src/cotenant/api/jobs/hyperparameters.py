@@ -102,9 +102,9 @@ def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
     values["target_modules"] = list(hyperparameters.target_modules)
     for name in ("lr_scheduler_kwargs", "rank_pattern", "alpha_pattern"):
         values[name] = dict(values[name])
-    values["learning_rate_multiplier"] = round(
-        hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method], 9
-    )
+    multiplier = hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method]
+    # 12 digits undo the division's error, and are more than the two are compared by when they are sent again.
+    values["learning_rate_multiplier"] = float(f"{multiplier:.12g}")
     return values
 
 
