@@ -16,7 +16,7 @@ from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
-from cotenant.finetune.data import load_training, load_validation
+from cotenant.finetune.data import load_training, load_validation, unmeasured
 from cotenant.finetune.export import export_adapter, export_copy, is_exported
 from cotenant.finetune.footprint import require_room
 from cotenant.finetune.metrics import MetricsLog
@@ -29,7 +29,15 @@ from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
-from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
+from cotenant.wire.messages import (
+    CheckpointSaved,
+    FromWorker,
+    JobFailed,
+    JobMetrics,
+    JobStarted,
+    JobSucceeded,
+    JobWarning,
+)
 
 __all__ = ["FusedInput", "TrainingJob"]
 
@@ -96,6 +104,7 @@ class TrainingJob:
         self._writer = FileWriter(spec.job_id)
         self._training: _Training | None = None
         self._resumed_step = 0
+        self._warnings: list[str] = []
         try:
             remove_leftovers(folder)
             if self.finished_path is not None:
@@ -152,6 +161,8 @@ class TrainingJob:
         updates: list[FromWorker] = [
             JobStarted(self._spec.job_id, self.total_steps, self._resumed_step, self._mean_step_tokens())
         ]
+        if self._resumed_step == 0:
+            updates += [JobWarning(self._spec.job_id, warning) for warning in self._warnings]
         unknown = tuple(step for step in self._recorded if step.step > self._spec.recorded_step)
         if unknown:
             updates.append(JobMetrics(self._spec.job_id, unknown, self.trained_tokens, None))
@@ -308,12 +319,15 @@ class TrainingJob:
         pending = self._resume(state)
         self._resumed_step = state.step
         progress = Progress(clock)
+        validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
+        if validation is None and self._spec.validation_path is not None:
+            self._warnings.append(unmeasured(self._spec, decoder.spec))
         trainer = Trainer(
             decoder,
             state,
             dataset,
             order,
-            load_validation(self._spec, decoder.spec, max_tasklet_tokens),
+            validation,
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,

@@ -21,6 +21,7 @@ from cotenant.wire.messages import (
     JobPaused,
     JobStarted,
     JobSucceeded,
+    JobWarning,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ _RUNNING = (JobStatus.RUNNING,)
 _CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
 
 
-JobMessage = JobStarted | JobMetrics | CheckpointSaved | JobPaused | JobCancelled | JobSucceeded | JobFailed
+JobMessage = (
+    JobStarted | JobWarning | JobMetrics | CheckpointSaved | JobPaused | JobCancelled | JobSucceeded | JobFailed
+)
 
 
 class Outcome(Enum):
@@ -55,6 +58,10 @@ class Recorder:
         match message:
             case JobStarted():
                 return self._started(message)
+            case JobWarning():
+                running = {"status": JobStatus.RUNNING}
+                self._store.jobs.change(message.job_id, _RUNNING, running, [events.warning(message.message)])
+                return Outcome.NOTHING
             case JobMetrics():
                 return self._metrics(message)
             case CheckpointSaved():
