@@ -126,8 +126,9 @@ def test_the_result_file_has_rewards(tmp_path: Path) -> None:
 def test_a_batch_larger_than_the_data_is_said(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:
-            for size, warned in ((13, True), (12, False)):
-                job = await there.create(hyperparameters={"batch_size": size})
+            # With packing a batch is of rows, which the worker counts.
+            for size, packing, warned in ((13, False, True), (12, False, False), (13, True, False)):
+                job = await there.create(hyperparameters={"batch_size": size, "packing": packing})
                 await there.wait(job["id"], "queued", "running")
                 said = [event["message"] for event in await there.events(job["id"]) if event["level"] == "warn"]
                 expected = "batch_size is 13, but the training file has 12 examples: each step takes all of them"

@@ -130,6 +130,17 @@ def test_steps_cannot_be_compared_on_nothing(decoder: Decoder, tmp_path: Path, c
         assert error.value.code == "invalid_validation_file"
 
 
+def test_a_batch_of_more_rows_than_packing_makes_is_said(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [([5, 6, 7, 8], [0.0, 1.0, 1.0, 1.0])] * 18  # ten fill a row of 40 tokens
+    for size, warned in ((3, True), (2, False)):
+        spec = support.make_spec(tmp_path / str(size), examples, batch_size=size, packing=True)
+        job = support.make_job(decoder, spec)
+        warnings = [update.message for update in job.start_updates() if isinstance(update, JobWarning)]
+        expected = "batch_size is 3, but packing makes 2 rows of the training file's 18 examples"
+        assert [warning.startswith(expected) for warning in warnings] == [True] * warned
+        job.close()
+
+
 def test_one_example(decoder: Decoder, tmp_path: Path) -> None:
     job = support.make_job(decoder, support.make_spec(tmp_path, [([5, 6, 7], [0.0, 1.0, 0.5])]))
     assert job.total_steps == 2

@@ -292,6 +292,11 @@ class TrainingJob:
         hyper = self._spec.hyperparameters
         dataset = load_training(self._spec, decoder.spec)
         order = DataOrder(dataset.lengths, hyper)
+        if hyper.packing and hyper.batch_size > order.num_units:
+            self._warnings.append(
+                f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
+                f"{len(dataset)} examples: each step takes all of them"
+            )
         adapter = LoraAdapter.trainable(
             decoder.spec,
             r=hyper.r,
