@@ -148,3 +148,6 @@ def test_a_damaged_best_checkpoint_is_not_exported(
     assert f"not step {best}" in caplog.text
     last = tmp_path / "checkpoints" / "step-00000020" / "adapter_model.safetensors"
     assert support.adapter_bytes(tmp_path) == last.read_bytes()
+    again = support.make_job(decoder, support.make_spec(tmp_path, validation=VALIDATION, **changes))
+    assert again.start_updates()[-1] == succeeded  # a worker that died before it could report says the same
+    again.close()

@@ -17,7 +17,7 @@ from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
 from cotenant.finetune.data import load_training, load_validation, unmeasured
-from cotenant.finetune.export import export_adapter, export_copy, is_exported
+from cotenant.finetune.export import export_adapter, export_copy, exported_best_step, is_exported
 from cotenant.finetune.footprint import require_room
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.order import DataOrder
@@ -170,7 +170,7 @@ class TrainingJob:
             if state.step <= self._resumed_step:
                 updates.append(CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics))
         if self.finished_path is not None:
-            updates.append(self._succeeded(self._best_step))
+            updates.append(self._succeeded(exported_best_step(self._adapter_path)))
         return updates
 
     # Running
@@ -419,7 +419,7 @@ class TrainingJob:
     def _write_result(self, last: LoraAdapter, best_step: int | None) -> list[FromWorker]:
         if best_step is not None:
             try:
-                export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path)
+                export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path, best_step)
             except CheckpointError as error:
                 logger.warning("Job %s exports its last step, not step %d: %s", self._spec.job_id, best_step, error)
                 best_step = None
