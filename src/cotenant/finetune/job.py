@@ -374,7 +374,7 @@ class TrainingJob:
             hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0
         )
         if is_due or is_best or is_last:
-            self._save(metrics, announced=True, needs_evaluation=False)
+            self._save(metrics, announced=is_due or is_last, needs_evaluation=False)
         if is_last:
             training.trainer.stop()
             self._finish()
@@ -382,7 +382,7 @@ class TrainingJob:
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
         snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)
         self._saved = (metrics.step, needs_evaluation)
-        self._writer.submit(partial(self._write_checkpoint, snapshot))
+        self._writer.submit(partial(self._write_checkpoint, snapshot, self._best_step))
 
     def _finish(self) -> None:
         self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot(), self._best_step))
@@ -408,9 +408,9 @@ class TrainingJob:
         self._log.append(metrics)
         return []
 
-    def _write_checkpoint(self, snapshot: Snapshot) -> list[FromWorker]:
+    def _write_checkpoint(self, snapshot: Snapshot, best_step: int | None) -> list[FromWorker]:
         self._log.sync()  # the checkpoint's steps must be readable before the checkpoint is
-        path = self._checkpoints.write(snapshot)
+        path = self._checkpoints.write(snapshot, best_step)
         state = snapshot.state
         if not state.announced:
             return []
