@@ -75,7 +75,7 @@ def test_preferences_given_to_a_supervised_job_say_so(tmp_path: Path) -> None:
         async with server(tmp_path) as there:
             job = await there.create(training_file=await there.upload(pairs()))
             message = (await there.wait(job["id"], "failed"))["error"]["message"]
-            assert "Example 1: it is a preference example, which is for method.type 'dpo'" in message
+            assert "Line 1: it is a preference example, which is for method.type 'dpo'" in message
 
     run(scenario)
 

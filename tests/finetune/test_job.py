@@ -381,9 +381,9 @@ def test_dpo_validation_is_a_mean_over_pairs_whatever_the_micro_batches(decoder:
 
 def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -> None:
     kept, cut = ([5, 6, 7], [0.0, 1.0, 1.0]), (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
-    with pytest.raises(InvalidInputError, match=r"Example 2 of the training file .* rejected answer .* max_length=40"):
+    with pytest.raises(InvalidInputError, match=r"Line 2 of the training file .* rejected answer .* max_length=40"):
         support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, kept, kept, cut], **DPO))
-    with pytest.raises(InvalidInputError, match=r"Example 1 of the validation file .* preferred answer") as error:
+    with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file .* preferred answer") as error:
         support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, kept], [cut, kept], **DPO))
     assert error.value.code == "invalid_validation_file"
     with pytest.raises(InvalidInputError, match=r"1 of the validation file .* preferred answer") as error:

@@ -87,7 +87,7 @@ def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
     lost = next((sequence for sequence, count in enumerate(dataset.num_targets) if count == 0), None)
     if lost is not None:
         raise InvalidInputError(
-            f"Example {lost // 2 + 1} of the {kind} file has nothing left of its "
+            f"Line {lost // 2 + 1} of the {kind} file has nothing left of its "
             f"{'rejected' if lost % 2 else 'preferred'} answer once it is cut to max_length={max_length}. Raise "
             "max_length, or shorten its prompt.",
             code=f"invalid_{kind}_file",

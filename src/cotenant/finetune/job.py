@@ -249,8 +249,9 @@ class TrainingJob:
         return self.take_updates()
 
     def begin_checkpoint(self) -> None:
-        """Discard the step in flight and begin to write a checkpoint of the last finished step.
+        """Discard the micro-batch in flight and begin to write a checkpoint of the last optimizer step.
 
+        Whoever takes the job up from it runs what follows, the next step or the evaluation due, from its beginning.
         For a pause, a cancellation or the end of the worker. Run no tasklet after it; it is over when ``writing`` is
         False and the updates have been taken.
         """
