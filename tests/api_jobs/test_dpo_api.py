@@ -75,7 +75,7 @@ def test_preferences_given_to_a_supervised_job_say_so(tmp_path: Path) -> None:
         async with server(tmp_path) as there:
             job = await there.create(training_file=await there.upload(pairs()))
             message = (await there.wait(job["id"], "failed"))["error"]["message"]
-            assert "Example 1: it is a preference example, which is for method.type 'dpo'" in message
+            assert "Line 1: it is a preference example, which is for method.type 'dpo'" in message
 
     run(scenario)
 
@@ -126,8 +126,9 @@ def test_the_result_file_has_rewards(tmp_path: Path) -> None:
 def test_a_batch_larger_than_the_data_is_said(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:
-            for size, warned in ((13, True), (12, False)):
-                job = await there.create(hyperparameters={"batch_size": size})
+            # With packing a batch is of rows, which the worker counts.
+            for size, packing, warned in ((13, False, True), (12, False, False), (13, True, False)):
+                job = await there.create(hyperparameters={"batch_size": size, "packing": packing})
                 await there.wait(job["id"], "queued", "running")
                 said = [event["message"] for event in await there.events(job["id"]) if event["level"] == "warn"]
                 expected = "batch_size is 13, but the training file has 12 examples: each step takes all of them"

@@ -21,7 +21,7 @@ from api_jobs.support import (
     success,
     write_adapter,
 )
-from cotenant.wire.messages import CheckpointSaved, JobStarted, JobSucceeded, StartJob
+from cotenant.wire.messages import CheckpointSaved, JobStarted, JobSucceeded, JobWarning, StartJob
 
 
 def test_a_jobs_whole_life(tmp_path: Path) -> None:
@@ -283,6 +283,18 @@ def test_examples_longer_than_max_length_are_cut_and_this_is_said(tmp_path: Path
             warnings = [event["message"] for event in await there.events(job_id) if event["level"] == "warn"]
             assert len(warnings) == 1
             assert "max_length=32" in warnings[0]
+
+    run(scenario)
+
+
+def test_what_the_worker_warns_of_is_an_event(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            await there.say(JobStarted(job_id, 9, 0, 1.0), JobWarning(job_id, "There is nothing to measure"))
+            warnings = [event["message"] for event in await there.events(job_id) if event["level"] == "warn"]
+            assert warnings == ["There is nothing to measure"]
+            assert (await there.job(job_id))["status"] == "running"
 
     run(scenario)
 

@@ -19,7 +19,7 @@ SIZE = DatasetSize(num_examples=400, max_tokens=100)
 
 
 def resolved(**given: Any) -> Hyperparameters:
-    checked = check_hyperparameters(given, LIMITS, "hyperparameters")
+    checked = check_hyperparameters({"hyperparameters": given}, LIMITS)
     stored = json.loads(json.dumps(checked))  # it is resolved later, from the database
     return resolve(stored, SIZE, LIMITS)
 
@@ -105,8 +105,16 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     assert resolve({}, DatasetSize(10, 300), limits).max_length == 100_000
 
 
+@given(st.floats(1e-300, 1e6))
+def test_any_learning_rate_can_be_sent_again(rate: float) -> None:
+    settings = resolved(learning_rate=rate)
+    assert resolved(**as_requested(settings)) == settings
+    settings = resolved_dpo(learning_rate=rate)
+    assert resolved_dpo(**as_requested(settings)) == settings
+
+
 def test_what_is_echoed_can_be_sent_again() -> None:
-    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r".*\.q_proj": 3.5}}
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {r"layers\.[0-9]+\.self_attn\.q_proj|k_proj": 3.5}}
     schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 5}}
     settings = resolved(
         r=4,
@@ -139,6 +147,9 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("rank_pattern", {"q_proj": 0}), ("rank_pattern", {"q_proj": 65}), ("rank_pattern", {"(": 4}),
         ("rank_pattern", {"": 4}), ("rank_pattern", ["q_proj"]), ("rank_pattern", 8),
         ("rank_pattern", {"(.+)+x": 4}), ("rank_pattern", {".*.*.*.*x": 4}),
+        ("rank_pattern", {"(|)" * 22 + "!": 4}), ("rank_pattern", {"(?x:(.+) +!)": 4}),
+        ("alpha_pattern", {"(?i)Q_PROJ": 4}), ("alpha_pattern", {"q_proj\\": 4}), ("alpha_pattern", {"q_proj)": 4}),
+        ("rank_pattern", {f"layers.{layer}.self_attn.q_proj": 4 for layer in range(65)}),
         ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
         ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
         ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
@@ -179,6 +190,34 @@ def test_contradictions_are_refused(given: dict[str, Any]) -> None:
         resolved(**given)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "param"),
+    [
+        ({"learning_rate_multiplier": 2}, {"learning_rate": 1e-3}, "hyperparameters.learning_rate"),
+        ({"learning_rate": 1e-3}, {"learning_rate_multiplier": 2}, "method.learning_rate"),
+        ({"batch_size": 8}, {"per_device_train_batch_size": 4}, "method.batch_size"),
+        ({"num_train_epochs": 1}, {"n_epochs": 2}, "hyperparameters.n_epochs"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, {"lr_scheduler_type": "linear"}, "method.lr_scheduler_kwargs"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, {}, "method.lr_scheduler_type"),
+    ],
+)
+def test_two_places_may_not_contradict_each_other(first: dict[str, Any], second: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        check_hyperparameters({"method": first, "hyperparameters": second}, LIMITS)
+    assert refused.value.param == param
+
+
+def test_two_places_complete_each_other() -> None:
+    halves: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"lr_scheduler_type": "polynomial"}, {"lr_scheduler_kwargs": {"power": 2.0}}),
+        ({"gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 4}),
+        ({"learning_rate": 4e-4}, {"learning_rate_multiplier": 2}),
+    ]
+    for first, second in halves:
+        both = check_hyperparameters({"method": first, "hyperparameters": second}, LIMITS)
+        assert both == check_hyperparameters({"method": {**first, **second}}, LIMITS)
+
+
 def test_saying_the_same_twice_is_no_contradiction() -> None:
     assert resolved(batch_size=8, per_device_train_batch_size=2, gradient_accumulation_steps=4).batch_size == 8
     assert resolved(batch_size="auto", per_device_train_batch_size=2).batch_size == 2
@@ -206,7 +245,7 @@ def test_any_json_is_either_refused_or_resolved(given: dict[str, Any]) -> None:
 
 
 def resolved_dpo(**given: Any) -> Hyperparameters:
-    checked = check_hyperparameters(given, LIMITS, "hyperparameters", "dpo")
+    checked = check_hyperparameters({"hyperparameters": given}, LIMITS, "dpo")
     return resolve(json.loads(json.dumps({"method": "dpo", **checked})), SIZE, LIMITS)
 
 

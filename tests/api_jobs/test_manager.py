@@ -130,19 +130,25 @@ def test_a_job_paused_during_validation_is_validated_when_it_is_resumed(tmp_path
     run(scenario)
 
 
-def test_a_cancelled_job_keeps_its_last_checkpoint_as_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+def test_a_job_that_ends_without_a_result_keeps_its_checkpoints_as_models(tmp_path: Path, end: str) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:
             job_id = await there.started_job()
             await there.say(report(job_id, 1, 2, 3))
-            for step in (1, 3):  # the worker writes the last one when it is told to stop
+            for step in (1, 3):  # the best one, and the last one, which the worker writes when it is told to stop
                 write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
-            await there.post(job_id, "cancel")
-            (checkpoint,) = there.store.events.checkpoint_page(job_id).items
-            assert checkpoint.step == 3
-            assert checkpoint.metrics is not None
-            assert checkpoint.metrics["train_loss"] == pytest.approx(2 / 3)
-            assert there.store.find_adapter(checkpoint.name) is not None
+            if end == "failed":
+                await there.say(JobFailed(job_id, "training_diverged", "The loss is not finite.", 3))
+            else:
+                await there.post(job_id, "cancel")
+            assert (await there.job(job_id))["status"] == end
+            checkpoints = there.store.events.checkpoint_page(job_id).items
+            assert [checkpoint.step for checkpoint in checkpoints] == [3, 1]
+            for checkpoint in checkpoints:
+                assert checkpoint.metrics is not None
+                assert checkpoint.metrics["step"] == checkpoint.step
+                assert there.store.find_adapter(checkpoint.name) is not None
 
     run(scenario)
 

@@ -32,6 +32,7 @@ from cotenant.wire.messages import (
     JobPaused,
     JobStarted,
     JobSucceeded,
+    JobWarning,
     StartJob,
 )
 
@@ -120,11 +121,13 @@ def test_messages_about_unknown_or_finished_jobs_change_nothing(tmp_path: Path) 
             await there.say(
                 JobStarted(job_id, 9, 0, 1.0),
                 report(job_id, 7),
+                JobWarning(job_id, "too late"),
                 JobPaused(job_id, 7),
                 JobCancelled(job_id, 7),
                 JobFailed(job_id, "x", "y", 7),
                 JobSucceeded(job_id, "/elsewhere", 1, 1),
                 JobStarted("ftjob-none", 9, 0, 1.0),
+                JobWarning("ftjob-none", "who?"),
                 report("ftjob-none", 1),
                 CheckpointSaved("ftjob-none", 1, "/nowhere", None),
                 JobPaused("ftjob-none", 7),

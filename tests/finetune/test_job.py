@@ -20,7 +20,15 @@ from cotenant.finetune import export
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.writer import as_write_error
 from cotenant.models.decoder import Decoder
-from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
+from cotenant.wire.messages import (
+    CheckpointSaved,
+    FromWorker,
+    JobFailed,
+    JobMetrics,
+    JobStarted,
+    JobSucceeded,
+    JobWarning,
+)
 from finetune import support
 
 VALIDATION = support.random_examples(9, seed=5)
@@ -87,11 +95,49 @@ def test_validation_loss_is_a_weighted_mean_whatever_the_micro_batches(decoder: 
     assert figures[0][2] != pytest.approx(figures[0][3])  # the batch is not the whole set
 
 
-def test_validation_with_nothing_to_measure_is_left_out(decoder: Decoder, tmp_path: Path) -> None:
-    for name, validation in (("empty", []), ("weightless", [([5, 6, 7], [0.0, 0.0, 0.0])])):
-        job = support.make_job(decoder, support.make_spec(tmp_path / name, validation=validation, max_steps=1))
-        assert [run.shape.kind for run in job.upcoming()][-1] is TaskletKind.OPTIMIZER
-        assert _steps(support.run_to_end(job))[0].valid_loss is None
+NOTHING_TO_MEASURE = {
+    "empty": [],
+    "weightless": [([5, 6, 7], [0.0, 0.0, 0.0])],
+    "all-cut": [(list(range(3, 103)), [0.0] * 50 + [1.0] * 50)],
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_TO_MEASURE)
+def test_validation_with_nothing_to_measure_is_left_out_and_this_is_said(
+    decoder: Decoder, tmp_path: Path, name: str
+) -> None:
+    spec = support.make_spec(tmp_path, validation=NOTHING_TO_MEASURE[name], max_steps=2)
+    job = support.make_job(decoder, spec)
+    _, warning = job.start_updates()
+    assert isinstance(warning, JobWarning)
+    assert "without validation" in warning.message
+    assert "max_length=40" in warning.message
+    assert [run.shape.kind for run in job.upcoming()][-1] is TaskletKind.OPTIMIZER
+    support.run_step(job)
+    job.checkpoint()
+    job.close()
+    again = support.make_job(decoder, spec)
+    assert not any(isinstance(update, JobWarning) for update in again.start_updates())
+    assert _steps(support.run_to_end(again))[0].valid_loss is None
+    again.close()
+
+
+@pytest.mark.parametrize("changes", [{"early_stopping_patience": 2}, {"load_best_model_at_end": True}])
+def test_steps_cannot_be_compared_on_nothing(decoder: Decoder, tmp_path: Path, changes: dict[str, object]) -> None:
+    for name, validation in NOTHING_TO_MEASURE.items():
+        with pytest.raises(InvalidInputError, match="max_length=40") as error:
+            support.make_job(decoder, support.make_spec(tmp_path / name, validation=validation, **changes))
+        assert error.value.code == "invalid_validation_file"
+
+
+def test_a_batch_of_more_rows_than_packing_makes_is_said(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [([5, 6, 7, 8], [0.0, 1.0, 1.0, 1.0])] * 18  # ten fill a row of 40 tokens
+    for size, warned in ((3, True), (2, False)):
+        spec = support.make_spec(tmp_path / str(size), examples, batch_size=size, packing=True)
+        job = support.make_job(decoder, spec)
+        warnings = [update.message for update in job.start_updates() if isinstance(update, JobWarning)]
+        expected = "batch_size is 3, but packing makes 2 rows of the training file's 18 examples"
+        assert [warning.startswith(expected) for warning in warnings] == [True] * warned
         job.close()
 
 
@@ -335,10 +381,13 @@ def test_dpo_validation_is_a_mean_over_pairs_whatever_the_micro_batches(decoder:
 
 def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -> None:
     kept, cut = ([5, 6, 7], [0.0, 1.0, 1.0]), (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
-    with pytest.raises(InvalidInputError, match=r"Example 2 of the training file .* rejected answer .* max_length=40"):
+    with pytest.raises(InvalidInputError, match=r"Line 2 of the training file .* rejected answer .* max_length=40"):
         support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, kept, kept, cut], **DPO))
-    with pytest.raises(InvalidInputError, match=r"Example 1 of the validation file .* preferred answer") as error:
+    with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file .* preferred answer") as error:
         support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, kept], [cut, kept], **DPO))
+    assert error.value.code == "invalid_validation_file"
+    with pytest.raises(InvalidInputError, match=r"1 of the validation file .* preferred answer") as error:
+        support.make_job(decoder, support.make_spec(tmp_path / "all", [kept, kept], [cut, cut], **DPO))
     assert error.value.code == "invalid_validation_file"
 
 

@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 
 from cotenant.core.errors import ConflictError
+from cotenant.core.job import Hyperparameters
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE
 from cotenant.finetune.job import TrainingJob
@@ -233,6 +235,27 @@ def test_a_checkpoint_of_other_settings_is_refused(decoder: Decoder, tmp_path: P
     job.close()
     with pytest.raises(ConflictError, match="other settings"):
         support.make_job(decoder, support.make_spec(tmp_path, learning_rate=1.0))
+
+
+@dataclass(frozen=True)
+class _OneMoreSetting(Hyperparameters):
+    added_later: float = 0.5
+
+
+def test_a_job_goes_on_in_a_version_that_has_more_settings(decoder: Decoder, tmp_path: Path) -> None:
+    spec = support.make_spec(tmp_path)
+    job = support.make_job(decoder, spec)
+    support.run_step(job)
+    job.checkpoint()
+    job.close()
+    given = {field.name: getattr(spec.hyperparameters, field.name) for field in fields(spec.hyperparameters)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cotenant.finetune.state.Hyperparameters", _OneMoreSetting)
+        later = support.make_job(decoder, replace(spec, hyperparameters=_OneMoreSetting(**given)))
+        assert later.step == 1
+        later.close()
+        with pytest.raises(ConflictError, match="other settings"):
+            support.make_job(decoder, replace(spec, hyperparameters=_OneMoreSetting(**given, added_later=0.6)))
 
 
 def test_old_checkpoints_are_served_but_keep_no_training_state(decoder: Decoder, tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def test_trls_formats_are_the_same_examples(tmp_path: Path) -> None:
     assert [_text(text, trained=True) for text in texts] == [_text(text, trained=True) for text in encoded[:2]]
 
 
+def test_weights_in_a_prompt_are_context_all_the_same(tmp_path: Path) -> None:
+    weighted = [{**message, "weight": 1} if message["role"] == "assistant" else message for message in EARLIER]
+    good, bad = _says("Red!"), _says("A dog.")
+    lines = [openai(EARLIER), openai(weighted), {"chosen": weighted + good, "rejected": weighted + bad}]
+    encoded = _encode(_file(tmp_path, *lines), min_examples=3)
+    for index in range(2, 6):
+        assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     plain, with_tools = (
         _encode(_file(tmp_path, openai([ASKS], **more)), min_examples=1) for more in ({}, {"tools": None})
@@ -128,6 +137,11 @@ BROKEN: list[tuple[Any, str]] = [
     (_with(non_preferred_output=[{"content": "x"}]), "Line 57, 'non_preferred_output', message 1: it has no 'role'"),
     (_with(non_preferred_output=_says("x" * 5000)), "Line 57, 'non_preferred_output': it has "),
     (_with(non_preferred_output=_says("\ud800")), "Line 57, 'non_preferred_output': The text holds an unpaired"),
+    (
+        _with(preferred_output=[{**_says("x")[0], "weight": 0}, *_says("y")]),
+        "Line 57, 'preferred_output', message 1: 'weight' is for",
+    ),
+    ({**TRL, "rejected": [{**_says("x")[0], "weight": 1}]}, "Line 57, 'rejected', message 1: 'weight' is for"),
     ({**TRL, "rejected": None}, "Line 57 has no 'rejected'"),
     ({**TRL, "chosen": 7}, "Line 57, 'chosen': it must be a list with at least one message"),
     ({**TRL, "chosen": ""}, "Line 57, 'chosen', message 1: its 'content' is empty"),

@@ -83,28 +83,28 @@ BROKEN: list[tuple[Any, str]] = [
     (["a"], "Line 57 is not a dictionary (one JSON object a line is expected, not one list)"),
     ("a", "Line 57 is not a dictionary"),
     (b"", "Line 57 is empty"),
-    ({}, "Example 57 has no 'messages'"),
-    ({"prompt": "a", "completion": "b"}, "Example 57: it is in the old prompt/completion format"),
-    ({"input": {}, "preferred_output": []}, "Example 57: it is a preference example, which is for method.type 'dpo'"),
-    ({"messages": []}, "Example 57: 'messages' must be a list with at least one message"),
-    ({"messages": "Hi"}, "Example 57: 'messages' must be a list with at least one message"),
-    ({"messages": [USER]}, "Example 57: nothing to train on: it has no message of the assistant"),
-    ({"messages": [USER, "Hi"]}, "Example 57, message 2: a message must be a dictionary"),
-    (_with({"content": "x"}), "Example 57, message 2: it has no 'role'"),
-    (_with({"role": "robot", "content": "x"}), 'Example 57, message 2: unknown role "robot"; it must be one of system'),
-    (_with({"role": ["user"], "content": "x"}), 'Example 57, message 2: unknown role ["user"]'),
-    (_with({"role": "assistant", "content": ""}), "Example 57, message 2 (assistant): its 'content' is empty"),
-    (_with({"role": "assistant", "content": " \n"}), "Example 57, message 2 (assistant): its 'content' is empty"),
-    (_with({"role": "assistant"}), "Example 57, message 2 (assistant): it has neither 'content' nor 'tool_calls'"),
-    (_with({"role": "assistant", "content": 5}), "Example 57, message 2 (assistant): 'content' must be a string"),
-    (_with({"role": "user", "content": None}), "Example 57, message 2 (user): it has no 'content'"),
+    ({}, "Line 57 has no 'messages'"),
+    ({"prompt": "a", "completion": "b"}, "Line 57: it is in the old prompt/completion format"),
+    ({"input": {}, "preferred_output": []}, "Line 57: it is a preference example, which is for method.type 'dpo'"),
+    ({"messages": []}, "Line 57: 'messages' must be a list with at least one message"),
+    ({"messages": "Hi"}, "Line 57: 'messages' must be a list with at least one message"),
+    ({"messages": [USER]}, "Line 57: nothing to train on: it has no message of the assistant"),
+    ({"messages": [USER, "Hi"]}, "Line 57, message 2: a message must be a dictionary"),
+    (_with({"content": "x"}), "Line 57, message 2: it has no 'role'"),
+    (_with({"role": "robot", "content": "x"}), 'Line 57, message 2: unknown role "robot"; it must be one of system'),
+    (_with({"role": ["user"], "content": "x"}), 'Line 57, message 2: unknown role ["user"]'),
+    (_with({"role": "assistant", "content": ""}), "Line 57, message 2 (assistant): its 'content' is empty"),
+    (_with({"role": "assistant", "content": " \n"}), "Line 57, message 2 (assistant): its 'content' is empty"),
+    (_with({"role": "assistant"}), "Line 57, message 2 (assistant): it has neither 'content' nor 'tool_calls'"),
+    (_with({"role": "assistant", "content": 5}), "Line 57, message 2 (assistant): 'content' must be a string"),
+    (_with({"role": "user", "content": None}), "Line 57, message 2 (user): it has no 'content'"),
     (
         _with({"role": "assistant", "content": [{"type": "image_url"}]}),
-        "Example 57, message 2 (assistant): 'content' may only have parts of the form",
+        "Line 57, message 2 (assistant): 'content' may only have parts of the form",
     ),
     (
         _with({"role": "assistant", "content": "x", "weight": 2}),
-        "Example 57, message 2 (assistant): 'weight' must be 0 or 1, not 2",
+        "Line 57, message 2 (assistant): 'weight' must be 0 or 1, not 2",
     ),
     (_with({"role": "assistant", "content": "x", "weight": True}), "'weight' must be 0 or 1, not true"),
     (_with({"role": "assistant", "content": "x", "weight": "1"}), "'weight' must be 0 or 1, not \"1\""),
@@ -118,12 +118,12 @@ BROKEN: list[tuple[Any, str]] = [
     (_call(name="f", arguments="{"), "tool call 1: its 'arguments' are not valid JSON"),
     (_call(name="f", arguments="[1]"), "tool call 1: its 'arguments' must be a JSON object"),
     (_call(name=""), "tool call 1: it must be"),
-    ({**GOOD, "tools": {"a": 1}}, "Example 57: 'tools' must be a list of"),
-    ({**GOOD, "tools": [{"type": "function"}]}, "Example 57: 'tools' must be a list of"),
-    ({**GOOD, "parallel_tool_calls": "no"}, "Example 57: 'parallel_tool_calls' must be true or false"),
-    ({**GOOD, "functions": []}, "Example 57: 'functions' is the old form; use 'tools'"),
-    (_with({"role": "assistant", "content": "a\ud800"}), "Example 57: The text holds an unpaired surrogate (U+D800)"),
-    (_with({"role": "assistant", "content": "x" * 50_000}), "Example 57: it has 50007 tokens, but at most 2048"),
+    ({**GOOD, "tools": {"a": 1}}, "Line 57: 'tools' must be a list of"),
+    ({**GOOD, "tools": [{"type": "function"}]}, "Line 57: 'tools' must be a list of"),
+    ({**GOOD, "parallel_tool_calls": "no"}, "Line 57: 'parallel_tool_calls' must be true or false"),
+    ({**GOOD, "functions": []}, "Line 57: 'functions' is the old form; use 'tools'"),
+    (_with({"role": "assistant", "content": "a\ud800"}), "Line 57: The text holds an unpaired surrogate (U+D800)"),
+    (_with({"role": "assistant", "content": "x" * 50_000}), "Line 57: it has 50007 tokens, but at most 2048"),
 ]  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def test_a_broken_line_57(tmp_path: Path, line: Any, words: str) -> None:
 def test_the_first_five_problems_come_in_one_message(tmp_path: Path) -> None:
     two = {"messages": [{"role": "user"}, {"role": "assistant"}]}
     message = _error(_file(tmp_path, GOOD, b"{", two, [], b"5")).message
-    for words in ("Line 2 ", "Example 3, message 1 (user)", "Example 3, message 2 (assistant)", "Line 4 ", "Line 5 "):
+    for words in ("Line 2 ", "Line 3, message 1 (user)", "Line 3, message 2 (assistant)", "Line 4 ", "Line 5 "):
         assert words in message
     assert "checking stopped" in message
     message = _error(_file(tmp_path, *[b"{"] * 20)).message

@@ -39,9 +39,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """``trainer_state.json``. Data order, schedule and dropout follow from ``step`` and the job's settings.
 
     ``epoch``: how many epochs ``step`` steps are. ``announced``: a checkpoint to be served (end of an epoch,
-    ``save_steps``), not one made for a pause. ``needs_evaluation``: the step is taken, but the validation that belongs
-    to it is not over, so ``metrics`` is without it and not in ``metrics.jsonl`` yet. ``fingerprint``: of the job's
-    settings and data.
+    ``save_steps``), not one made for a pause or because it is the best so far. ``needs_evaluation``: the step is taken,
+    but the validation that belongs to it is not over, so ``metrics`` is without it and not in ``metrics.jsonl`` yet.
+    ``fingerprint``: of the job's settings and data.
     """
 
     step: int
@@ -78,9 +78,9 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def write(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint atomically. Then remove the ones made for earlier pauses, and from all but the newest
-        ``_NUM_RESUMABLE`` what only training needs: they stay to be served."""
+    def write(self, snapshot: Snapshot, best_step: int | None) -> Path:
+        """Write a checkpoint atomically. Then remove those that are neither announced nor ``best_step``'s, and from all
+        but the newest ``_NUM_RESUMABLE`` what only training needs: they stay to be served."""
         target = self.path(snapshot.state.step)
         with atomic_folder(target) as folder:
             write_adapter_files(snapshot.adapter, folder, self._base_model, self._tokenizer_folder)
@@ -88,9 +88,10 @@ class CheckpointStore:
             digests = {name: _digest(folder / name) for name in (ADAPTER_FILE, TENSOR_FILE)}
             state = msgspec.structs.replace(snapshot.state, digests=digests)
             (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        kept_paths = {target} if best_step is None else {target, self.path(best_step)}
         kept = 0
         for path in list(self._newest_first()):
-            if path != target and not _announced(path):
+            if path not in kept_paths and not _announced(path):
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             kept += 1

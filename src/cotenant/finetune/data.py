@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from cotenant.core.errors import InvalidInputError
@@ -13,8 +12,6 @@ from cotenant.finetune.preference import PreferenceLoss
 from cotenant.finetune.preference_evaluation import PreferenceValidationSet
 from cotenant.models.spec import ModelSpec
 
-logger = logging.getLogger(__name__)
-
 
 def load_training(spec: JobSpec, model: ModelSpec) -> Dataset:
     """The training examples.
@@ -24,14 +21,13 @@ def load_training(spec: JobSpec, model: ModelSpec) -> Dataset:
     """
     max_length = _max_length(spec, model)
     dataset = load_dataset(Path(spec.dataset_path), max_length, model.vocab_size)
-    if not dataset.trainable:
-        raise InvalidInputError(
-            f"No token of the training file counts in the loss once examples are cut to max_length={max_length}: "
-            "all loss weights are 0. Check the 'weight' of the assistant messages, or raise max_length.",
-            code="invalid_training_file",
-        )
     if spec.hyperparameters.method == DPO:
         _check_pairs(dataset, max_length, "training")
+    if not dataset.trainable:
+        raise InvalidInputError(
+            f"There is nothing to train on in the training file: {_nothing_counts(max_length)}",
+            code="invalid_training_file",
+        )
     return dataset
 
 
@@ -41,18 +37,24 @@ def load_validation(
     """The validation examples; None where there are none, or nothing of them can be measured.
 
     Raises:
-        InvalidInputError: they cannot be used.
+        InvalidInputError: they cannot be used, or nothing of them can be measured and the job compares steps by them.
     """
     if spec.validation_path is None:
         return None
     hyper = spec.hyperparameters
     max_length = _max_length(spec, model)
     dataset = load_dataset(Path(spec.validation_path), max_length, model.vocab_size)
-    if not dataset.trainable:
-        logger.warning("Job %s: nothing to measure in the validation file; going without", spec.job_id)
-        return None
     if hyper.method == DPO:
         _check_pairs(dataset, max_length, "validation")
+    if not dataset.trainable:
+        if hyper.selects:
+            raise InvalidInputError(
+                f"Steps cannot be compared on the validation file: {_nothing_counts(max_length)} Or leave "
+                "early_stopping_patience and load_best_model_at_end out.",
+                code="invalid_validation_file",
+            )
+        return None
+    if hyper.method == DPO:
         return PreferenceValidationSet(
             dataset,
             PreferenceLoss(hyper.beta, hyper.label_smoothing),
@@ -61,6 +63,19 @@ def load_validation(
             max_tasklet_tokens=max_tasklet_tokens,
         )
     return ValidationSet(dataset, batch_size=hyper.batch_size, seed=hyper.seed, max_tasklet_tokens=max_tasklet_tokens)
+
+
+def unmeasured(spec: JobSpec, model: ModelSpec) -> str:
+    """What to tell a job's owner whose validation file ``load_validation`` found nothing in."""
+    problem = _nothing_counts(_max_length(spec, model))
+    return f"The job goes on without validation: there is nothing to measure in the validation file. {problem}"
+
+
+def _nothing_counts(max_length: int) -> str:
+    return (
+        f"no token counts in the loss once examples are cut to max_length={max_length}. Check the 'weight' of the "
+        "assistant messages, or raise max_length."
+    )
 
 
 def _max_length(spec: JobSpec, model: ModelSpec) -> int:
@@ -72,7 +87,7 @@ def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
     lost = next((sequence for sequence, count in enumerate(dataset.num_targets) if count == 0), None)
     if lost is not None:
         raise InvalidInputError(
-            f"Example {lost // 2 + 1} of the {kind} file has nothing left of its "
+            f"Line {lost // 2 + 1} of the {kind} file has nothing left of its "
             f"{'rejected' if lost % 2 else 'preferred'} answer once it is cut to max_length={max_length}. Raise "
             "max_length, or shorten its prompt.",
             code=f"invalid_{kind}_file",

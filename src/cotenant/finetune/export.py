@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from cotenant.durable import atomic_folder
 from cotenant.models.lora import LoraAdapter, save_adapter
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+EXPORT_FILE = "export.json"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,16 +39,32 @@ def export_adapter(adapter: LoraAdapter, target: Path, base_model: str, tokenize
     """Make ``target``, the finished adapter's folder, in one atomic step."""
     with atomic_folder(target) as folder:
         write_adapter_files(adapter, folder, base_model, tokenizer_folder)
+        _write_best_step(folder, None)
 
 
-def export_copy(source: Path, target: Path) -> None:
-    """Make ``target`` from the adapter's and tokenizer's files in ``source``, in one atomic step."""
+def export_copy(source: Path, target: Path, best_step: int) -> None:
+    """Make ``target`` from the adapter's and tokenizer's files in ``source``, in one atomic step. ``best_step``: the
+    step whose they are."""
     with atomic_folder(target) as folder:
         for name in (*ADAPTER_FILES, *TOKENIZER_FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        _write_best_step(folder, best_step)
 
 
 def is_exported(target: Path) -> bool:
     """Whether ``target`` holds a finished adapter. It is made atomically, so its existence is enough."""
     return all((target / name).is_file() for name in ADAPTER_FILES)
+
+
+def exported_best_step(target: Path) -> int | None:
+    """The step whose adapter ``target`` holds, if it was exported as the best one; None: the last one's."""
+    try:
+        step = json.loads((target / EXPORT_FILE).read_bytes())["best_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _write_best_step(folder: Path, best_step: int | None) -> None:
+    (folder / EXPORT_FILE).write_text(json.dumps({"best_step": best_step}) + "\n", encoding="utf-8")

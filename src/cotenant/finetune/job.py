@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,29 +14,30 @@ from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.durable import remove_leftovers
-from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot
-from cotenant.finetune.data import load_training, load_validation
-from cotenant.finetune.export import export_adapter, export_copy, is_exported
+from cotenant.finetune.data import load_training, load_validation, unmeasured
 from cotenant.finetune.footprint import require_room, state_bytes
-from cotenant.finetune.metrics import MetricsLog
+from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.selection import Selection
 from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
-from cotenant.finetune.writer import FileWriter, WriteError, as_write_error
+from cotenant.finetune.writer import WriteError, as_write_error
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
-from cotenant.wire.messages import CheckpointSaved, FromWorker, JobFailed, JobMetrics, JobStarted, JobSucceeded
+from cotenant.wire.messages import (
+    FromWorker,
+    JobFailed,
+    JobMetrics,
+    JobStarted,
+    JobSucceeded,
+    JobWarning,
+)
 
 __all__ = ["FusedInput", "TrainingJob"]
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS_FOLDER = "checkpoints"
-ADAPTER_FOLDER = "adapter"
 
 
 @dataclass(slots=True)
@@ -79,27 +79,23 @@ class TrainingJob:
             InvalidInputError: the data or the settings cannot be used.
             CotenantError: the job's folder cannot be read or written, or belongs to a different job.
         """
-        folder = Path(spec.folder)
         self._spec = spec
-        self._tokenizer_folder = tokenizer_folder
-        self._adapter_path = folder / ADAPTER_FOLDER
-        self._log = MetricsLog(folder / METRICS_FILE)
-        self._checkpoints = CheckpointStore(folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder)
+        self._files = JobFiles(spec, tokenizer_folder)
         self._recorded: list[StepMetrics] = []  # the steps before this object
         self._new_steps: list[StepMetrics] = []
         self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
         self._failure: JobFailed | None = None
         self._selection = Selection(spec.hyperparameters)
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
-        self.finished_path: str | None = str(self._adapter_path) if is_exported(self._adapter_path) else None
+        self.finished_path: str | None = str(self._files.adapter_path) if self._files.finished else None
         self.done = self.finished_path is not None
-        self._writer = FileWriter(spec.job_id)
         self._training: _Training | None = None
         self._resumed_step = 0
+        self._warnings: list[str] = []
         try:
-            remove_leftovers(folder)
+            remove_leftovers(Path(spec.folder))
             if self.finished_path is not None:
-                self._recorded = self._log.read()
+                self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
                 self._training = self._load(decoder, max_tasklet_tokens, clock, free_bytes)
@@ -108,11 +104,11 @@ class TrainingJob:
             if self._training is not None:
                 self._begin(self._training)
         except OSError as error:
-            self._writer.close()
+            self._files.close()
             failure = as_write_error(error)
             raise CotenantError(failure.message, code=failure.code) from error
         except BaseException:
-            self._writer.close()
+            self._files.close()
             raise
 
     # What the job is and where it stands
@@ -152,14 +148,14 @@ class TrainingJob:
         updates: list[FromWorker] = [
             JobStarted(self._spec.job_id, self.total_steps, self._resumed_step, self._mean_step_tokens())
         ]
+        if self._resumed_step == 0:
+            updates += [JobWarning(self._spec.job_id, warning) for warning in self._warnings]
         unknown = tuple(step for step in self._recorded if step.step > self._spec.recorded_step)
         if unknown:
             updates.append(JobMetrics(self._spec.job_id, unknown, self.trained_tokens, None))
-        for state, path in self._checkpoints.announced():
-            if state.step <= self._resumed_step:
-                updates.append(CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics))
+        updates += self._files.announced(self._resumed_step)
         if self.finished_path is not None:
-            updates.append(self._succeeded(self._best_step))
+            updates.append(self._files.succeeded(self.total_steps, self.trained_tokens))
         return updates
 
     # Running
@@ -215,14 +211,14 @@ class TrainingJob:
             updates.append(JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s))
             self._new_steps.clear()
         try:
-            updates.extend(self._writer.take())
+            updates.extend(self._files.take())
         except WriteError as error:
             logger.error("Job %s: %s", self._spec.job_id, error.message)
             self._fail(error.code, error.message)
         if any(isinstance(update, JobSucceeded) for update in updates):
-            self.finished_path = str(self._adapter_path)
+            self.finished_path = str(self._files.adapter_path)
             self.done = True
-        if self._failure is not None and self._writer.idle and not self.done:
+        if self._failure is not None and self._files.idle and not self.done:
             updates.append(self._failure)
             self.done = True
         return updates
@@ -238,8 +234,9 @@ class TrainingJob:
         return self.take_updates()
 
     def begin_checkpoint(self) -> None:
-        """Discard the step in flight and begin to write a checkpoint of the last finished step.
+        """Discard the micro-batch in flight and begin to write a checkpoint of the last optimizer step.
 
+        Whoever takes the job up from it runs what follows, the next step or the evaluation due, from its beginning.
         For a pause, a cancellation or the end of the worker. Run no tasklet after it; it is over when ``writing`` is
         False and the updates have been taken.
         """
@@ -253,17 +250,17 @@ class TrainingJob:
     @property
     def writing(self) -> bool:
         """Whether files are being written, or what that gave was not taken yet."""
-        return not self._writer.idle
+        return not self._files.idle
 
     def wait_for_writes(self) -> None:
         """Block until everything that is being written is on disk (or has failed)."""
-        self._writer.wait()
+        self._files.wait()
 
     def close(self) -> None:
         """Let go of the step in flight and end the writing thread, after what it was given."""
         if self._training is not None:
             self._training.trainer.close()
-        self._writer.close()
+        self._files.close()
 
     # Inside
 
@@ -281,6 +278,11 @@ class TrainingJob:
         hyper = self._spec.hyperparameters
         dataset = load_training(self._spec, decoder.spec)
         order = DataOrder(dataset.lengths, hyper)
+        if hyper.packing and hyper.batch_size > order.num_units:
+            self._warnings.append(
+                f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
+                f"{len(dataset)} examples: each step takes all of them"
+            )
         adapter = LoraAdapter.trainable(
             decoder.spec,
             r=hyper.r,
@@ -310,12 +312,15 @@ class TrainingJob:
         pending = self._resume(state)
         self._resumed_step = state.step
         progress = Progress(clock)
+        validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
+        if validation is None and self._spec.validation_path is not None:
+            self._warnings.append(unmeasured(self._spec, decoder.spec))
         trainer = Trainer(
             decoder,
             state,
             dataset,
             order,
-            load_validation(self._spec, decoder.spec, max_tasklet_tokens),
+            validation,
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,
@@ -327,16 +332,16 @@ class TrainingJob:
 
     def _resume(self, state: TrainingState) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
-        newest = self._checkpoints.newest()
+        newest = self._files.newest_checkpoint()
         if newest is None:
-            self._recorded = self._log.keep(0)
+            self._recorded = self._files.keep_steps(0)
             return None
         checkpoint, tensors = newest
         state.restore(checkpoint, tensors)
         logger.info("Job %s goes on from its checkpoint at step %d", self._spec.job_id, checkpoint.step)
         self._last = None if checkpoint.needs_evaluation else checkpoint.metrics
         self._saved = (checkpoint.step, checkpoint.needs_evaluation)
-        self._recorded = self._log.keep(checkpoint.step - checkpoint.needs_evaluation)
+        self._recorded = self._files.keep_steps(checkpoint.step - checkpoint.needs_evaluation)
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
     def _begin(self, training: _Training) -> None:
@@ -351,14 +356,14 @@ class TrainingJob:
         training, hyper = self._running, self._spec.hyperparameters
         self._last = metrics
         self._new_steps.append(metrics)
-        self._writer.submit(partial(self._write_metrics, metrics))
+        self._files.write_metrics(metrics)
         is_best = self._selection.add(metrics) and hyper.load_best_model_at_end
         is_last = metrics.step == self.total_steps
         is_due = training.order.ends_epoch(metrics.step) or (
             hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0
         )
         if is_due or is_best or is_last:
-            self._save(metrics, announced=True, needs_evaluation=False)
+            self._save(metrics, announced=is_due or is_last, needs_evaluation=False)
         if is_last:
             training.trainer.stop()
             self._finish()
@@ -366,10 +371,11 @@ class TrainingJob:
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
         snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)
         self._saved = (metrics.step, needs_evaluation)
-        self._writer.submit(partial(self._write_checkpoint, snapshot))
+        self._files.write_checkpoint(snapshot, self._best_step)
 
     def _finish(self) -> None:
-        self._writer.submit(partial(self._write_result, self._running.state.adapter.snapshot(), self._best_step))
+        last = self._running.state.adapter.snapshot()
+        self._files.write_result(last, self._best_step, self.total_steps, self.trained_tokens)
 
     def _fail(self, code: str, message: str) -> None:
         self.discard_step()
@@ -380,33 +386,3 @@ class TrainingJob:
     def _best_step(self) -> int | None:
         """The step whose adapter is the job's result, if that is to be the best one's."""
         return self._selection.best_step if self._spec.hyperparameters.load_best_model_at_end else None
-
-    def _succeeded(self, best_step: int | None) -> JobSucceeded:
-        return JobSucceeded(
-            self._spec.job_id, str(self._adapter_path), self.trained_tokens, self.total_steps, best_step
-        )
-
-    # On the writer's thread
-
-    def _write_metrics(self, metrics: StepMetrics) -> list[FromWorker]:
-        self._log.append(metrics)
-        return []
-
-    def _write_checkpoint(self, snapshot: Snapshot) -> list[FromWorker]:
-        self._log.sync()  # the checkpoint's steps must be readable before the checkpoint is
-        path = self._checkpoints.write(snapshot)
-        state = snapshot.state
-        if not state.announced:
-            return []
-        return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
-
-    def _write_result(self, last: LoraAdapter, best_step: int | None) -> list[FromWorker]:
-        if best_step is not None:
-            try:
-                export_copy(self._checkpoints.adapter_folder(best_step), self._adapter_path)
-            except CheckpointError as error:
-                logger.warning("Job %s exports its last step, not step %d: %s", self._spec.job_id, best_step, error)
-                best_step = None
-        if best_step is None:
-            export_adapter(last, self._adapter_path, self._spec.base_model, self._tokenizer_folder)
-        return [self._succeeded(best_step)]

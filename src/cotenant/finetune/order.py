@@ -54,6 +54,11 @@ class DataOrder:
         self.batches = lru_cache(maxsize=2)(self._batches)
 
     @property
+    def num_units(self) -> int:
+        """Units of data in an epoch."""
+        return len(self._rows)
+
+    @property
     def mean_step_tokens(self) -> float:
         """Training tokens of an average step."""
         return sum(self._lengths) / self.steps_per_epoch

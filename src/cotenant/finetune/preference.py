@@ -1,8 +1,8 @@
 """Direct preference optimisation: the loss over pairs of answers, and what is reported of it.
 
-Rafailov et al., Direct Preference Optimization, equation 7, with TRL's label smoothing (Chowdhury et al., robust DPO's
-conservative form). For a pair with log-probabilities ``p`` under the adapter and ``r`` under the base,
-``z = beta * ((p_chosen - r_chosen) - (p_rejected - r_rejected))`` and the loss is
+Rafailov et al., Direct Preference Optimization, equation 7, with TRL's label smoothing (conservative DPO: Mitchell,
+A note on DPO with noisy preferences, 2023). For a pair with log-probabilities ``p`` under the adapter and ``r`` under
+the base, ``z = beta * ((p_chosen - r_chosen) - (p_rejected - r_rejected))`` and the loss is
 ``-(1 - s) * log sigmoid(z) - s * log sigmoid(-z)``; a step's loss is the mean over its pairs.
 """
 

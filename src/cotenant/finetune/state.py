@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import msgspec
 import torch
 
 from cotenant.core.errors import ConflictError
-from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
 from cotenant.finetune.checkpoint import Snapshot, TrainerState
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.optimizer import Optimizer
@@ -66,7 +67,10 @@ class TrainingState:
 
 def fingerprint(spec: JobSpec, dataset: Dataset) -> str:
     """Tells jobs apart that would train differently: base model, settings and data (SHA-256)."""
-    settings = msgspec.json.encode((spec.base_model, spec.hyperparameters))
+    defaults, given = asdict(Hyperparameters()), asdict(spec.hyperparameters)
+    # Settings with their default are left out: a later version that has more of them goes on with a job of this one.
+    changed = {name: given[name] for name in sorted(given) if given[name] != defaults[name]}
+    settings = msgspec.json.encode((spec.base_model, changed))
     return hashlib.sha256(settings + dataset.digest().encode()).hexdigest()
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
+from cotenant.core.module_pattern import MAX_CPU_S, are_quick, end_pattern
 from cotenant.models.names import module_name
 from cotenant.models.spec import ModelSpec
 
@@ -19,6 +20,7 @@ T = TypeVar("T")
 CONFIG_FILE = "adapter_config.json"
 
 _ALL_LINEAR = "all-linear"
+_MAX_KEYS = 4096  # of a pattern: some write one for each module
 
 # Settings that add to or change the plain low-rank delta, so that ignoring them would change the answers.
 _REFUSED = (
@@ -65,10 +67,18 @@ class AdapterConfig:
         return matched(self.alpha_pattern, name, self.alpha)
 
     def targets(self, spec: ModelSpec) -> list[tuple[int, str]]:
-        """The (layer, module) pairs of a model that have LoRA. Raises InvalidInputError if a target is none of them."""
+        """The (layer, module) pairs of a model that have LoRA.
+
+        Raises InvalidInputError if a target is none of them, or a regular expression takes too long on their names.
+        """
         names = {
             module_name(layer, module): (layer, module) for layer in range(spec.num_layers) for module in LINEAR_MODULES
         }
+        whole = [item for item in (self.target_modules, self.exclude_modules) if isinstance(item, str)]
+        if not are_quick([*self.rank_pattern, *self.alpha_pattern], whole, list(names)):
+            raise InvalidInputError(
+                f"{self.path}: matching its regular expressions takes over {MAX_CPU_S} s; write module names instead"
+            )
         if not isinstance(self.target_modules, str):
             unknown = [item for item in self.target_modules if not any(_ends_with_name(name, item) for name in names)]
             if unknown:
@@ -103,8 +113,8 @@ def read_config(folder: Path) -> AdapterConfig:
             alpha=float(config["lora_alpha"]),
             use_rslora=bool(config.get("use_rslora", False)),
             dropout=float(config.get("lora_dropout") or 0.0),
-            rank_pattern={_regex(key): _positive(rank) for key, rank in (config.get("rank_pattern") or {}).items()},
-            alpha_pattern={_regex(key): float(alpha) for key, alpha in (config.get("alpha_pattern") or {}).items()},
+            rank_pattern={key: _positive(rank) for key, rank in _pattern(config, "rank_pattern")},
+            alpha_pattern={key: float(alpha) for key, alpha in _pattern(config, "alpha_pattern")},
             target_modules=_modules(config["target_modules"]),
             exclude_modules=_modules(config.get("exclude_modules") or ()),
             layers=frozenset(map(int, layers)) if layers else None,
@@ -195,13 +205,19 @@ def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
 def _modules(value: Any) -> str | tuple[str, ...]:
     """A regular expression, or a list of names."""
     if isinstance(value, str):
-        return _regex(value)
+        re.compile(value)
+        return value
     return tuple(str(item) for item in value)
 
 
-def _regex(value: str) -> str:
-    re.compile(value)
-    return value
+def _pattern(config: Mapping[str, Any], setting: str) -> Iterable[tuple[str, Any]]:
+    pattern = config.get(setting) or {}
+    if len(pattern) > _MAX_KEYS:
+        raise ValueError(f"{setting} has more than {_MAX_KEYS} keys")
+    for key in pattern:
+        end_pattern(key)  # raises re.error
+    items: Iterable[tuple[str, Any]] = pattern.items()
+    return items
 
 
 def _positive(value: Any) -> int:
@@ -221,7 +237,7 @@ def _ends_with_name(name: str, end: str) -> bool:
 
 
 def _ends_with_pattern(name: str, pattern: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+    return end_pattern(pattern).match(name) is not None
 
 
 def _written_targets(keys: Mapping[tuple[int, str], int], num_layers: int) -> list[str]:

@@ -17,7 +17,7 @@ _OTHER_FORMATS = (
 
 
 def example_problems(example: dict[str, Any]) -> list[str]:
-    """What is wrong with an example, in the words that follow 'Example 57' ; empty if nothing is."""
+    """What is wrong with an example, in the words that follow 'Line 57'; empty if nothing is."""
     messages = example.get("messages")
     if messages is None:
         known = [f": {hint}" for keys, hint in _OTHER_FORMATS if all(key in example for key in keys)]

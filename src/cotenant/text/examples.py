@@ -83,11 +83,9 @@ def encode_preference(
     prompt = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in preference.prompt]
     encoded = []
     for field, answer in zip(preference.fields, (preference.chosen, preference.rejected), strict=True):
-        messages = [*prompt, *(_without_weight(message) for message in answer)]
+        example = {"messages": [*prompt, *answer], "tools": preference.tools}
         try:
-            encoded.append(
-                encode_example(tokenizer, template, {"messages": messages, "tools": preference.tools}, max_length)
-            )
+            encoded.append(encode_example(tokenizer, template, example, max_length))
         except InvalidInputError as error:
             raise InvalidInputError(f"'{field}': {error.message}") from error
     return encoded[0], encoded[1]

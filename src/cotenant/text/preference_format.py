@@ -130,6 +130,12 @@ def _output_problems(messages: Any, field: str) -> list[str]:
             for number, message in enumerate(messages, start=1)
             if message["role"] not in _OUTPUT_ROLES
         ]
+    if not problems:
+        problems = [
+            f", '{field}', message {number}: 'weight' is for method.type 'supervised'; all that an answer says counts"
+            for number, message in enumerate(messages, start=1)
+            if message.get("weight") is not None
+        ]
     if not problems and messages[-1]["role"] != "assistant":
         problems = [f", '{field}': its last message must be the assistant's"]
     return problems

@@ -35,7 +35,7 @@ class PreparedFile:
 
 
 class _LineError(Exception):
-    """One line is wrong. The text stands for itself: it names the line or the example."""
+    """One line is wrong. The text stands for itself: it names the line."""
 
 
 def prepare_training_file(
@@ -166,12 +166,12 @@ def _encode_line(
     try:
         problems = example_problems(example)
         if problems:
-            raise _LineError(*(f"Example {number}{problem}" for problem in problems))
+            raise _LineError(*(f"Line {number}{problem}" for problem in problems))
         return (encode_example(tokenizer, template, example, max_length),)
     except InvalidInputError as error:
-        raise _LineError(f"Example {number}: {error.message}") from error
+        raise _LineError(f"Line {number}: {error.message}") from error
     except RecursionError as error:
-        raise _LineError(f"Example {number} is nested too deeply") from error
+        raise _LineError(f"Line {number} is nested too deeply") from error
 
 
 def _encode_preference(

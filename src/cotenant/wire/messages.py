@@ -119,6 +119,13 @@ class JobStarted(msgspec.Struct, tag="job_started", frozen=True):
     step_tokens: float
 
 
+class JobWarning(msgspec.Struct, tag="job_warning", frozen=True):
+    """Something that the job's owner should know. The job goes on. May be repeated after a crash."""
+
+    job_id: str
+    message: str
+
+
 class JobMetrics(msgspec.Struct, tag="job_metrics", frozen=True):
     """Steps that were taken, oldest first. May repeat steps that were reported before a crash, with equal figures.
 
@@ -209,6 +216,7 @@ FromWorker = (
     | AdapterLoaded
     | AdapterFailed
     | JobStarted
+    | JobWarning
     | JobMetrics
     | CheckpointSaved
     | JobPaused

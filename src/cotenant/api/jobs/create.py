@@ -101,16 +101,9 @@ def _base_root(model: str, base_folder: Path | None) -> str:
 def _requested(body: CreateJobRequest, limits: Limits) -> dict[str, Any]:
     """The method and all hyperparameters, wherever they stand in the request, checked; and the seed."""
     method, given = _of_method(body.method)
-    old = check_hyperparameters(body.hyperparameters or {}, limits, "hyperparameters", method)
-    new = check_hyperparameters(given, limits, f"method.{method}.hyperparameters", method)
-    for name in old.keys() & new.keys():
-        if old[name] != new[name]:
-            raise InvalidInputError(
-                f"'{name}' has different values in 'hyperparameters' and in 'method'; give it once, in 'method'.",
-                code="invalid_hyperparameters",
-                param=f"hyperparameters.{name}",
-            )
-    requested = {"method": method, "n_epochs": "auto", "batch_size": "auto", **old, **new}
+    parts = {f"method.{method}.hyperparameters": given, "hyperparameters": body.hyperparameters or {}}
+    checked = check_hyperparameters(parts, limits, method)
+    requested = {"method": method, "n_epochs": "auto", "batch_size": "auto", **checked}
     if "learning_rate" not in requested:
         requested.setdefault("learning_rate_multiplier", "auto")
     if body.seed is not None and requested.get("seed", body.seed) != body.seed:

@@ -56,6 +56,10 @@ def started() -> NewEvent:
     return NewEvent("Fine-tuning job started")
 
 
+def warning(message: str) -> NewEvent:
+    return NewEvent(message, level="warn")
+
+
 def goes_on(step: int) -> NewEvent:
     return NewEvent(f"Fine-tuning job goes on from step {step}")
 

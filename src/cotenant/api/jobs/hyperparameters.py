@@ -45,30 +45,34 @@ class DatasetSize:
 
 
 def check_hyperparameters(
-    given: Mapping[str, Any], limits: Limits, param: str, method: str = SUPERVISED
+    given: Mapping[str, Mapping[str, Any]], limits: Limits, method: str = SUPERVISED
 ) -> dict[str, Any]:
-    """``given`` with aliases replaced and every value checked; 'auto' stays where it means something.
+    """All of ``given`` as one, with aliases replaced and every value checked; 'auto' stays where it means something.
 
-    ``param`` is where they stand in the request. Raises InvalidInputError that names the one that is wrong.
+    ``given`` has the hyperparameters by where they stand in the request. Raises InvalidInputError that names the one
+    that is wrong, or contradicts another, be it in another place.
     """
     checks = checks_of(limits, method)
     checked: dict[str, Any] = {}
-    for name, value in given.items():
-        place = f"{param}.{name[:100]}"
-        if name not in checks:
-            raise InvalidInputError(
-                f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(checks))}.",
-                code="unknown_parameter",
-                param=place,
-            )
-        if value is None:
-            continue
-        target = _ALIASES.get(name, name)
-        result = AUTO if value == AUTO and target in _CAN_BE_AUTO else checks[name](place, value)
-        if target in checked and checked[target] != result:
-            raise _conflict(f"'{name}' and '{target}' mean the same, but have different values", place)
-        checked[target] = result
-    return _without_contradictions(checked, param, method)
+    places: dict[str, str] = {}
+    for param, part in given.items():
+        for name, value in part.items():
+            place = f"{param}.{name[:100]}"
+            if name not in checks:
+                raise InvalidInputError(
+                    f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(checks))}.",
+                    code="unknown_parameter",
+                    param=place,
+                )
+            if value is None:
+                continue
+            target = _ALIASES.get(name, name)
+            result = AUTO if value == AUTO and target in _CAN_BE_AUTO else checks[name](place, value)
+            if target in checked and checked[target] != result:
+                raise _conflict(f"'{places[target]}' and '{place}' have different values; give one of them", place)
+            checked[target] = result
+            places[target] = place
+    return _without_contradictions(checked, places, method)
 
 
 def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> Hyperparameters:
@@ -98,9 +102,9 @@ def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
     values["target_modules"] = list(hyperparameters.target_modules)
     for name in ("lr_scheduler_kwargs", "rank_pattern", "alpha_pattern"):
         values[name] = dict(values[name])
-    values["learning_rate_multiplier"] = round(
-        hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method], 9
-    )
+    multiplier = hyperparameters.learning_rate / BASE_LEARNING_RATES[hyperparameters.method]
+    # 12 digits undo the division's error, and are more than the two are compared by when they are sent again.
+    values["learning_rate_multiplier"] = float(f"{multiplier:.12g}")
     return values
 
 
@@ -132,22 +136,22 @@ def _auto_length(size: DatasetSize, limits: Limits, packing: bool) -> int:
     return min(limits.max_model_len, max(_DEFAULTS.max_length, size.max_tokens))
 
 
-def _without_contradictions(checked: dict[str, Any], param: str, method: str) -> dict[str, Any]:
-    """Fold what can be said in two ways into one; refuse it where the two differ."""
+def _without_contradictions(checked: dict[str, Any], places: Mapping[str, str], method: str) -> dict[str, Any]:
+    """Fold what can be said in two ways into one; refuse it where the two differ. ``places``: of each name."""
     per_device = checked.pop("per_device_train_batch_size", None)
     accumulation = checked.pop("gradient_accumulation_steps", None)
     if per_device is not None or accumulation is not None:
         if per_device is None:
             raise _conflict(
                 "'gradient_accumulation_steps' needs 'per_device_train_batch_size' beside it; or give 'batch_size'",
-                f"{param}.gradient_accumulation_steps",
+                places["gradient_accumulation_steps"],
             )
-        product = between(1, MAX_BATCH_SIZE)(f"{param}.per_device_train_batch_size", per_device * (accumulation or 1))
+        product = between(1, MAX_BATCH_SIZE)(places["per_device_train_batch_size"], per_device * (accumulation or 1))
         if checked.get("batch_size", AUTO) not in (AUTO, product):
             raise _conflict(
                 f"'batch_size' is {checked['batch_size']}, but 'per_device_train_batch_size' times "
                 f"'gradient_accumulation_steps' is {product}",
-                f"{param}.batch_size",
+                places["batch_size"],
             )
         checked["batch_size"] = product
     rate, multiplier = checked.get("learning_rate"), checked.get("learning_rate_multiplier", AUTO)
@@ -156,20 +160,20 @@ def _without_contradictions(checked: dict[str, Any], param: str, method: str) ->
         raise _conflict(
             f"'learning_rate' is {rate:g}, but 'learning_rate_multiplier' {multiplier:g} stands for "
             f"{base * multiplier:g}; give one of them",
-            f"{param}.learning_rate",
+            places["learning_rate"],
         )
     if rate is not None:
         checked.pop("learning_rate_multiplier", None)
     for settled in ("assistant_only_loss", "loss_type"):
         checked.pop(settled, None)
-    _check_schedule(checked, param)
+    _check_schedule(checked, places)
     return checked
 
 
-def _check_schedule(checked: Mapping[str, Any], param: str) -> None:
+def _check_schedule(checked: Mapping[str, Any], places: Mapping[str, str]) -> None:
     """``lr_scheduler_kwargs`` must be what the schedule takes, and hold what it cannot do without."""
     name, settings = checked.get("lr_scheduler_type", _DEFAULTS.lr_scheduler_type), checked.get("lr_scheduler_kwargs")
-    place = f"{param}.lr_scheduler_kwargs"
+    place = places.get("lr_scheduler_kwargs", places.get("lr_scheduler_type", ""))
     for setting in settings or {}:
         if setting not in SCHEDULES[name]:
             known = ", ".join(SCHEDULES[name]) or "none"

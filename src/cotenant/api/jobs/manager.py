@@ -228,7 +228,7 @@ class JobManager:
             f"The worker died {self._fruitless_deaths} times while it ran this job, without a step between. "
             "The server's log says more; perhaps the job needs more memory than there is.",
         )
-        await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.RUNNING,), error)
+        await asyncio.to_thread(self._recorder.fail, job, error)
         self._signal_settled(job.id)
 
     def _spec_of(self, job: JobRecord) -> JobSpec:

@@ -21,6 +21,7 @@ from cotenant.wire.messages import (
     JobPaused,
     JobStarted,
     JobSucceeded,
+    JobWarning,
 )
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ _RUNNING = (JobStatus.RUNNING,)
 _CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
 
 
-JobMessage = JobStarted | JobMetrics | CheckpointSaved | JobPaused | JobCancelled | JobSucceeded | JobFailed
+JobMessage = (
+    JobStarted | JobWarning | JobMetrics | CheckpointSaved | JobPaused | JobCancelled | JobSucceeded | JobFailed
+)
 
 
 class Outcome(Enum):
@@ -55,6 +58,10 @@ class Recorder:
         match message:
             case JobStarted():
                 return self._started(message)
+            case JobWarning():
+                running = {"status": JobStatus.RUNNING}
+                self._store.jobs.change(message.job_id, _RUNNING, running, [events.warning(message.message)])
+                return Outcome.NOTHING
             case JobMetrics():
                 return self._metrics(message)
             case CheckpointSaved():
@@ -66,18 +73,21 @@ class Recorder:
             case JobSucceeded():
                 return self._succeeded(message)
             case JobFailed():
-                error = JobError(message.code, message.message)
-                failed = self._store.jobs.fail(message.job_id, _RUNNING, error)
-                return Outcome.LEFT_WORKER if failed else Outcome.NOTHING
+                return self._failed(message)
 
     def cancel(self, job: JobRecord) -> JobRecord | None:
-        """End a job that the worker does not run (any more). What it had reached is kept as a checkpoint model."""
-        self._keep_last_checkpoint(job)
+        """End a job that the worker does not run (any more). What it had reached is kept as checkpoint models."""
+        self._keep_checkpoints(job)
         return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.CANCELLED}, [events.cancelled()])
 
     def pause(self, job: JobRecord) -> JobRecord | None:
         """Set a job aside that the worker does not run (any more)."""
         return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
+
+    def fail(self, job: JobRecord, error: JobError) -> None:
+        """End a running job that cannot go on. What it had reached is kept as with ``cancel``."""
+        self._keep_checkpoints(job)
+        self._store.jobs.fail(job.id, _RUNNING, error)
 
     def _job(self, job_id: str) -> JobRecord | None:
         try:
@@ -159,6 +169,13 @@ class Recorder:
             raise
         return Outcome.LEFT_WORKER
 
+    def _failed(self, message: JobFailed) -> Outcome:
+        job = self._job(message.job_id)
+        if job is None or job.status is not JobStatus.RUNNING:
+            return Outcome.NOTHING
+        self.fail(job, JobError(message.code, message.message))
+        return Outcome.LEFT_WORKER
+
     def _place_results(self, job_id: str) -> FileRecord:
         """The metrics file, on disk and without its row, which comes with the job's new status."""
         content = metrics_csv(self._store.events.metrics(job_id))
@@ -169,21 +186,20 @@ class Recorder:
         name = f"{job.adapter_name}:ckpt-step-{step}"
         self._store.events.add_checkpoint(job.id, step, name, path, metrics, events.checkpoint(step))
 
-    def _keep_last_checkpoint(self, job: JobRecord) -> None:
-        """The worker has written a checkpoint of the last step for itself; now that the job is over, announce it."""
-        newest = _newest_checkpoint(self._store.jobs.folder(job.id) / "checkpoints")
-        if newest is None:
-            return
-        step, path = newest
-        metrics = next((data for data in self._store.events.metrics(job.id) if data["step"] == step), None)
-        self._add_checkpoint(job, step, str(path), metrics)
+    def _keep_checkpoints(self, job: JobRecord) -> None:
+        """The worker has written checkpoints for itself, of the last step and the best one; now that the job is over,
+        announce what is left of them."""
+        found = _checkpoints(self._store.jobs.folder(job.id) / "checkpoints")
+        metrics = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
+        for step, path in found:
+            self._add_checkpoint(job, step, str(path), metrics.get(step))
 
 
-def _newest_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """The highest step with a whole checkpoint, and its folder."""
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The steps with a whole checkpoint, oldest first, and their folders."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _CHECKPOINT_FOLDER.fullmatch(path.name)
         if match and (path / "adapter_config.json").is_file():
             found.append((int(match[1]), path))
-    return max(found, default=None)
+    return sorted(found)

@@ -122,12 +122,12 @@ class Validator:
 
 
 def _warnings(files: tuple[PreparedFile, ...], settings: Hyperparameters) -> list[NewEvent]:
-    """A warning for each file with examples longer than the job trains on, and for a batch that is more than all."""
+    """A warning for each file with examples longer than the job trains on, and for a batch that is more than all. With
+    packing a batch is of rows, which the worker counts and warns of."""
     names = ("training file", "validation file")
     num_examples = files[0].num_examples
-    batch = (
-        [events.batch_is_everything(settings.batch_size, num_examples)] if settings.batch_size > num_examples else []
-    )
+    is_everything = settings.batch_size > num_examples and not settings.packing
+    batch = [events.batch_is_everything(settings.batch_size, num_examples)] if is_everything else []
     return batch + [
         events.cut(name, file.max_tokens, settings.max_length)
         for name, file in zip(names, files, strict=False)

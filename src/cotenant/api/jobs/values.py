@@ -9,6 +9,7 @@ from typing import Any
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import BEST_METRICS, DPO, LINEAR_MODULES, SCHEDULES
+from cotenant.core.module_pattern import end_pattern
 
 MAX_SEED = 2**31 - 1
 MAX_BATCH_SIZE = 4096
@@ -19,9 +20,9 @@ _MAX_STEPS = 10_000_000
 _MAX_LEARNING_RATE = 1e6
 _MAX_MULTIPLIER = 1e12
 _MAX_PATTERN = 200  # characters
+_MAX_PATTERNS = 64
 _MAX_REPEATS = 3
 _REPEAT = re.compile(r"[*+?{]")
-_REPEATED_GROUP = re.compile(r"\)[*+?{]")
 
 Check = Callable[[str, Any], Any]
 
@@ -194,10 +195,14 @@ def _pattern(check: Check) -> Check:
     def check_all(place: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise bad(place, "an object from module names or regular expressions to numbers", value)
+        if len(value) > _MAX_PATTERNS:
+            raise bad(place, f"at most {_MAX_PATTERNS} keys", len(value))
         checked = {}
         for key, item in value.items():
             if not _is_quick_regex(key):
-                raise bad(place, f"keys that are regular expressions with up to {_MAX_REPEATS} of * + ? {{", key)
+                raise bad(
+                    place, f"keys that are regular expressions without ( and with up to {_MAX_REPEATS} *+?{{", key
+                )
             try:
                 checked[key] = check(place, item)
             except InvalidInputError as error:
@@ -208,12 +213,12 @@ def _pattern(check: Check) -> Check:
 
 
 def _is_quick_regex(text: str) -> bool:
-    """Whether matching ends soon: the worker does it for every module, and requests wait meanwhile. A repeated group
-    can take exponential time."""
-    if not 0 < len(text) <= _MAX_PATTERN or _REPEATED_GROUP.search(text) or len(_REPEAT.findall(text)) > _MAX_REPEATS:
+    """Whether matching ends soon: the worker does it for every module, and requests wait meanwhile. Without groups,
+    time grows with the name's length to the power of the number of repeats."""
+    if not 0 < len(text) <= _MAX_PATTERN or "(" in text or len(_REPEAT.findall(text)) > _MAX_REPEATS:
         return False
     try:
-        re.compile(text)
+        end_pattern(text)
     except (re.error, RecursionError, OverflowError):
         return False
     return True
