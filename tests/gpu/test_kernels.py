@@ -68,7 +68,7 @@ def test_norm_and_silu_finish_a_product_first(splits: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("num_rows", [5, 64])
 def test_rope_finishes_a_product_first(num_rows: int, splits: int, dtype: torch.dtype) -> None:
-    from cotenant.models.kernels.elementwise import rope_and_cache
+    from cotenant.models.kernels.rope import rope_and_cache
     from cotenant.models.kernels.skinny import Unfinished
 
     num_heads, num_kv_heads, head_dim = 6, 2, 64

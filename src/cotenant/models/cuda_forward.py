@@ -13,7 +13,8 @@ import torch
 from cotenant.models.batch import AdapterSpan
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
+from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora

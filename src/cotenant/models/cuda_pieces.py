@@ -15,7 +15,8 @@ import torch
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.models.cuda_forward import TokenInputs
 from cotenant.models.decoder import Decoder
-from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, rope_and_cache, silu_and_multiply
+from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.linear import linear
 
 
