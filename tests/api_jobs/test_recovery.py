@@ -256,6 +256,25 @@ def test_metrics_that_cannot_be_stored_are_stored_later(tmp_path: Path, monkeypa
             assert there.store.events.recorded_step(job_id) == 3
             assert (await there.job(job_id))["status"] == "running"
 
+    run(scenario)
+
+
+def test_a_failure_is_recorded_without_room_for_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            checkpoint = there.store.jobs.folder(job_id) / "checkpoints" / "step-00000002"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "adapter_config.json").write_text("{}")
+            FullDisk(monkeypatch, there.store.events, "add_checkpoint", 1000)
+            await asyncio.wait_for(there.say(JobFailed(job_id, "disk_full", "The disk is full.", 2)), 5)
+            job = await there.job(job_id)
+            assert (job["status"], job["error"]["code"]) == ("failed", "disk_full")
+
+    run(scenario)
+
 
 def test_a_job_starts_with_space_set_aside_for_its_failure(tmp_path: Path) -> None:
     async def scenario() -> None:

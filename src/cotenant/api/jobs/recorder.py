@@ -85,8 +85,12 @@ class Recorder:
         return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
 
     def fail(self, job: JobRecord, error: JobError) -> None:
-        """End a running job that cannot go on. What it had reached is kept as with ``cancel``."""
-        self._keep_checkpoints(job)
+        """End a running job that cannot go on. What it had reached is kept as with ``cancel``, if the disk has room for
+        saying so: that the job has failed is said in any case."""
+        try:
+            self._keep_checkpoints(job)
+        except StoreError as problem:
+            logger.warning("job %s has failed, and its last checkpoints are not listed: %s", job.id, problem.message)
         self._store.jobs.fail(job.id, _RUNNING, error)
 
     def _job(self, job_id: str) -> JobRecord | None:
