@@ -44,7 +44,7 @@ SECTIONS = (
     Section(
         "suspend_overhead_cpu.txt",
         "What being suspendable costs",
-        "Training steps cut after every layer against one whole forward and backward, in turn.",
+        "Training steps cut after every layer against the same micro-batches in one go, in turn.",
         "python bench/suspend_overhead.py",
     ),
     Section("convergence_cpu.json", "What disturbances do to what a job learns"),
@@ -65,7 +65,8 @@ SECTIONS = (
         "What the tests print: growing and shrinking the KV cache; the sampler at a vocabulary of 128,256; a step's "
         "layers with LoRA adapters of rank 16; the device's wait between decode steps of an 8B model; and for small "
         "random models of each family the error of the chosen tokens' log-probabilities against transformers in "
-        "float32, beside the error that transformers itself has in the same half precision.",
+        "float32, beside the error that transformers itself has in the same half precision. From before kernels began "
+        "while the one before ends.",
         "python -m pytest tests/gpu -s",
     ),
     Section(

@@ -23,8 +23,8 @@ def linear(
     tape: LayerTape | None = None,
 ) -> torch.Tensor:
     """[tokens, in] -> [tokens, sum of sizes]. Adapters come as ``spans``, part of the batch's structure, or as
-    ``grouped``, which is data and can be captured in a CUDA graph; not as both. No graph is recorded; with ``tape`` the
-    deltas of its rows are kept for ``linear_backward``.
+    ``grouped``, which is data and can be captured in a CUDA graph; not as both. With ``tape`` the deltas of its
+    rows are kept for ``linear_backward``; training runs without autograd.
     """
     if grouped is not None:
         assert not spans, "a batch has its adapters as spans or grouped"
