@@ -1,7 +1,8 @@
 """A training micro-batch cut into tasklets: one layer forward, the loss, one layer backward at a time.
 
-A layer's forward leaves a tape, its backward reads it, and between the two lies nothing but tensors: no graph, no
-thread. So suspending is simply not running the next tasklet. (LLMStation, section 5.1, gets there with coroutines.)
+A layer's forward leaves a tape and its backward reads it. Between the two lie tensors and attention's own small graph,
+and no thread. So suspending is simply not running the next tasklet. (LLMStation, section 5.1, gets there with
+coroutines.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The backward pass of a decoder layer and of the head, written out: no graph, no hooks, one layer at a time.
+"""The backward pass of a decoder layer and of the head, written out, one layer at a time; only attention
+goes back through a graph of its own.
 
 The base weights are frozen, so what is computed are the gradients of the layer's input and of its LoRA matrices. Each
 operation rounds where autograd would.
