@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 # What one iteration moves at most while the cache grows or shrinks: a GiB takes the host 2 to 3 ms, longer while others
 # call the driver too, and no step shall be 5 ms late for it.
-_RESIZE_BYTES = 1 << 29
+_RESIZE_BYTES = 1 << 28
 
 
 class OnlineEngine:
