@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from cotenant.bench.client import ServerError, call, metrics, new_client, wait_healthy
+from cotenant.bench.greedy_answer import GreedyAnswer
 from cotenant.bench.process_memory import resident_bytes, tree
 from cotenant.bench.soak_requests import RequestSource, WrongAnswerError, send
 
@@ -85,8 +86,9 @@ class Soak:
                 await self._become_idle(client)
                 await self._sample(client)
                 for name, answer in (await self._probes(client, model)).items():
-                    if answer != first_probes[name]:
-                        self.problems.append(f"the greedy answer of {name} is not that of the start")
+                    difference = answer.difference_from(first_probes[name])
+                    if difference is not None:
+                        self.problems.append(f"the greedy answer of {name} is not that of the start: {difference}")
             except (ServerError, httpx.HTTPError) as error:
                 self.problems.append(f"after the load: {type(error).__name__}: {error}")
             self._check_processes(processes)
@@ -192,7 +194,7 @@ class Soak:
                 return
             await asyncio.sleep(0.1)
 
-    async def _probes(self, client: httpx.AsyncClient, model: str) -> dict[str, object]:
+    async def _probes(self, client: httpx.AsyncClient, model: str) -> dict[str, GreedyAnswer]:
         """Greedy answers of the base model and of one adapter, each with its prompt in the prefix cache."""
         answers = {model: await self._probe(client, model)}
         if self.options.adapters:
@@ -202,11 +204,11 @@ class Soak:
             await self._unload(client, name)
         return answers
 
-    async def _probe(self, client: httpx.AsyncClient, model: str) -> object:
+    async def _probe(self, client: httpx.AsyncClient, model: str) -> GreedyAnswer:
         for _ in range(2):
-            answer = await call(client, "POST", "/v1/completions", json={**_PROBE, "model": model, "logprobs": 0})
-        choice = answer["choices"][0]
-        return choice["text"], choice["logprobs"]["tokens"]
+            answer = await call(client, "POST", "/v1/completions", json={**_PROBE, "model": model, "logprobs": 5})
+        logprobs = answer["choices"][0]["logprobs"]
+        return GreedyAnswer(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
 
     def _check_processes(self, at_start: list[int]) -> None:
         if self.options.pid is None:
