@@ -58,18 +58,53 @@ def linear_backward(
 ) -> torch.Tensor | None:
     """From the gradient of ``linear``'s output [rows, sum of sizes] to that of its input ``x`` [rows, in], if it is
     needed; ``add_gradient`` gets each of the adapters' matrices with its gradient, in the matrix's dtype and layout."""
+    x_gradient, downs = input_backward(x, gradient, base, deltas, needs_input=needs_input)
+    adapter_backward(x, gradient, deltas, downs, add_gradient)
+    return x_gradient
+
+
+class DownGradient(NamedTuple):
+    """Of one ``KeptDelta``, between the two halves of ``linear_backward``."""
+
+    gradient: torch.Tensor  # [rows, rank]: of ``down``, scale included
+    mask: torch.Tensor | None  # [rows, in]: dropout's
+
+
+def input_backward(
+    like: torch.Tensor,
+    gradient: torch.Tensor,
+    base: FusedLinear,
+    deltas: Sequence[KeptDelta],
+    *,
+    needs_input: bool = True,
+) -> tuple[torch.Tensor | None, list[DownGradient]]:
+    """The first half of ``linear_backward``: the input's gradient, if it is needed, and what ``adapter_backward`` goes
+    on with. ``like`` [rows, in] has the shape and dtype of the input, which need not be there yet."""
     x_gradient = base.input_gradient(gradient) if needs_input else None  # [rows, in]
-    for adapter, key, part, down, a, b in deltas:
-        pair, scale, mask = adapter.weights[key], adapter.scale_of(*key), adapter.dropout_mask(*key, x)
-        columns = gradient[:, part]  # [rows, out]
+    downs = []
+    for adapter, key, part, _, a, b in deltas:
+        scale, mask = adapter.scale_of(*key), adapter.dropout_mask(*key, like)
         # Transposed products: with one side this narrow, MKL takes three to six times as long the other way.
-        down_gradient = (b.T @ columns.T).mul_(scale).T  # [rows, rank]
+        down_gradient = (b.T @ gradient[:, part].T).mul_(scale).T  # [rows, rank]
         if x_gradient is not None:
             _add_input_gradient(x_gradient, down_gradient, a, mask)
+        downs.append(DownGradient(down_gradient, mask))
+    return x_gradient, downs
+
+
+def adapter_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    deltas: Sequence[KeptDelta],
+    downs: Sequence[DownGradient],
+    add_gradient: AddGradient,
+) -> None:
+    """The second half of ``linear_backward``: the gradients of the adapters' matrices."""
+    for (adapter, key, part, down, _, _), (down_gradient, mask) in zip(deltas, downs, strict=True):
+        pair, scale = adapter.weights[key], adapter.scale_of(*key)
         inputs = x if mask is None else x * mask  # [rows, in]
         add_gradient(pair.a, (down_gradient.T @ inputs).to(pair.a.dtype))
-        add_gradient(pair.b, (down.T @ columns).mul_(scale).T.to(pair.b.dtype).contiguous())
-    return x_gradient
+        add_gradient(pair.b, (down.T @ gradient[:, part]).mul_(scale).T.to(pair.b.dtype).contiguous())
 
 
 def _rows(tensor: torch.Tensor, span: AdapterSpan) -> torch.Tensor:

@@ -246,11 +246,12 @@ def _delta_silu_kernel(
     tl.store(out + rows * width + columns, _silu_times(gate, up), mask)
 
 
-def silu_and_multiply(gate_up: torch.Tensor | Unfinished) -> torch.Tensor:
-    """silu of the left half times the right half: [rows, 2 * width] -> [rows, width]"""
+def silu_and_multiply(gate_up: torch.Tensor | Unfinished, out: torch.Tensor | None = None) -> torch.Tensor:
+    """silu of the left half times the right half: [rows, 2 * width] -> [rows, width], written to ``out`` if given."""
     sums, dtype, delta = Unfinished.of(gate_up)
     splits, num_rows, width = sums.shape[0], sums.shape[1], sums.shape[2] // 2
-    out = torch.empty((num_rows, width), dtype=dtype, device=sums.device)
+    if out is None:
+        out = torch.empty((num_rows, width), dtype=dtype, device=sums.device)
     begin = overlap(out.device, isinstance(gate_up, Unfinished))
     if delta is None:
         block = 1024

@@ -21,7 +21,7 @@ _DELTA_HEADS = 4
 
 
 @triton.jit
-def _rounded_product(x, y):
+def rounded_product(x, y):
     """The product rounded to the factors' dtype, as float32: the sum that follows cannot be contracted with it."""
     return (x.to(tl.float32) * y.to(tl.float32)).to(x.dtype).to(tl.float32)
 
@@ -104,8 +104,8 @@ def _rope_kernel(
         rotated = inside & (head < NUM_HEADS + NUM_KV_HEADS)
         new_low = (wide_low * scale).to(low.dtype) * tl.load(weights, rotated, other=0.0)
         new_high = (wide_high * scale).to(low.dtype) * tl.load(weights + HEAD_DIM // 2, rotated, other=0.0)
-    left = _rounded_product(new_low, cos) - _rounded_product(new_high, sin)
-    right = _rounded_product(new_high, cos) + _rounded_product(new_low, sin)
+    left = rounded_product(new_low, cos) - rounded_product(new_high, sin)
+    right = rounded_product(new_high, cos) + rounded_product(new_low, sin)
     out_low = tl.where(is_value, low, left.to(low.dtype))
     out_high = tl.where(is_value, high, right.to(low.dtype))
     is_query = inside & (head < NUM_HEADS)
