@@ -9,8 +9,9 @@ from cotenant.finetune.loss import chunk_bytes
 from cotenant.models.attention import MOST_PADDED
 from cotenant.models.spec import ModelSpec
 
-# In float32: the weight, its gradient over the step and in the micro-batch, and the optimizer's two moments.
-_STATE_BYTES_PER_WEIGHT = 5 * 4
+# In float32: the weight, its gradient in the micro-batch, over the step and clipped, and the optimizer's two moments.
+# In the decoder's dtype: the weight as captured layers read it.
+_STATE_BYTES_PER_WEIGHT = 6 * 4 + 2
 _MIB = 1 << 20
 
 

@@ -12,13 +12,23 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """``torch.optim.AdamW`` over named weights. ``step`` is the one place where training state changes."""
+    """``torch.optim.AdamW`` over named float32 weights. ``step`` is the one place where training state changes.
+
+    The weights become views of one tensor, so that a step is a few launches, however many weights there are.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], hyper: Hyperparameters) -> None:
         self._parameters = dict(parameters)
         self._max_grad_norm = hyper.max_grad_norm
+        weights = list(self._parameters.values())
+        self._sizes = [weight.numel() for weight in weights]
+        self._all = torch.nn.Parameter(torch.cat([weight.detach().flatten() for weight in weights]))
+        for weight, part in zip(weights, self._split(self._all.detach()), strict=True):
+            weight.data = part
+        self._gradient = torch.zeros_like(self._all.detach())
+        self._gradients = self._split(self._gradient)
         self._adamw = torch.optim.AdamW(
-            list(self._parameters.values()),
+            [self._all],
             lr=hyper.learning_rate,
             betas=(hyper.adam_beta1, hyper.adam_beta2),
             eps=hyper.adam_epsilon,
@@ -26,45 +36,63 @@ class Optimizer:
             fused=True,
         )
 
+    @torch.no_grad()
     def clip(self, gradient_scale: float = 1.0) -> float:
-        """Undo ``gradient_scale``, a power of 2 that the gradient was computed with. Then scale the gradient to a norm
-        of at most ``max_grad_norm`` (0: leave it), and return the norm it had.
+        """Take over the accumulated gradient, and undo ``gradient_scale``, a power of 2 that it was computed with. Then
+        scale it to a norm of at most ``max_grad_norm`` (0: leave it), and return the norm it had. A weight without
+        gradient counts as one with gradient 0.
 
         A norm that is not finite means that the gradient is lost; do not ``step`` then.
         """
+        given = [weight.grad for weight in self._parameters.values()]
+        if any(other is None for other in given):
+            self._gradient.zero_()
+        targets = [mine for mine, other in zip(self._gradients, given, strict=True) if other is not None]
+        if targets:
+            torch._foreach_copy_(targets, [other for other in given if other is not None])
         if gradient_scale != 1.0:
-            for parameter in self._parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad /= gradient_scale
-        max_norm = self._max_grad_norm if self._max_grad_norm > 0 else float("inf")
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), max_norm))
+            self._gradient /= gradient_scale
+        norm = torch.linalg.vector_norm(self._gradient)
+        if self._max_grad_norm > 0:
+            self._gradient *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return float(norm)
 
     def step(self, learning_rate: float) -> None:
-        """Apply the accumulated gradient and drop it. A weight without gradient counts as one with gradient 0."""
+        """Apply the gradient that ``clip`` took over, and drop it."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        for parameter in self._parameters.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        self._all.grad = self._gradient
         self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self._all.grad = None
+        for weight in self._parameters.values():
+            weight.grad = None
 
     def moments(self) -> dict[str, torch.Tensor]:
         """References to the first and second moments, by ``<moment>.<weight's name>``; empty before the first step."""
+        if self._all not in self._adamw.state:
+            return {}
         return {
-            f"{moment}.{name}": self._adamw.state[parameter][moment]
-            for name, parameter in self._parameters.items()
-            if parameter in self._adamw.state
+            f"{moment}.{name}": part
             for moment in _MOMENTS
+            for name, part in zip(self._parameters, self._split(self._adamw.state[self._all][moment]), strict=True)
         }
 
     def load_moments(self, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Continue after ``num_steps`` steps with what ``moments`` gave then."""
-        for name, parameter in self._parameters.items():
-            self._adamw.state[parameter] = {
-                "step": torch.tensor(float(num_steps), device=parameter.device),
-                **{moment: tensors[f"{moment}.{name}"].to(parameter.device, copy=True) for moment in _MOMENTS},
-            }
+        self._adamw.state[self._all] = {
+            "step": torch.tensor(float(num_steps), device=self._all.device),
+            **{
+                moment: torch.cat([tensors[f"{moment}.{name}"].flatten() for name in self._parameters]).to(
+                    self._all.device
+                )
+                for moment in _MOMENTS
+            },
+        }
+
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a tensor of the weights' size, one for each weight, of its shape."""
+        parts = flat.split(self._sizes)
+        return [part.view(weight.shape) for part, weight in zip(parts, self._parameters.values(), strict=True)]
 
 
 def warm_up() -> None:
