@@ -26,12 +26,14 @@ class Device(Protocol):
 
     ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
     expected to pay. ``overlaps``: launched work runs while the host goes on, so batches are launched ahead of it.
+    ``num_multiprocessors``: of a GPU, that tiles of a matrix product are dealt out to; None elsewhere.
     """
 
     name: str
     torch_device: torch.device
     fuses: bool
     overlaps: bool
+    num_multiprocessors: int | None
 
     def online(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to the online tenant."""
@@ -39,11 +41,17 @@ class Device(Protocol):
     def fused(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to both tenants and is ordered after both lanes' earlier work."""
 
+    def wait_for_room(self) -> None:
+        """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now."""
+
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
-        """Launch one tasklet on the best-effort lane, after waiting until few enough are in flight."""
+        """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before."""
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order."""
+
+    def wait_for_tasklets(self) -> None:
+        """Wait until the best-effort lane is idle."""
 
     def synchronize(self) -> None:
         """Wait until both lanes are idle."""

@@ -74,4 +74,12 @@ def build_serving(config: ServerConfig) -> Serving:
             f"--gpu-memory-utilization or --num-pages ({error})",
             param="gpu-memory-utilization",
         ) from error
+    spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens)
+
+
+def spare_host_threads(device: Device) -> None:
+    """Beside a GPU the host's own tensors are small. Threads that share the work on them, and then wait busily for
+    more, cost more than they do."""
+    if device.torch_device.type == "cuda":
+        torch.set_num_threads(1)

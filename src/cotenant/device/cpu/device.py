@@ -20,6 +20,7 @@ class CpuDevice:
 
     fuses = False  # one lane anyway: fusing saves little and costs the bits of an undisturbed training run
     overlaps = False
+    num_multiprocessors: int | None = None
 
     def __init__(self) -> None:
         num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
@@ -36,6 +37,9 @@ class CpuDevice:
     def fused(self) -> Iterator[None]:
         yield
 
+    def wait_for_room(self) -> None:
+        return
+
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
         start = time.perf_counter()
         shape = launch()
@@ -44,6 +48,9 @@ class CpuDevice:
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []
         return finished
+
+    def wait_for_tasklets(self) -> None:
+        return
 
     def synchronize(self) -> None:
         return

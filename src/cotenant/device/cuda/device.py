@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 from cotenant.device.cuda.arena import CudaArena
-
-# An online kernel waits behind what is in flight; two tasklets keep the device fed while the next one is launched.
-_MAX_IN_FLIGHT = 2
-
-
-@dataclass(slots=True)
-class _InFlight:
-    shape: TaskletShape
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+from cotenant.device.cuda.pacing import TaskletQueue
 
 
 class CudaDevice:
@@ -38,47 +27,44 @@ class CudaDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
+        self.num_multiprocessors: int | None = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
         self._online = torch.cuda.Stream(self.torch_device, priority=-1)
         self._best_effort = torch.cuda.Stream(self.torch_device, priority=0)
-        self._in_flight: deque[_InFlight] = deque()
-        self._finished: list[FinishedTasklet] = []
+        self._default = torch.cuda.default_stream(self.torch_device)
+        self._tasklets = TaskletQueue(self._best_effort)
 
     @contextmanager
     def online(self) -> Iterator[None]:
         # New weights (an adapter that was loaded) come in on the default stream.
-        self._online.wait_stream(torch.cuda.default_stream(self.torch_device))
+        self._online.wait_stream(self._default)
         with torch.cuda.stream(self._online):
             yield
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        self._best_effort.wait_stream(torch.cuda.default_stream(self.torch_device))
+        self._best_effort.wait_stream(self._default)
         self._best_effort.wait_stream(self._online)
         with torch.cuda.stream(self._best_effort):
             yield
         self._online.wait_stream(self._best_effort)
 
+    def wait_for_room(self) -> None:
+        self._tasklets.wait_for_room()
+
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
-            self._in_flight[0].end.synchronize()
-            self._collect()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._best_effort.wait_stream(torch.cuda.default_stream(self.torch_device))
-        with torch.cuda.stream(self._best_effort):
-            start.record()
-            shape = launch()
-            end.record()
-        self._in_flight.append(_InFlight(shape, start, end))
+        if not self._default.query():
+            self._best_effort.wait_stream(self._default)
+        torch.cuda.set_stream(self._best_effort)  # in microseconds, where torch.cuda.stream takes tens of them
+        try:
+            self._tasklets.launch(launch)
+        finally:
+            torch.cuda.set_stream(self._default)
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
-        self._collect()
-        finished, self._finished = self._finished, []
-        return finished
+        return self._tasklets.take_finished()
 
-    def _collect(self) -> None:
-        while self._in_flight and self._in_flight[0].end.query():
-            done = self._in_flight.popleft()
-            self._finished.append(FinishedTasklet(done.shape, done.start.elapsed_time(done.end)))
+    def wait_for_tasklets(self) -> None:
+        self._best_effort.synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

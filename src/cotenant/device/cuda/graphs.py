@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def capture_graph(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
-    """What ``run`` launches on the current stream, as a graph with its memory in ``pool``. It is run once before, which
-    compiles what is not compiled yet.
+def capture_graph(run: Callable[[], None], pool: Any, *, warm_up: bool = True) -> torch.cuda.CUDAGraph:
+    """What ``run`` launches on the current stream, as a graph with its memory in ``pool``. ``warm_up``: it is run
+    once before, which compiles what is not compiled yet.
 
-    Not through torch.cuda.graph, which collects garbage each time: that takes longer than all the rest.
+    Not through torch.cuda.graph, which collects garbage each time: that takes longer than all the rest. No garbage is
+    collected meanwhile either: the driver refuses to let go of a graph or of memory while another is captured.
     """
-    run()
+    if warm_up:
+        run()
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    run()
-    graph.capture_end()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
     return graph

@@ -1,0 +1,106 @@
+"""When to launch the next tasklet: shortly before the one in flight ends.
+
+Earlier, and a tasklet more stands between a stop and the device being idle; later, and the device waits for the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.tasklet import TaskletShape
+from cotenant.device.base import FinishedTasklet
+
+# What a launch takes on the host, and what a sleep takes longer than it was told to.
+_LEAD_S = 150e-6
+_SHORTEST_SLEEP_S = 20e-6
+# How fast the expected time of a shape grows towards longer ones; towards shorter ones it goes at once.
+_GROWTH = 0.05
+
+
+@dataclass(slots=True)
+class _InFlight:
+    shape: TaskletShape
+    before: torch.cuda.Event | None  # the end of the one before, if that was still in flight
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+    launched_s: float
+
+
+class TaskletQueue:
+    """The tasklets in flight on ``stream``: at most one, and for a moment its successor.
+
+    Times are the host's. Where the stream was idle a tasklet starts as it is launched; from there on the device's own
+    clock tells when each one ended, however late the host hears of it.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._in_flight: deque[_InFlight] = deque()
+        self._ended: deque[_InFlight] = deque()  # not noted yet
+        self._finished: list[FinishedTasklet] = []
+        self._expected_ms: dict[TaskletShape, float] = {}
+        self._last_end_s = 0.0
+        self._events: list[torch.cuda.Event] = []  # to be used again
+
+    def launch(self, launch: Callable[[], TaskletShape]) -> None:
+        """Launch a tasklet. The stream is the current one."""
+        before = self._in_flight[-1].end if self._in_flight else None
+        start, end = self._event(), self._event()
+        start.record(self._stream)
+        launched_s = time.perf_counter()
+        shape = launch()
+        end.record(self._stream)
+        self._in_flight.append(_InFlight(shape, before, start, end, launched_s))
+
+    def wait_for_room(self) -> None:
+        """Sleep until nothing is in flight, or one tasklet that is about to end."""
+        self.collect()
+        while self._in_flight:
+            left_s = self._left_s() - _LEAD_S
+            if left_s <= 0.0 and len(self._in_flight) == 1:
+                return
+            time.sleep(max(left_s, _SHORTEST_SLEEP_S))
+            if left_s > 0.0 and len(self._in_flight) == 2 and self._in_flight[0].end.query():
+                # It is time: what there is to note of the one that has ended can wait until the next is launched.
+                self._ended.append(self._in_flight.popleft())
+                return
+            self.collect()
+
+    def collect(self) -> None:
+        """Take note of what has ended."""
+        while self._in_flight and self._in_flight[0].end.query():
+            self._ended.append(self._in_flight.popleft())
+        while self._ended:
+            self._take_note(self._ended.popleft())
+
+    def take_finished(self) -> list[FinishedTasklet]:
+        self.collect()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _take_note(self, done: _InFlight) -> None:
+        elapsed_ms = done.start.elapsed_time(done.end)
+        self._finished.append(FinishedTasklet(done.shape, elapsed_ms))
+        known_ms = self._expected_ms.get(done.shape, elapsed_ms)
+        self._expected_ms[done.shape] = min(elapsed_ms, known_ms + _GROWTH * (elapsed_ms - known_ms))
+        if done.before is None:
+            self._last_end_s = done.launched_s + elapsed_ms / 1e3
+        else:
+            self._last_end_s += done.before.elapsed_time(done.end) / 1e3
+            self._events.append(done.before)
+        self._events.append(done.start)
+
+    def _event(self) -> torch.cuda.Event:
+        return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
+
+    def _left_s(self) -> float:
+        """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
+        first = self._in_flight[0]
+        start_s = first.launched_s if first.before is None else self._last_end_s
+        expected_ms = sum(self._expected_ms.get(each.shape, 0.0) for each in self._in_flight)
+        return start_s + expected_ms / 1e3 - time.perf_counter()
