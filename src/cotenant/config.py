@@ -145,8 +145,8 @@ class CoExecutionConfig:
     """How the two tenants share the device. A target of None: four times the model's own median, measured at start
     on the CPU; 500 ms and 40 ms on CUDA.
 
-    ``tasklet_tokens``: training tokens per micro-batch (None: 256 on the CPU, 2,048 on CUDA). ``fuse`` None: on CUDA
-    only.
+    ``tasklet_tokens``: training tokens per micro-batch at most (None: 256 on the CPU, about 2,048 on CUDA). ``fuse``
+    None: on CUDA only.
     """
 
     policy: str = "multitask"

@@ -38,9 +38,9 @@ def test_a_ladder_is_short_and_holds_what_must_fit(most: int, longest: int) -> N
     st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 28)), max_size=30),
 )
 def test_what_is_given_away_is_not_used(most: int, longest: int, calls: list[tuple[bool, int]]) -> None:
-    budget = ActivationBudget(SPEC, torch.float32, most, longest, recompute=False)
-    total = activation_bytes(SPEC, max(most, longest), torch.float32, recompute=False)
-    kept_back = passing_bytes(SPEC, max(most, longest), torch.float32)
+    needed = {size: activation_bytes(SPEC, size, torch.float32, recompute=False) for size in ladder(most, longest)}
+    total, kept_back = max(needed.values()), passing_bytes(SPEC, max(most, longest), torch.float32)
+    budget = ActivationBudget(needed, kept_back_bytes=kept_back)
     lent = 0
     assert budget.max_tokens == max(most, longest)
     for takes, num_bytes in calls:

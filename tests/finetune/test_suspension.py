@@ -61,7 +61,7 @@ def test_discarding_at_random_points_changes_no_bit(
         job.take_updates()
     job.close()
     assert num_discards == 200
-    assert discarded_kinds == set(TaskletKind)
+    assert discarded_kinds == {kind for kind in TaskletKind if "_mlp" not in kind and "_attention" not in kind}
     assert support.adapter_bytes(tmp_path / "discarded") == expected
     assert _metrics(tmp_path / "discarded") == _metrics(tmp_path / "undisturbed")
 

@@ -1,62 +1,90 @@
 """How large a micro-batch may be while part of training's memory is wanted elsewhere.
 
-Limits come from a short ladder, so that a little memory more or less does not cut every step anew. (SIRIUS, section
-4.1, gives training's memory back as well, by other means.)
+Limits come from a short ladder, so that a little memory more or less does not cut every step anew; on a GPU its rungs
+are numbers of tokens that suit it (``waves``). (SIRIUS, section 4.1, gives training's memory back as well, by other
+means.)
 """
 
 from __future__ import annotations
 
-import torch
-
-from cotenant.finetune.footprint import activation_bytes, passing_bytes
-from cotenant.models.spec import ModelSpec
+import math
+from collections.abc import Callable, Mapping
 
 # Halvings of the largest micro-batch that are rungs.
 _MOST_HALVINGS = 5
+# A rung is this share of its halving at least, and a multiple of so many tokens, where the device's waves matter.
+_LEAST_SHARE = 0.75
+_TOKEN_BLOCK = 128
+# A smaller micro-batch has costs of its own, and how much better it fits is an estimate.
+_LEAST_GAIN = 1.05
 
 
-def ladder(most: int, longest: int) -> tuple[int, ...]:
+def ladder(
+    most: int, longest: int, efficiency: Callable[[int], float] | None = None, *, most_is_fixed: bool = True
+) -> tuple[int, ...]:
     """Tokens of micro-batches, ascending: ``longest``, the example that no micro-batch can be smaller than, then
-    halvings of ``most``, and ``most``."""
+    halvings of ``most``, and ``most``.
+
+    ``efficiency``: of a number of tokens on the device, by which a rung may be up to a quarter smaller than its
+    halving; None: all numbers are alike. ``most_is_fixed``: the largest rung is ``most`` all the same.
+    """
     halves = [most >> step for step in range(_MOST_HALVINGS + 1)]
-    return tuple(sorted({longest, *(size for size in halves if size > longest)}))
+    rungs = {longest}
+    for size in halves:
+        if size > longest:
+            is_fixed = size == most and most_is_fixed
+            rungs.add(size if efficiency is None or is_fixed else _rung(size, longest, efficiency))
+    return tuple(sorted(rungs))
+
+
+def _rung(halving: int, longest: int, efficiency: Callable[[int], float]) -> int:
+    """The largest fitting number up to ``halving`` and above ``longest``, or one that is better by enough."""
+    least = max(math.ceil(_LEAST_SHARE * halving), longest + 1)
+    fitting = range(halving // _TOKEN_BLOCK * _TOKEN_BLOCK, least - 1, -_TOKEN_BLOCK)
+    if not fitting:
+        return halving
+    best = max(fitting, key=efficiency)
+    return best if efficiency(best) >= _LEAST_GAIN * efficiency(fitting[0]) else fitting[0]
 
 
 class ActivationBudget:
     """Training's memory for activations: what the largest micro-batch takes, or ``available_bytes`` if that is less,
     without what was given away.
 
-    Never given away is what validation and DPO's reference need, which keep nothing but pass through the layers with
-    micro-batches of ``most`` tokens. ``longest``: tokens of the longest example.
+    ``needed_bytes``: of micro-batches, by their tokens. ``kept_back_bytes`` are never given away. Memory is given and
+    taken in multiples of ``granularity_bytes``.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        most: int,
-        longest: int,
+        needed_bytes: Mapping[int, int],
         *,
-        recompute: bool,
+        kept_back_bytes: int = 0,
         available_bytes: int | None = None,
+        granularity_bytes: int = 1,
     ) -> None:
-        sizes = ladder(most, longest)
-        self._bytes = {size: activation_bytes(spec, size, dtype, recompute=recompute) for size in sizes}
-        self._total = self._bytes[sizes[-1]]
+        self._needed = dict(needed_bytes)
+        self._granularity = granularity_bytes
+        self._total = -(-max(self._needed.values()) // granularity_bytes) * granularity_bytes
         if available_bytes is not None:
-            self._total = min(self._total, available_bytes)
-        self._kept_back = min(self._total, passing_bytes(spec, sizes[-1], dtype))
+            self._total = min(self._total, available_bytes // granularity_bytes * granularity_bytes)
+        self._kept_back = min(self._total, kept_back_bytes)
         self.lent_bytes = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """What micro-batches may take."""
+        return self._total - self.lent_bytes
 
     @property
     def max_tokens(self) -> int:
         """Tokens of a micro-batch; 0 when not even the smallest has room."""
-        left = self._total - self.lent_bytes
-        return max((size for size, needed in self._bytes.items() if needed <= left), default=0)
+        return max((size for size, needed in self._needed.items() if needed <= self.left_bytes), default=0)
 
     def require(self, num_bytes: int) -> int:
-        """Give away as much of ``num_bytes`` as there is; how much that was."""
-        given = min(num_bytes, self._total - self._kept_back - self.lent_bytes)
+        """Give away as much of ``num_bytes``, rounded up, as there is; how much that was."""
+        wanted = -(-num_bytes // self._granularity) * self._granularity
+        given = max(0, min(wanted, self.left_bytes - self._kept_back))
         self.lent_bytes += given
         return given
 

@@ -9,7 +9,7 @@ import torch
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
-from cotenant.finetune.tasklets import Cursor, EvaluationPass, forward_and_loss_runs
+from cotenant.finetune.tasklets import Cursor, EvaluationPass, loss_run
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
@@ -38,6 +38,10 @@ class ForwardPasses:
     @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
         return self._cursor.remaining
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return self._cursor.shape
 
     @property
     def done(self) -> bool:
@@ -71,5 +75,5 @@ class ForwardPasses:
         self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
 
     def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
-        num_layers = self._decoder.spec.num_layers
-        return forward_and_loss_runs(TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS, num_layers, shape)
+        forward = TaskletShape(TaskletKind.EVAL_FORWARD, shape.num_tokens, shape.max_length)
+        return TaskletRun(forward, self._decoder.spec.num_layers), loss_run(TaskletKind.EVAL_LOSS, shape)

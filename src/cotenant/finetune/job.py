@@ -13,10 +13,12 @@ import torch
 from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.device import Device
 from cotenant.durable import remove_leftovers
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.data import load_training, load_validation, unmeasured
-from cotenant.finetune.footprint import require_room, state_bytes
 from cotenant.finetune.job_files import JobFiles
+from cotenant.finetune.job_setup import left_for_activations, new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.selection import Selection
@@ -69,11 +71,16 @@ class TrainingJob:
         *,
         clock: Callable[[], float] = time.monotonic,
         free_bytes: int | None = None,
+        device: Device | None = None,
+        limit_is_fixed: bool = True,
     ) -> None:
         """
         ``max_tasklet_tokens``: tokens of a micro-batch at most (a longer example still is one).
+        ``limit_is_fixed``: the user chose that number; if not, a smaller one is taken that suits the device better.
         ``clock``: seconds on a monotonic clock, for the estimate of the time left.
         ``free_bytes``: memory of the device that the job may take; None: enough.
+        ``device``: the decoder's, whose graphs the job may make use of, and whose multiprocessors its micro-batches
+        are made to fit; None: its layers run eagerly.
 
         Raises:
             InvalidInputError: the data or the settings cannot be used.
@@ -98,7 +105,7 @@ class TrainingJob:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
-                self._training = self._load(decoder, max_tasklet_tokens, clock, free_bytes)
+                self._training = self._load(decoder, max_tasklet_tokens, limit_is_fixed, clock, free_bytes, device)
             for step in self._recorded:
                 self._selection.add(step)
             if self._training is not None:
@@ -166,9 +173,15 @@ class TrainingJob:
             return ()
         return self._training.trainer.upcoming()
 
+    @property
+    def runnable(self) -> bool:
+        """Whether anything is ``upcoming``."""
+        return self._training is not None and self._failure is None and self._training.trainer.next_shape is not None
+
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet of ``upcoming()``. A loss that is not finite ends the job with ``JobFailed``."""
-        shape = self.upcoming()[0].shape
+        shape = self._running.trainer.next_shape
+        assert shape is not None, "there is nothing to run"
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
@@ -193,6 +206,16 @@ class TrainingJob:
         step's micro-batches before it learned is kept, in the adapter's gradients."""
         if self._training is not None:
             self._training.trainer.discard()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory under the arena of activations, in use or not."""
+        return self._training.trainer.mapped_bytes if self._training is not None else 0
+
+    def discard_all(self) -> None:
+        """``discard_step``, and give all memory of activations back to the device until the next micro-batch."""
+        if self._training is not None:
+            self._training.trainer.discard_all()
 
     def require(self, num_bytes: int) -> int:
         """Give memory of activations away, and return how much; see ``Trainer.require``. ``release`` takes it back."""
@@ -273,7 +296,13 @@ class TrainingJob:
         return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)
 
     def _load(
-        self, decoder: Decoder, max_tasklet_tokens: int, clock: Callable[[], float], free_bytes: int | None
+        self,
+        decoder: Decoder,
+        max_tasklet_tokens: int,
+        limit_is_fixed: bool,
+        clock: Callable[[], float],
+        free_bytes: int | None,
+        device: Device | None,
     ) -> _Training:
         hyper = self._spec.hyperparameters
         dataset = load_training(self._spec, decoder.spec)
@@ -283,31 +312,10 @@ class TrainingJob:
                 f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
                 f"{len(dataset)} examples: each step takes all of them"
             )
-        adapter = LoraAdapter.trainable(
-            decoder.spec,
-            r=hyper.r,
-            alpha=hyper.lora_alpha,
-            target_modules=hyper.target_modules,
-            seed=hyper.seed,
-            dropout=hyper.lora_dropout,
-            use_rslora=hyper.use_rslora,
-            rank_pattern=hyper.rank_pattern,
-            alpha_pattern=hyper.alpha_pattern,
-            device=decoder.device,
-            name=self._spec.adapter_name,
+        adapter = new_adapter(self._spec, decoder)
+        available_bytes = (
+            None if free_bytes is None else left_for_activations(decoder, adapter, order, hyper, free_bytes)
         )
-        available_bytes = None
-        if free_bytes is not None:
-            num_weights = sum(matrix.numel() for matrix in adapter.parameters())
-            require_room(
-                decoder.spec,
-                decoder.dtype,
-                num_weights,
-                order.longest,
-                free_bytes,
-                recompute=hyper.gradient_checkpointing,
-            )
-            available_bytes = free_bytes - state_bytes(num_weights)
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step
@@ -315,6 +323,10 @@ class TrainingJob:
         validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
         if validation is None and self._spec.validation_path is not None:
             self._warnings.append(unmeasured(self._spec, decoder.spec))
+        activations = None
+        if device is not None:
+            most = max(max_tasklet_tokens, order.longest)
+            activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
         trainer = Trainer(
             decoder,
             state,
@@ -327,6 +339,9 @@ class TrainingJob:
             progress=progress,
             on_step=self._on_step,
             available_bytes=available_bytes,
+            activations=activations,
+            num_multiprocessors=device.num_multiprocessors if device is not None else None,
+            limit_is_fixed=limit_is_fixed,
         )
         return _Training(state, trainer, order, progress)
 

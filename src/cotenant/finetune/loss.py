@@ -60,23 +60,27 @@ class LossSums:
 
 @torch.no_grad()
 def loss_and_gradient(
-    decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
-) -> tuple[LossSums, torch.Tensor]:
-    """The micro-batch's loss sums, and the gradient of sum(weight * nll) / ``total_weight`` at ``hidden``.
+    decoder: Decoder,
+    hidden: torch.Tensor,
+    micro_batch: MicroBatch,
+    total_weight: float,
+    gradient: torch.Tensor,
+) -> LossSums:
+    """The micro-batch's loss sums; ``gradient`` [tokens, hidden], zeros before, becomes that of
+    sum(weight * nll) / ``total_weight`` at ``hidden``.
 
     ``hidden``: the last layer's output [tokens, hidden], outside any graph. ``total_weight`` is that of the whole
     optimizer step, so gradients of its micro-batches simply add up. A step without weight has gradient 0.
     """
     sums = LossSums.zero(hidden.device)
-    gradient = torch.zeros_like(hidden)  # [tokens, hidden]
     scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
     for start, stop in _chunks(decoder, micro_batch, decoder.dtype):
         rows = micro_batch.rows[start:stop]
-        nll, correct, gradient[rows] = _losses_and_gradient(
+        nll, correct, gradient[rows] = losses_and_gradient(
             decoder, hidden[rows], micro_batch.targets[start:stop], scales[start:stop]
         )
         sums.add(nll, micro_batch.weights[start:stop], correct)
-    return sums, gradient
+    return sums
 
 
 @torch.no_grad()
@@ -111,7 +115,7 @@ def token_losses_and_gradients(
     A loss that depends on all targets has the gradient of this times its own slope in each target's loss.
     """
     parts = [
-        _losses_and_gradient(
+        losses_and_gradient(
             decoder,
             hidden[micro_batch.rows[start:stop]],
             micro_batch.targets[start:stop],
@@ -140,7 +144,7 @@ def _nll(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple
     return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
 
 
-def _losses_and_gradient(
+def losses_and_gradient(
     decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of these rows: each one's loss and whether its target is the most likely token [rows], and the gradient of

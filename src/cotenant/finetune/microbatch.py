@@ -62,10 +62,13 @@ def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None,
     weights = torch.cat([part.weights for part in parts])  # [tokens]
     # An example's first token has weight 0, so the row before a target always belongs to the same example.
     targets_at = weights.nonzero().squeeze(1)  # [targets]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    numbers = [token_ids, positions, targets_at - 1, token_ids[targets_at]]
+    on_device = _moved(torch.cat(numbers), device).split([len(part) for part in numbers])
     segment = TrainingSegment(lengths)
     batch = Batch(
-        token_ids=token_ids.to(device),
-        positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        token_ids=on_device[0],
+        positions=on_device[1],
         segments=(segment,),
         spans=() if adapter is None else (AdapterSpan(0, shape.num_tokens, adapter),),
     )
@@ -73,7 +76,12 @@ def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None,
         examples=shape.examples,
         batch=batch,
         segment=segment,
-        rows=(targets_at - 1).to(device),
-        targets=token_ids[targets_at].to(device),
-        weights=weights[targets_at].to(device),
+        rows=on_device[2],
+        targets=on_device[3],
+        weights=_moved(weights[targets_at], device),
     )
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """To a GPU without waiting for what was launched there before."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

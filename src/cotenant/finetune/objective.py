@@ -24,10 +24,18 @@ class Objective(Protocol):
         """What the step's summed loss is divided by."""
         ...
 
+    is_cross_entropy: bool
+    """Whether the loss is the weighted mean of the targets' own, which can be taken part by part."""
+
     def loss_and_gradient(
-        self, decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
-    ) -> tuple[LossSums, torch.Tensor]:
-        """As ``loss.loss_and_gradient``, whose ``weighted_nll`` is here the sum of the loss."""
+        self,
+        decoder: Decoder,
+        hidden: torch.Tensor,
+        micro_batch: MicroBatch,
+        total_weight: float,
+        gradient: torch.Tensor,
+    ) -> LossSums:
+        """As ``loss.loss_and_gradient``; ``weighted_nll`` is here the sum of the loss."""
         ...
 
 
@@ -40,7 +48,14 @@ class CrossEntropy:
     def total_weight(self, dataset: Dataset, examples: Sequence[int]) -> float:
         return sum(dataset.loss_weights[example] for example in examples)
 
+    is_cross_entropy = True
+
     def loss_and_gradient(
-        self, decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
-    ) -> tuple[LossSums, torch.Tensor]:
-        return loss_and_gradient(decoder, hidden, micro_batch, total_weight)
+        self,
+        decoder: Decoder,
+        hidden: torch.Tensor,
+        micro_batch: MicroBatch,
+        total_weight: float,
+        gradient: torch.Tensor,
+    ) -> LossSums:
+        return loss_and_gradient(decoder, hidden, micro_batch, total_weight, gradient)

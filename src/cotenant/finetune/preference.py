@@ -96,10 +96,18 @@ class PreferenceObjective:
         """The number of pairs."""
         return len(examples) / 2
 
+    is_cross_entropy = False
+
     def loss_and_gradient(
-        self, decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch, total_weight: float
-    ) -> tuple[LossSums, torch.Tensor]:
-        """The summed loss of the micro-batch's pairs, and the gradient of it / ``total_weight`` [tokens, hidden].
+        self,
+        decoder: Decoder,
+        hidden: torch.Tensor,
+        micro_batch: MicroBatch,
+        total_weight: float,
+        gradient: torch.Tensor,
+    ) -> LossSums:
+        """The summed loss of the micro-batch's pairs; ``gradient`` [tokens, hidden] becomes that of it /
+        ``total_weight``.
 
         A pair's loss depends on its tokens through two sums, so each token's own gradient is scaled by the loss's slope
         in the sum that it belongs to.
@@ -115,9 +123,8 @@ class PreferenceObjective:
         per_token = (
             -torch.repeat_interleave(slopes, counts, output_size=len(nll)).float() * micro_batch.weights
         )  # [targets]
-        gradient = torch.zeros_like(hidden)  # [tokens, hidden]
         gradient[micro_batch.rows] = (gradients.float() * per_token.unsqueeze(1)).to(hidden.dtype)
-        return sums, gradient
+        return sums
 
     def metrics(self, examples: Sequence[int]) -> PreferenceMetrics | None:
         """Of the step, once all its micro-batches' losses have run."""

@@ -12,6 +12,7 @@ import torch
 
 from cotenant.core.job import PreferenceMetrics
 from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums
@@ -41,6 +42,7 @@ class PreferenceStep:
         seed: int,
         max_tasklet_tokens: int,
         recompute: bool,
+        activations: Activations | None = None,
     ) -> None:
         self._decoder = decoder
         self._dataset = dataset
@@ -58,6 +60,7 @@ class PreferenceStep:
             max_tasklet_tokens=max_tasklet_tokens,
             recompute=recompute,
             objective=self._objective,
+            activations=activations,
         )
         self.gradient_scale = self._step.gradient_scale
         self.num_tokens = self._step.num_tokens
@@ -70,6 +73,10 @@ class PreferenceStep:
     @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
         return (*self._reference.upcoming, *self._step.upcoming)
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return self._step.next_shape if self._reference.done else self._reference.next_shape
 
     @property
     def done(self) -> bool:

@@ -8,16 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.activations import Activations, CapturedPass
+from cotenant.finetune.captured import rows_for
+from cotenant.finetune.captured_loss import part_size
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
 from cotenant.finetune.objective import Objective
-from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, forward_and_loss_runs
+from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, loss_run
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
-
-_RUNS_PER_MICRO_BATCH = 3  # forward layers, loss, backward layers
 
 
 class TrainingStep:
@@ -39,8 +40,13 @@ class TrainingStep:
         max_tasklet_tokens: int,
         recompute: bool,
         objective: Objective,
+        activations: Activations | None = None,
     ) -> None:
+        """``activations``: where the layers are captured, which it then does as ``recompute`` says; None: they run
+        eagerly."""
         self._recompute = recompute
+        self._activations = activations
+        self._refreshed = False  # whether the activations know of the adapter's weights as they are in this step
         self._objective = objective
         self._decoder = decoder
         self._adapter = adapter
@@ -48,8 +54,10 @@ class TrainingStep:
         self._step_index = step_index
         self._seed = seed
         self._micro_batches = objective.split(dataset, examples, max_tasklet_tokens)
+        self._runs_per_micro_batch = len(self._runs(self._micro_batches[0]))
         self._cursor = self._new_cursor()
-        self._pass: TrainingPass | None = None
+        self._pass: TrainingPass | CapturedPass | None = None
+        self._prepared: MicroBatch | None = None  # the next one, built ahead
         self.total_weight = objective.total_weight(dataset, examples)
         self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
         self.num_tokens = sum(shape.num_tokens for shape in self._micro_batches)
@@ -64,6 +72,10 @@ class TrainingStep:
     @property
     def upcoming(self) -> tuple[TaskletRun, ...]:
         return self._cursor.remaining
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return self._cursor.shape
 
     @property
     def done(self) -> bool:
@@ -82,7 +94,7 @@ class TrainingStep:
 
     @property
     def next_forward_layer(self) -> int | None:
-        """The layer, if the next tasklet is a forward one."""
+        """The layer, if the next tasklet is a forward one of a whole layer."""
         if self.done or self._cursor.shape.kind is not TaskletKind.FORWARD:
             return None
         return self._cursor.within
@@ -90,39 +102,47 @@ class TrainingStep:
     def run_tasklet(self) -> TaskletShape:
         shape = self._cursor.shape
         current = self._current_pass()
-        if shape.kind is TaskletKind.FORWARD:
-            current.forward()
-        elif shape.kind is TaskletKind.LOSS:
-            self._current_sums = current.loss(
-                self.total_weight / self.gradient_scale, self._objective.loss_and_gradient
-            )
+        if shape.kind is TaskletKind.LOSS:
+            self._run_loss(current)
         else:
-            current.backward()
+            current.run(shape.kind)
         self._advance()
         return shape
+
+    def _run_loss(self, current: TrainingPass | CapturedPass) -> None:
+        weight, function = self.total_weight / self.gradient_scale, self._objective.loss_and_gradient
+        if isinstance(current, TrainingPass) or not self._objective.is_cross_entropy:
+            self._current_sums = current.loss(weight, function)
+        else:
+            current.loss_part(weight, self._cursor.within)
+            if self._cursor.remaining[0].count == 1:
+                self._current_sums = current.loss_sums()
+        self._prepare_next()
 
     def begin_forward(self) -> tuple[MicroBatch, torch.Tensor]:
         """For a forward tasklet that someone else computes: its micro-batch and the layer's input [tokens, hidden]."""
         assert self.next_forward_layer is not None, "the next tasklet is not a forward one"
         current = self._current_pass()
+        assert isinstance(current, TrainingPass)
         return current.micro_batch, current.begin_forward()
 
     def end_forward(self, output: torch.Tensor, tape: LayerTape) -> TaskletShape:
         """The output [tokens, hidden] of the tasklet that ``begin_forward`` began, and the tape that it filled."""
-        shape = self._cursor.shape
-        self._current_pass().end_forward(output, tape)
+        shape, current = self._cursor.shape, self._current_pass()
+        assert isinstance(current, TrainingPass)
+        current.end_forward(output, tape)
         self._advance()
         return shape
 
     def discard(self) -> None:
         """Drop the activations and gradients of the micro-batch in flight, which starts again."""
-        self._pass = None
-        self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
+        self._pass = self._prepared = None
+        self._cursor.seek(self._cursor.run // self._runs_per_micro_batch * self._runs_per_micro_batch)
 
     def limit(self, max_tasklet_tokens: int) -> None:
         """Split what is not done yet into micro-batches of at most so many tokens. The one in flight starts again, in
         another cut, if it is larger."""
-        num_done = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        num_done = self._cursor.run // self._runs_per_micro_batch
         if self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens:
             num_done += 1
         else:
@@ -131,6 +151,7 @@ class TrainingStep:
         if not rest:
             return
         examples = [example for shape in rest for example in shape.examples]
+        self._prepared = None
         self._micro_batches = (*done, *self._objective.split(self._dataset, examples, max_tasklet_tokens))
         run, within = self._cursor.run, self._cursor.within
         self._cursor = self._new_cursor()
@@ -142,19 +163,35 @@ class TrainingStep:
         for parameter in self._adapter.parameters():
             parameter.grad = None
 
-    def _current_pass(self) -> TrainingPass:
-        index = self._cursor.run // _RUNS_PER_MICRO_BATCH
+    def _current_pass(self) -> TrainingPass | CapturedPass:
+        index = self._cursor.run // self._runs_per_micro_batch
         if self._pass is None:
-            micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
-            self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
+            micro_batch = self._prepared or self._build(index)
+            self._prepared = None
+            if self._activations is not None:
+                if not self._refreshed:
+                    self._activations.refresh()
+                    self._refreshed = True
+                self._pass = self._activations.begin(micro_batch)
+            else:
+                self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
             self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, index)
         return self._pass
 
+    def _build(self, index: int) -> MicroBatch:
+        return build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
+
+    def _prepare_next(self) -> None:
+        """Put the next micro-batch's tensors on the device while that has other things to do."""
+        index = self._cursor.run // self._runs_per_micro_batch + 1
+        if self._activations is not None and self._prepared is None and index < len(self._micro_batches):
+            self._prepared = self._build(index)
+
     def _advance(self) -> None:
-        micro_batch = self._cursor.run // _RUNS_PER_MICRO_BATCH
+        micro_batch = self._cursor.run // self._runs_per_micro_batch
         self._cursor.advance()
-        if self._cursor.run // _RUNS_PER_MICRO_BATCH != micro_batch:
+        if self._cursor.run // self._runs_per_micro_batch != micro_batch:
             assert self._pass is not None
             self._pass.commit()
             self.sums += self._current_sums
@@ -165,9 +202,20 @@ class TrainingStep:
 
     def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
         num_layers = self._decoder.spec.num_layers
-        forward, loss = forward_and_loss_runs(TaskletKind.FORWARD, TaskletKind.LOSS, num_layers, shape)
-        backward = TaskletRun(TaskletShape(TaskletKind.BACKWARD, shape.num_tokens, shape.max_length), num_layers)
-        return forward, loss, backward
+
+        def run(kind: TaskletKind, count: int = 1) -> TaskletRun:
+            return TaskletRun(TaskletShape(kind, shape.num_tokens, shape.max_length), count)
+
+        loss = loss_run(TaskletKind.LOSS, shape)
+        if self._activations is None:
+            return run(TaskletKind.FORWARD, num_layers), loss, run(TaskletKind.BACKWARD, num_layers)
+        if self._objective.is_cross_entropy:
+            size = part_size(rows_for(shape.num_tokens))
+            num_parts = max(1, math.ceil(shape.num_targets / size))
+            loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
+        forward = (run(TaskletKind.FORWARD_ATTENTION), run(TaskletKind.FORWARD_MLP)) * num_layers
+        backward = (run(TaskletKind.BACKWARD_MLP), run(TaskletKind.BACKWARD_ATTENTION)) * num_layers
+        return *forward, loss, *backward
 
 
 def _gradient_scale(dtype: torch.dtype, total_weight: float) -> float:

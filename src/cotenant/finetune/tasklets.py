@@ -8,7 +8,7 @@ coroutines.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -19,7 +19,18 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.layer_backward import layer_backward
 from cotenant.models.tape import LayerTape
 
-LossFunction = Callable[[Decoder, torch.Tensor, MicroBatch, float], tuple[LossSums, torch.Tensor]]
+
+class LossFunction(Protocol):
+    """See ``loss.loss_and_gradient``."""
+
+    def __call__(
+        self,
+        decoder: Decoder,
+        hidden: torch.Tensor,
+        micro_batch: MicroBatch,
+        total_weight: float,
+        gradient: torch.Tensor,
+    ) -> LossSums: ...
 
 
 class Cursor:
@@ -104,10 +115,18 @@ class TrainingPass:
         output = self._decoder.layer(self.layer, self.begin_forward(), batch, tape=None if self._recompute else tape)
         self.end_forward(output, tape)
 
+    def run(self, kind: TaskletKind) -> None:
+        """Run the next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
+        if kind is TaskletKind.FORWARD:
+            self.forward()
+        else:
+            self.backward()
+
     def loss(self, total_weight: float, function: LossFunction = loss_and_gradient) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         assert self._edge is not None, "the layers come first"
-        sums, self._gradient = function(self._decoder, self._edge, self._micro_batch, total_weight)
+        self._gradient = torch.zeros_like(self._edge)
+        sums = function(self._decoder, self._edge, self._micro_batch, total_weight, self._gradient)
         self._edge = None
         return sums
 
@@ -173,11 +192,6 @@ def dropout_seed(seed: int, step_index: int, micro_batch_index: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def forward_and_loss_runs(
-    forward: TaskletKind, loss: TaskletKind, num_layers: int, shape: MicroBatchShape
-) -> tuple[TaskletRun, TaskletRun]:
-    """The tasklets of a micro-batch up to its loss, whose latency depends on the target tokens alone."""
-    return (
-        TaskletRun(TaskletShape(forward, shape.num_tokens, shape.max_length), num_layers),
-        TaskletRun(TaskletShape(loss, shape.num_targets), 1),
-    )
+def loss_run(kind: TaskletKind, shape: MicroBatchShape) -> TaskletRun:
+    """A micro-batch's loss, whose latency depends on the target tokens alone."""
+    return TaskletRun(TaskletShape(kind, shape.num_targets), 1)

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from cotenant.core.job import DPO, Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
-from cotenant.finetune.budget import ActivationBudget
+from cotenant.finetune.activations import Activations
+from cotenant.finetune.budget import ActivationBudget, ladder
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
+from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference import PreferenceLoss
@@ -25,13 +28,21 @@ from cotenant.finetune.progress import Progress, Work
 from cotenant.finetune.schedule import learning_rate
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.step import TrainingStep
+from cotenant.finetune.waves import wave_efficiency
 from cotenant.models.batch import TrainingSegment
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 
 # The tasklets of a step that an evaluation has as well.
-_FORWARD_KINDS = (TaskletKind.FORWARD, TaskletKind.LOSS, TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS)
+_FORWARD_KINDS = (
+    TaskletKind.FORWARD,
+    TaskletKind.FORWARD_ATTENTION,
+    TaskletKind.FORWARD_MLP,
+    TaskletKind.LOSS,
+    TaskletKind.EVAL_FORWARD,
+    TaskletKind.EVAL_LOSS,
+)
 _OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
 
 
@@ -58,7 +69,9 @@ class Trainer:
     """Runs one tasklet at a time. ``on_step`` is called with each step's metrics once its evaluation is over.
 
     ``pending``: metrics of a step that was taken before, whose evaluation is still to run. ``available_bytes``: memory
-    for activations; None: enough.
+    for activations; None: enough. ``activations``: where layers are captured; the trainer closes it.
+    ``num_multiprocessors``: those that training runs on, where micro-batches should fit them; without
+    ``limit_is_fixed`` the largest may then be smaller than ``max_tasklet_tokens``.
     """
 
     def __init__(
@@ -75,6 +88,9 @@ class Trainer:
         progress: Progress,
         on_step: Callable[[StepMetrics], None],
         available_bytes: int | None = None,
+        activations: Activations | None = None,
+        num_multiprocessors: int | None = None,
+        limit_is_fixed: bool = True,
     ) -> None:
         self._decoder = decoder
         self._state = state
@@ -82,14 +98,9 @@ class Trainer:
         self._order = order
         self._validation = validation
         self._hyper = hyper
-        self._budget = ActivationBudget(
-            decoder.spec,
-            decoder.dtype,
-            max_tasklet_tokens,
-            order.longest,
-            recompute=hyper.gradient_checkpointing,
-            available_bytes=available_bytes,
-        )
+        self._activations = activations
+        sizes = self._sizes(max_tasklet_tokens, num_multiprocessors, limit_is_fixed)
+        self._budget = self._make_budget(sizes, max(max_tasklet_tokens, order.longest), available_bytes)
         self._on_step = on_step
         self._pending = pending
         self._progress = progress
@@ -127,6 +138,11 @@ class Trainer:
         return Work(max(0.0, trained), evaluated)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of a micro-batch at most, with the memory that there is now; 0: there is room for none."""
+        return self._budget.max_tokens
+
+    @property
     def _full_every(self) -> int:
         """Evaluations of the whole validation set: after so many steps, beside those at the ends of epochs."""
         return self._hyper.eval_steps if self._hyper.selects else 0
@@ -149,6 +165,15 @@ class Trainer:
             else:
                 self._upcoming = evaluation
         return self._upcoming
+
+    @property
+    def next_shape(self) -> TaskletShape | None:
+        """The first of ``upcoming``, if there is one. Asked before each tasklet, where ``upcoming`` would be long."""
+        if self._budget.max_tokens == 0:
+            return None
+        if self._step is not None:
+            return _OPTIMIZER if self._step.done else self._step.next_shape
+        return None if self._evaluation is None else self._evaluation.upcoming[0].shape
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet.
@@ -209,6 +234,17 @@ class Trainer:
         if self._evaluation is not None:
             self._evaluation.discard()
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Memory under the arena of activations; 0 where there is none."""
+        return 0 if self._activations is None else self._activations.mapped_bytes
+
+    def discard_all(self) -> None:
+        """``discard``, and give all memory of activations back. The next micro-batch takes what it needs again."""
+        self.discard()
+        if self._activations is not None:
+            self._activations.give_back(0)
+
     def require(self, num_bytes: int) -> int:
         """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much to give.
 
@@ -224,6 +260,8 @@ class Trainer:
             self.discard()
         if self._step is not None and limit > 0:
             self._step.limit(limit)
+        if self._activations is not None:
+            self._activations.give_back(self._budget.left_bytes)
         return given
 
     def release(self, num_bytes: int) -> None:
@@ -241,7 +279,31 @@ class Trainer:
         self.discard()
         if self._step is not None:
             self._step.close()
+        if self._activations is not None:
+            self._activations.close()
         self._on_step = _ignore
+
+    def _sizes(self, most: int, num_multiprocessors: int | None, limit_is_fixed: bool) -> tuple[int, ...]:
+        efficiency = None
+        if num_multiprocessors is not None:
+            efficiency = partial(wave_efficiency, self._decoder.spec, num_multiprocessors=num_multiprocessors)
+        return ladder(most, self._order.longest, efficiency, most_is_fixed=limit_is_fixed)
+
+    def _make_budget(self, sizes: tuple[int, ...], widest: int, available_bytes: int | None) -> ActivationBudget:
+        """``sizes``: tokens of micro-batches that train; ``widest``: of any at most."""
+        spec, dtype, recompute = self._decoder.spec, self._decoder.dtype, self._hyper.gradient_checkpointing
+        activations, passing = self._activations, passing_bytes(spec, widest, dtype)
+        if activations is None:
+            # Validation and DPO's reference keep nothing, but pass through the layers with the widest micro-batches.
+            needed = {size: activation_bytes(spec, size, dtype, recompute=recompute) for size in sizes}
+            return ActivationBudget(needed, kept_back_bytes=passing, available_bytes=available_bytes)
+        if available_bytes is not None:
+            available_bytes = max(0, available_bytes - passing)  # which does not lie there
+        return ActivationBudget(
+            {size: activations.bytes_for(size) for size in sizes},
+            available_bytes=available_bytes,
+            granularity_bytes=activations.chunk_bytes,
+        )
 
     def _begin_step(self) -> None:
         self._upcoming = None
@@ -262,6 +324,7 @@ class Trainer:
                 seed=hyper.seed,
                 max_tasklet_tokens=self._budget.max_tokens,
                 recompute=hyper.gradient_checkpointing,
+                activations=self._activations,
             )
         return TrainingStep(
             *inputs,
@@ -270,6 +333,7 @@ class Trainer:
             max_tasklet_tokens=self._budget.max_tokens,
             recompute=hyper.gradient_checkpointing,
             objective=CrossEntropy(),
+            activations=self._activations,
         )
 
     def _run_optimizer(self, step: TrainingStep | PreferenceStep) -> None:

@@ -9,15 +9,18 @@ the next layer's ``2 * page_tokens`` rows further on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 
+from cotenant.models import flash_attention
 from cotenant.models.batch import PagedSegment, Segment, TrainingSegment
+from cotenant.models.flash_attention import FlashAttention, Sequences
 from cotenant.models.spec import ModelSpec
-from cotenant.models.tape import KeptAttention
+from cotenant.models.tape import KeptAttention, KeptGraph
 
 
 class SegmentAttention(Protocol):
@@ -28,6 +31,18 @@ class SegmentAttention(Protocol):
     ) -> torch.Tensor:
         """``query`` [tokens, heads, head_dim], ``key`` and ``value`` [tokens, kv_heads, head_dim], rotated; the result
         is [tokens, heads * head_dim]. A paged segment writes its keys and values to ``kv_cache`` first."""
+
+
+@runtime_checkable
+class KeepingAttention(Protocol):
+    """Attention of a training segment, which has a backward pass."""
+
+    def keep(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, KeptAttention]:
+        """As ``SegmentAttention``'s call, outside any graph, and what its backward pass needs. ``buffers``: those of
+        the tape, of which "attended" and "logsumexp" are attention's."""
+        ...
 
 
 class AttentionBackend(Protocol):
@@ -49,7 +64,10 @@ class SdpaBackend:
     def plan(self, segment: Segment, kv_cache: torch.Tensor | None) -> SegmentAttention:
         """Raises ValueError for a paged segment without a cache."""
         if isinstance(segment, TrainingSegment):
-            return TrainingAttention(segment, self._spec.sliding_window, self._device, self._dtype)
+            window = self._spec.sliding_window
+            if flash_attention.is_supported(self._device, self._dtype, self._spec.head_dim):
+                return FlashAttention(Sequences.of(segment, window, self._device), window)
+            return TrainingAttention(segment, window, self._device, self._dtype)
         if kv_cache is None:
             raise ValueError("a PagedSegment needs a kv_cache")
         rows = _CacheRows(segment, kv_cache)
@@ -216,12 +234,15 @@ class TrainingAttention:
         out = _attend(queries, keys, values, self._mask).flatten(0, 1)  # [sequences * longest, heads * dim]
         return out if self._padded_rows is None else out.index_select(0, self._padded_rows)
 
-    def keep(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, KeptAttention]:
-        """The result, outside any graph, and what its backward pass needs."""
+    def keep(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, buffers: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, KeptGraph]:
+        if buffers:  # they share their memory with others: autograd would take a write there for one to these
+            query, key, value = query.clone(), key.clone(), value.clone()
         query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
         with torch.enable_grad():
             out = self(0, query, key, value, None)
-        return out.detach(), KeptAttention((query, key, value), out)
+        return out.detach(), KeptGraph((query, key, value), out)
 
     def _alone(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """One sequence: [tokens, heads * dim]."""

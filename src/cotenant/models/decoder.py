@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from cotenant.models.attention import AttentionBackend, SdpaBackend, SegmentAttention, TrainingAttention
+from cotenant.models.attention import AttentionBackend, KeepingAttention, SdpaBackend, SegmentAttention
 from cotenant.models.batch import Batch
+from cotenant.models.elementwise_ops import norm, rotate_heads, silu_and_multiply
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.linear import linear
 from cotenant.models.products import product
-from cotenant.models.rope import RopeTables, rotate
+from cotenant.models.rope import RopeTables
 from cotenant.models.spec import ModelSpec
 from cotenant.models.tape import LayerTape
 from cotenant.models.weights import DecoderWeights, LayerWeights
@@ -74,19 +75,65 @@ class Decoder:
         ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, head_dim] is read and written for the paged segments; it
         is the same for all layers of a batch. Raises ValueError if there are paged segments and no cache.
         """
+        middle = self.attention_half(index, hidden, batch, kv_cache, tape)
+        return self.mlp_half(index, middle, batch, tape)
+
+    def attention_half(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        batch: Batch,
+        kv_cache: torch.Tensor | None = None,
+        tape: LayerTape | None = None,
+    ) -> torch.Tensor:
+        """The first half of ``layer``: [tokens, hidden] -> [tokens, hidden], the second half's input."""
         weights = self.weights.layers[index]
         plan = batch.derived.get(self) or self._make_plan(batch, kv_cache)
         normed = self.norm(hidden, weights.input_norm)
         attended = self._attend(index, normed, weights, plan, batch, kv_cache, tape)
-        middle = hidden + linear(attended, weights.output, index, batch.spans, tape=tape)
-        normed = self.norm(middle, weights.mlp_norm)
-        gate_up = linear(normed, weights.gate_up, index, batch.spans, tape=tape)
-        gate, up = gate_up.chunk(2, dim=1)
-        output = middle + linear(F.silu(gate) * up, weights.down, index, batch.spans, tape=tape)
+        middle = self._linear(attended, weights.output, index, batch, tape, out="middle", add=hidden)
         if tape is not None:
-            tape.input, tape.middle, tape.gate_up = map(tape.part, (hidden, middle, gate_up))
+            tape.input, tape.middle = map(tape.part, (hidden, middle))
             tape.cos, tape.signed_sin = map(tape.part, (plan.cos, plan.signed_sin))
-        return output
+        return middle
+
+    def mlp_half(
+        self,
+        index: int,
+        middle: torch.Tensor,
+        batch: Batch,
+        tape: LayerTape | None = None,
+    ) -> torch.Tensor:
+        """The second half of ``layer``: [tokens, hidden] -> [tokens, hidden]."""
+        activated = silu_and_multiply(self.gate_up(index, middle, batch, tape))
+        return self._linear(activated, self.weights.layers[index].down, index, batch, tape, out="output", add=middle)
+
+    def gate_up(self, index: int, middle: torch.Tensor, batch: Batch, tape: LayerTape | None = None) -> torch.Tensor:
+        """The MLP up to its activation, and no further is kept: [tokens, hidden] -> [tokens, 2 * intermediate]."""
+        weights = self.weights.layers[index]
+        normed = self.norm(middle, weights.mlp_norm)
+        gate_up = self._linear(normed, weights.gate_up, index, batch, tape, out="gate_up")
+        if tape is not None:
+            tape.gate_up = tape.part(gate_up)
+        return gate_up
+
+    def _linear(
+        self,
+        x: torch.Tensor,
+        base: FusedLinear,
+        index: int,
+        batch: Batch,
+        tape: LayerTape | None,
+        *,
+        out: str,
+        add: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``linear``, plus ``add`` [tokens, sum of sizes]. ``out``: the tape's buffer for the result, if it has any."""
+        if tape is not None and tape.packed is not None:
+            down = tape.buffers.get(base.modules[0])
+            return tape.packed.linear(x, base, down, add=add, out=tape.buffers[out])
+        result = linear(x, base, index, batch.spans, tape=tape)
+        return result if add is None else add + result
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> [rows, hidden]"""
@@ -113,18 +160,24 @@ class Decoder:
         """Projections, rotation and attention: [tokens, hidden] -> [tokens, heads * head_dim]."""
         spec = self.spec
         num_tokens, num_rotated = normed.shape[0], spec.num_heads + spec.num_kv_heads
-        heads = linear(normed, weights.qkv, index, batch.spans, tape=tape).view(num_tokens, -1, spec.head_dim)
+        heads = self._linear(normed, weights.qkv, index, batch, tape, out="heads").view(num_tokens, -1, spec.head_dim)
         value = heads[:, num_rotated:]  # [tokens, kv_heads, head_dim]
-        rotated = heads[:, :num_rotated]  # [tokens, heads + kv_heads, head_dim]
-        if weights.qk_norm is not None:
-            rotated = self.norm(rotated, weights.qk_norm)
-        rotated = rotate(rotated, plan.cos, plan.signed_sin)
+        # [tokens, heads + kv_heads, head_dim]
+        rotated = rotate_heads(
+            heads,
+            plan.cos,
+            plan.signed_sin,
+            num_rotated,
+            weights.qk_norm,
+            spec.rms_norm_eps,
+            out=None if tape is None else tape.buffers.get("rotated"),
+        )
         query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         outs = []
         for rows, attention in plan.segments:
             if tape is not None and tape.rows.start == rows.start:
-                assert isinstance(attention, TrainingAttention), "only training segments have a backward pass"
-                out, tape.attention = attention.keep(tape.part(query), tape.part(key), tape.part(value))
+                assert isinstance(attention, KeepingAttention), "only training segments have a backward pass"
+                out, tape.attention = attention.keep(tape.part(query), tape.part(key), tape.part(value), tape.buffers)
                 tape.heads = tape.part(heads)
             else:
                 out = attention(index, query[rows], key[rows], value[rows], kv_cache)
@@ -132,11 +185,8 @@ class Decoder:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMS norm over the last dimension. Rounds to x's dtype before the weight is applied, as transformers does."""
-        size, epsilon = x.shape[-1:], self.spec.rms_norm_eps
-        if x.dtype == torch.float32 and weight.dim() == 1:
-            return F.rms_norm(x, size, weight, epsilon)
-        return weight * F.rms_norm(x.float(), size, None, epsilon).to(x.dtype)
+        """RMS norm of ``x`` [rows, hidden] with one of the model's scales."""
+        return norm(x, weight, self.spec.rms_norm_eps)
 
     def _make_plan(self, batch: Batch, kv_cache: torch.Tensor | None) -> _Plan:
         segments = []
@@ -150,3 +200,8 @@ class Decoder:
         plan = _Plan(*self.rope.at(batch.positions), tuple(segments))
         batch.derived[self] = plan
         return plan
+
+    def plan(self, batch: Batch, cos: torch.Tensor, signed_sin: torch.Tensor, attention: SegmentAttention) -> None:
+        """Say what layers would work out for a batch of one segment: the caller's own tables, as of ``RopeTables.at``,
+        and attention over all rows. The batch's other fields are then never read."""
+        batch.derived[self] = _Plan(cos, signed_sin, (_PlannedSegment(slice(0, len(cos)), attention),))

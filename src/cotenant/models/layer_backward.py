@@ -7,15 +7,15 @@ operation rounds where autograd would.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 
 from cotenant.models.decoder import Decoder
+from cotenant.models.elementwise_ops import norm_backward, rotate_heads_backward, silu_backward
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.linear import AddGradient, linear_backward
-from cotenant.models.rope import rotate
+from cotenant.models.linear import AddGradient, DownGradient, adapter_backward, input_backward
 from cotenant.models.tape import LayerTape
-from cotenant.models.weights import LayerWeights
 
 
 def layer_backward(
@@ -29,11 +29,11 @@ def layer_backward(
 ) -> torch.Tensor | None:
     """From the gradient of the layer's output [rows, hidden] to that of its input, if it is needed.
 
-    ``add_gradient`` gets each LoRA matrix of the layer with its gradient. ``tape`` can be used once.
+    ``add_gradient`` gets each LoRA matrix of the layer with its gradient, unless the adapter is packed. ``tape`` can be
+    used once.
     """
-    weights = decoder.weights.layers[index]
-    middle = _mlp_backward(decoder, weights, tape, gradient, add_gradient)
-    return _attention_backward(decoder, weights, tape, middle, add_gradient, needs_input)
+    middle = mlp_backward(decoder, index, tape, gradient, add_gradient)
+    return attention_backward(decoder, index, tape, middle, add_gradient, needs_input=needs_input)
 
 
 def head_backward(decoder: Decoder, hidden: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -42,58 +42,83 @@ def head_backward(decoder: Decoder, hidden: torch.Tensor, gradient: torch.Tensor
     return norm_backward(hidden, weights.final_norm, gradient @ weights.head, decoder.spec.rms_norm_eps)
 
 
-def _mlp_backward(
-    decoder: Decoder, weights: LayerWeights, tape: LayerTape, gradient: torch.Tensor, add_gradient: AddGradient
-) -> torch.Tensor:
-    """The gradient at ``tape.middle``: [rows, hidden]."""
-    gate, up = tape.gate_up.chunk(2, dim=1)
-    silu = F.silu(gate)
-    activated = _linear_backward(silu * up, gradient, weights.down, tape, add_gradient)  # [rows, intermediate]
-    gate_up = torch.empty_like(tape.gate_up)
-    torch.ops.aten.silu_backward.grad_input(activated * up, gate, grad_input=gate_up[:, : gate.shape[1]])
-    torch.mul(activated, silu, out=gate_up[:, gate.shape[1] :])
-    normed = decoder.norm(tape.middle, weights.mlp_norm)
-    inner = _linear_backward(normed, gate_up, weights.gate_up, tape, add_gradient)
-    return norm_backward(tape.middle, weights.mlp_norm, inner, decoder.spec.rms_norm_eps).add_(gradient)
-
-
-def _attention_backward(
+def mlp_backward(
     decoder: Decoder,
-    weights: LayerWeights,
+    index: int,
     tape: LayerTape,
     gradient: torch.Tensor,
-    add_gradient: AddGradient,
-    needs_input: bool,
+    add_gradient: AddGradient | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The first half of ``layer_backward``: to the gradient at ``tape.middle`` [rows, hidden], in ``out`` if given.
+    A packed adapter needs no ``add_gradient``."""
+    weights, epsilon = decoder.weights.layers[index], decoder.spec.rms_norm_eps
+    like = tape.gate_up.chunk(2, dim=1)[0]
+    activated_gradient, downs = _input_backward(like, gradient, weights.down, tape)  # [rows, intermediate]
+    assert activated_gradient is not None
+    activated, gate_up = silu_backward(tape.gate_up, activated_gradient)
+    _adapter_backward(activated, gradient, weights.down, tape, downs, add_gradient)
+    normed = decoder.norm(tape.middle, weights.mlp_norm)
+    inner, downs = _input_backward(normed, gate_up, weights.gate_up, tape)
+    assert inner is not None
+    _adapter_backward(normed, gate_up, weights.gate_up, tape, downs, add_gradient)
+    return norm_backward(tape.middle, weights.mlp_norm, inner, epsilon, add=gradient, out=out)
+
+
+def attention_backward(
+    decoder: Decoder,
+    index: int,
+    tape: LayerTape,
+    gradient: torch.Tensor,
+    add_gradient: AddGradient | None = None,
+    *,
+    needs_input: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """From the gradient at ``tape.middle`` to that of the layer's input: [rows, hidden]."""
-    spec = decoder.spec
-    num_rotated = spec.num_heads + spec.num_kv_heads
-    attended = _linear_backward(tape.attention.out.detach(), gradient, weights.output, tape, add_gradient)
-    query, key, value = tape.attention.backward(attended)
-    rotated = rotate(torch.cat([query, key], dim=1), tape.cos, -tape.signed_sin)  # a rotation's transpose
-    if weights.qk_norm is not None:
-        rotated = norm_backward(tape.heads[:, :num_rotated], weights.qk_norm, rotated, spec.rms_norm_eps)
-    heads = torch.cat([rotated, value], dim=1).flatten(1)  # [rows, (heads + 2 * kv_heads) * head_dim]
+    """The second half: from the gradient at ``tape.middle`` to that of the layer's input [rows, hidden]."""
+    weights, epsilon = decoder.weights.layers[index], decoder.spec.rms_norm_eps
+    attended = tape.attention.out.detach()
+    attended_gradient, downs = _input_backward(attended, gradient, weights.output, tape)
+    assert attended_gradient is not None
+    _adapter_backward(attended, gradient, weights.output, tape, downs, add_gradient)
+    query, key, value = tape.attention.backward(attended_gradient)
+    heads = rotate_heads_backward(
+        query, key, value, tape.cos, tape.signed_sin, tape.heads, weights.qk_norm, epsilon
+    ).flatten(1)  # [rows, (heads + 2 * kv_heads) * head_dim]
     normed = decoder.norm(tape.input, weights.input_norm)
-    deltas = tape.deltas[weights.qkv.modules[0]]
-    inner = linear_backward(normed, heads, weights.qkv, deltas, add_gradient, needs_input=needs_input)
+    inner, downs = _input_backward(normed, heads, weights.qkv, tape, needs_input=needs_input)
+    _adapter_backward(normed, heads, weights.qkv, tape, downs, add_gradient)
     if inner is None:
         return None
-    return norm_backward(tape.input, weights.input_norm, inner, spec.rms_norm_eps).add_(gradient)
+    return norm_backward(tape.input, weights.input_norm, inner, epsilon, add=gradient, out=out)
 
 
-def _linear_backward(
-    x: torch.Tensor, gradient: torch.Tensor, base: FusedLinear, tape: LayerTape, add_gradient: AddGradient
-) -> torch.Tensor:
-    x_gradient = linear_backward(x, gradient, base, tape.deltas[base.modules[0]], add_gradient)
-    assert x_gradient is not None
-    return x_gradient
+_Downs = Sequence[DownGradient] | torch.Tensor | None
 
 
-def norm_backward(x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """From the gradient of ``Decoder.norm``'s output to that of ``x``, both [..., size]."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
-    unit = wide * scale
-    inner = (gradient * weight).float()
-    return ((inner - unit * (inner * unit).mean(dim=-1, keepdim=True)) * scale).to(x.dtype)
+def _input_backward(
+    like: torch.Tensor, gradient: torch.Tensor, base: FusedLinear, tape: LayerTape, *, needs_input: bool = True
+) -> tuple[torch.Tensor | None, _Downs]:
+    """The gradient of a linear's input, and what ``_adapter_backward`` goes on with."""
+    if tape.packed is not None:
+        return tape.packed.input_backward(gradient, base, needs_input=needs_input)
+    return input_backward(like, gradient, base, tape.deltas[base.modules[0]], needs_input=needs_input)
+
+
+def _adapter_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    base: FusedLinear,
+    tape: LayerTape,
+    downs: _Downs,
+    add_gradient: AddGradient | None,
+) -> None:
+    """The gradients of the LoRA matrices of a linear with input ``x``."""
+    if tape.packed is None:
+        assert isinstance(downs, Sequence)
+        assert add_gradient is not None
+        adapter_backward(x, gradient, tape.deltas[base.modules[0]], downs, add_gradient)
+    elif downs is not None:
+        assert isinstance(downs, torch.Tensor)
+        tape.packed.adapter_backward(x, gradient, base, tape.buffers[base.modules[0]], downs)

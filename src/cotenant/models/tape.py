@@ -5,12 +5,14 @@ Only what a matrix product or attention made is kept. What the norms and the act
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from cotenant.models.lora import LoraAdapter, ModuleKey
+from cotenant.models.training_pack import PackedLayer
 
 
 class KeptDelta(NamedTuple):
@@ -25,14 +27,26 @@ class KeptDelta(NamedTuple):
     b: torch.Tensor  # [out, rank], in the dtype of x
 
 
-class KeptAttention(NamedTuple):
-    """Attention over the kept rows, as a graph from ``leaves`` (rotated queries and keys, values) to ``out``."""
+class KeptAttention(Protocol):
+    """What attention over the kept rows needs for its backward pass."""
+
+    @property
+    def out(self) -> torch.Tensor:
+        """[rows, heads * head_dim]"""
+        ...
+
+    def backward(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From the gradient of ``out`` to those of rotated queries, rotated keys and values, each of its shape."""
+        ...
+
+
+class KeptGraph(NamedTuple):
+    """Attention as a graph of autograd's from ``leaves`` (rotated queries and keys, values) to ``out``."""
 
     leaves: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     out: torch.Tensor  # [rows, heads * head_dim]
 
     def backward(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of the leaves, each of its leaf's shape."""
         query, key, value = torch.autograd.grad(self.out, self.leaves, gradient)
         return query, key, value
 
@@ -40,9 +54,14 @@ class KeptAttention(NamedTuple):
 @dataclass(slots=True)
 class LayerTape:
     """Given to ``Decoder.layer``, which fills it with what it computes of these rows of the batch: one training
-    segment, all rows of one adapter."""
+    segment, all rows of one adapter.
+
+    ``packed``: the layer's part of that adapter, if it is packed for training; ``buffers`` are then where what is kept
+    lies, by the tape's names for it, and what each group of modules has for ``x @ a.T``, by its first module."""
 
     rows: slice
+    packed: PackedLayer | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     # By the group's first module.
     deltas: dict[str, list[KeptDelta]] = field(default_factory=dict)
     input: torch.Tensor = field(init=False)  # [rows, hidden]

@@ -31,11 +31,18 @@ class TrainingTenant:
         tokenizer_folder: Path | None,
         max_tasklet_tokens: int,
         send: Callable[[FromWorker], None],
+        *,
+        limit_is_fixed: bool = True,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
+        """``limit_is_fixed``: the user chose ``max_tasklet_tokens``; if not, a job may take a smaller number that suits
+        the device better. ``is_ready``: whether tasklets may run by now."""
+        self._is_ready = is_ready
         self._device = device
         self._decoder = decoder
         self._tokenizer_folder = tokenizer_folder
         self._max_tasklet_tokens = max_tasklet_tokens
+        self._limit_is_fixed = limit_is_fixed
         self._send = send
         self._job: TrainingJob | None = None
         self._job_id = ""
@@ -55,15 +62,17 @@ class TrainingTenant:
 
     @property
     def runnable(self) -> bool:
-        return self._job is not None and self._ending is None and bool(self._job.upcoming())
+        return self._job is not None and self._ending is None and self._is_ready() and self._job.runnable
 
     @property
     def fusable_layer(self) -> int | None:
-        return self._job.fusable_layer if self._job is not None and self._ending is None else None
+        if self._job is None or self._ending is not None or not self._is_ready():
+            return None
+        return self._job.fusable_layer
 
     def view(self) -> JobView | None:
         """The running job for the snapshot; None when there is none or it waits for its files to be written."""
-        if self._job is None or self._ending is not None:
+        if self._job is None or self._ending is not None or not self._is_ready():
             return None
         upcoming = self._job.upcoming()
         return JobView(self._job_id, upcoming) if upcoming else None
@@ -82,7 +91,13 @@ class TrainingTenant:
             # On a CPU other programs' memory comes and goes, and so does what counts as free.
             free_bytes = self._device.memory_bytes()[0] if self._device.torch_device.type == "cuda" else None
             job = TrainingJob(
-                self._decoder, spec, self._max_tasklet_tokens, self._tokenizer_folder, free_bytes=free_bytes
+                self._decoder,
+                spec,
+                self._max_tasklet_tokens,
+                self._tokenizer_folder,
+                free_bytes=free_bytes,
+                device=self._device,
+                limit_is_fixed=self._limit_is_fixed,
             )
         except Exception as error:
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
@@ -124,12 +139,13 @@ class TrainingTenant:
         return shape
 
     def discard(self) -> bool:
-        """Drop the micro-batch in flight to give its memory back. False if there was none."""
-        if self._job is None or not self._job.in_flight:
+        """Drop the micro-batch in flight to give its memory back, and what lies ready for the next. False if there was
+        neither."""
+        if self._job is None or not (self._job.in_flight or self._job.mapped_bytes):
             return False
         logger.warning("job %s gives up its micro-batch in flight: memory is short", self._job_id)
         self._device.synchronize()
-        self._job.discard_step()
+        self._job.discard_all()
         return True
 
     def begin_fused(self) -> FusedInput:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
 from cotenant.finetune.optimizer import warm_up
+from cotenant.models.decoder import Decoder
+from cotenant.models.products import has_triton
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.build import build_serving
 from cotenant.runtime.calibration import calibrate
@@ -54,13 +57,22 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
     device, decoder, engine, resolved = serving.device, serving.decoder, serving.engine, serving.resolved
     max_model_len = serving.max_model_len
     predictor = LatencyPredictor(device.name, resolved.name)
-    training = TrainingTenant(device, decoder, resolved.folder, serving.tasklet_tokens, channel.send)
+    may_train = config.coexecution.policy != "inference-only"
+    training = TrainingTenant(
+        device,
+        decoder,
+        resolved.folder,
+        serving.tasklet_tokens,
+        channel.send,
+        limit_is_fixed=config.coexecution.tasklet_tokens is not None,
+        is_ready=_compile_training(decoder) if may_train else lambda: True,
+    )
     executor = Executor(device, decoder, engine, training)
     default_slo = calibrate(engine, executor, predictor, resolved.spec.vocab_size, max_model_len)
     if device.torch_device.type != "cpu":
         default_slo = _CUDA_SLO
     slo = config.coexecution.slo(default_slo)
-    if config.coexecution.policy != "inference-only":
+    if may_train:
         warm_up()
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
     policy = create_policy(config.coexecution.policy, predictor)
@@ -78,6 +90,16 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
         )
     )
     return WorkerLoop(channel, engine, training, policy, executor, predictor, slo, fuse, sizes_chunks=device.overlaps)
+
+
+def _compile_training(decoder: Decoder) -> Callable[[], bool]:
+    """Begin to compile the kernels that jobs will need, where there are any; whether that is over."""
+    if decoder.device.type != "cuda" or not has_triton():
+        return lambda: True
+    from cotenant.models.kernels.precompile import TrainingKernels
+
+    kernels = TrainingKernels(decoder.spec, decoder.dtype)
+    return lambda: kernels.ready
 
 
 def main() -> int:

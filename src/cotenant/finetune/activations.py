@@ -1,0 +1,180 @@
+"""The memory of a job's activations: an arena that holds one micro-batch's, and the captured layers over it.
+
+Addresses stay for as long as the job runs. Memory lies under the lower part of them, as much as the largest micro-batch
+of late has needed; what is given away is taken from the top.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+from cotenant.core.tasklet import TaskletKind
+from cotenant.device import Device
+from cotenant.device.cuda.graphs import capture_graph
+from cotenant.finetune.captured import CapturedLayers, Frame, frame_bytes, rows_for
+from cotenant.finetune.loss import LossSums
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.tasklets import LossFunction
+from cotenant.models import flash_attention
+from cotenant.models.decoder import Decoder
+from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.lora import LoraAdapter
+from cotenant.models.products import has_triton
+from cotenant.models.training_pack import TrainingPack
+
+# Giving one back costs a GPU's driver the same, whatever its size.
+_CHUNK_BYTES = 128 << 20
+# Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
+_MAX_FRAMES = 8
+
+
+def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
+    """Whether a job's layers can be captured: in half precision, on a GPU that has the kernels, over plain weights, and
+    without dropout, whose masks are drawn by the host's say."""
+    linears = (decoder.weights.layers[0].qkv, decoder.weights.layers[0].gate_up)
+    return (
+        flash_attention.is_supported(decoder.device, decoder.dtype, decoder.spec.head_dim)
+        and has_triton()
+        and adapter.dropout == 0.0
+        and all(type(linear) is FusedLinear for linear in linears)
+    )
+
+
+class Activations:
+    """For micro-batches of at most ``max_tokens`` tokens. Where ``device`` is no GPU, nothing is captured, and the same
+    functions run eagerly."""
+
+    def __init__(
+        self, decoder: Decoder, adapter: LoraAdapter, device: Device, max_tokens: int, *, recompute: bool
+    ) -> None:
+        self._decoder = decoder
+        self._device = device
+        self._recompute = recompute
+        self._pack = TrainingPack(adapter, decoder.dtype)
+        self._bytes: dict[int, int] = {}
+        self._arena = device.create_arena(self.bytes_for(max_tokens), _CHUNK_BYTES)
+        self._storage = self._arena.tensor(torch.uint8)
+        self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        self._frames: OrderedDict[Frame, CapturedLayers] = OrderedDict()
+        self._refreshing: torch.cuda.CUDAGraph | None = None
+
+    @classmethod
+    def for_job(
+        cls, decoder: Decoder, adapter: LoraAdapter, device: Device, max_tokens: int, *, recompute: bool
+    ) -> Activations | None:
+        """None for a job whose layers cannot be captured."""
+        if not can_capture(decoder, adapter):
+            return None
+        return cls(decoder, adapter, device, max_tokens, recompute=recompute)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self._arena.chunk_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the addresses: what the largest micro-batch needs, in whole chunks."""
+        return self._arena.num_chunks * self._arena.chunk_bytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of the memory that is there now."""
+        return len(self._arena.mapped) * self._arena.chunk_bytes
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """What a micro-batch of so many tokens needs at most."""
+        return self._frame_bytes(rows_for(num_tokens))
+
+    def _frame_bytes(self, num_rows: int) -> int:
+        found = self._bytes.get(num_rows)
+        if found is None:
+            spec, dtype = self._decoder.spec, self._decoder.dtype
+            found = self._bytes[num_rows] = frame_bytes(spec, dtype, self._pack, num_rows, recompute=self._recompute)
+        return found
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The adapter's weights have changed. Called on the stream of the tasklets."""
+        if self._pool is None:
+            self._pack.refresh()
+            return
+        if self._refreshing is None:
+            self._refreshing = capture_graph(self._pack.refresh, self._pool)
+        self._refreshing.replay()
+
+    def begin(self, micro_batch: MicroBatch) -> CapturedPass:
+        """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
+        spec, lengths = self._decoder.spec, micro_batch.segment.lengths
+        frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
+        needed = self._frame_bytes(frame.num_rows)
+        missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
+        if missing:
+            self._arena.map(missing)
+        layers = self._frames.get(frame)
+        if layers is None:
+            if len(self._frames) >= _MAX_FRAMES:
+                self._device.synchronize()
+                self._frames.popitem(last=False)
+            storage = self._storage[:needed]
+            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=self._recompute)
+            self._frames[frame] = layers
+        self._frames.move_to_end(frame)
+        layers.load(micro_batch)
+        return CapturedPass(self._decoder, self._pack, layers, micro_batch)
+
+    def give_back(self, num_kept: int) -> None:
+        """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what was launched. No micro-batch
+        that lies there goes on."""
+        unwanted = {chunk for chunk in self._arena.mapped if (chunk + 1) * self.chunk_bytes > num_kept}
+        if unwanted:
+            self._device.wait_for_tasklets()
+            self._arena.unmap(unwanted)
+
+    def close(self) -> None:
+        self._device.synchronize()
+        self._frames.clear()
+        self._refreshing = None
+        self._arena.close()
+
+
+class CapturedPass:
+    """As ``TrainingPass``, in halves of layers, at fixed addresses."""
+
+    def __init__(self, decoder: Decoder, pack: TrainingPack, layers: CapturedLayers, micro_batch: MicroBatch) -> None:
+        self._decoder = decoder
+        self._pack = pack
+        self._layers = layers
+        self.micro_batch = micro_batch
+        self._layer = 0  # whose forward runs, and after the loss the number of layers whose backward has not
+
+    @torch.no_grad()
+    def run(self, kind: TaskletKind) -> None:
+        """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
+        if kind is TaskletKind.BACKWARD_MLP:
+            self._layer -= 1
+        self._layers.run(kind, self._layer)
+        if kind is TaskletKind.FORWARD_MLP:
+            self._layer += 1
+
+    def loss(self, total_weight: float, function: LossFunction) -> LossSums:
+        """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
+        num_tokens, gradient = self.micro_batch.batch.num_tokens, self._layers.gradient
+        gradient.zero_()
+        hidden = self._layers.edge(self._layer)[:num_tokens]
+        return function(self._decoder, hidden, self.micro_batch, total_weight, gradient[:num_tokens])
+
+    @torch.no_grad()
+    def loss_part(self, total_weight: float, part: int) -> None:
+        """Run a part of the cross entropy instead; all parts in order."""
+        if part == 0:
+            self._layers.loss.begin(self.micro_batch, total_weight)
+        self._layers.loss.run(part)
+
+    def loss_sums(self) -> LossSums:
+        """Of all parts."""
+        return self._layers.loss.sums()
+
+    def commit(self) -> None:
+        self._pack.commit()

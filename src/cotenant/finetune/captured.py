@@ -1,0 +1,242 @@
+"""A micro-batch's layers at fixed addresses: on CUDA as captured graphs, launched in microseconds; elsewhere the same
+code runs eagerly.
+
+A frame is what graphs depend on: the number of rows, of sequences, and the longest. Everything that a frame's layers
+keep for their backward pass lies in one piece of memory from its beginning, so a smaller frame touches only the lower
+part of a larger one's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cotenant.core.tasklet import TaskletKind
+from cotenant.device.cuda.graphs import capture_graph
+from cotenant.finetune.captured_loss import CapturedLoss
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.models import flash_attention
+from cotenant.models.attention import SegmentAttention
+from cotenant.models.batch import Batch
+from cotenant.models.decoder import Decoder
+from cotenant.models.flash_attention import FlashAttention, Sequences
+from cotenant.models.layer_backward import attention_backward, mlp_backward
+from cotenant.models.spec import ModelSpec
+from cotenant.models.tape import LayerTape
+from cotenant.models.training_pack import PackedLayer, TrainingPack
+
+# Rows of a frame come in multiples of this: few frames for many lengths, and whole tiles for the products.
+_ROW_BLOCK = 128
+_ALIGNMENT = 256  # bytes, as torch's allocator aligns
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``num_rows``: the micro-batch's tokens, and fewer than ``_ROW_BLOCK`` rows of filling, a sequence of its own.
+    ``uniform``: all sequences have ``longest`` tokens. Otherwise there are at most ``num_sequences``, none longer than
+    ``longest``; both are powers of 2."""
+
+    num_rows: int
+    num_sequences: int
+    longest: int
+    uniform: bool
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], sliding_window: int | None, device: torch.device) -> Frame:
+        if device.type != "cuda":
+            return cls(sum(lengths), len(lengths), max(lengths), min(lengths) == max(lengths))
+        if flash_attention.is_uniform(lengths, sliding_window, device):
+            return cls(sum(lengths), len(lengths), lengths[0], uniform=True)
+        num_rows = rows_for(sum(lengths))
+        filling = num_rows - sum(lengths)
+        longest = max(*lengths, filling)
+        return cls(num_rows, _power_of_2(len(lengths) + 1), min(num_rows, _power_of_2(longest)), uniform=False)
+
+
+def rows_for(num_tokens: int) -> int:
+    """The most rows of a frame for so many tokens."""
+    return math.ceil(num_tokens / _ROW_BLOCK) * _ROW_BLOCK
+
+
+def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, *, recompute: bool) -> int:
+    """What a frame's layers keep, with the input and the output of each."""
+    memory = _Memory(None)
+    _Places(spec, dtype, pack, num_rows, memory, recompute=recompute)
+    return memory.num_bytes
+
+
+class _Memory:
+    """Gives out tensors of ``storage`` [bytes], uint8, from its beginning; counts only if there is none."""
+
+    def __init__(self, storage: torch.Tensor | None) -> None:
+        self._storage = storage
+        self.num_bytes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start = self.num_bytes
+        size = math.prod(shape) * dtype.itemsize
+        self.num_bytes += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+        if self._storage is None:
+            return torch.empty(0)
+        return self._storage[start : start + size].view(dtype).view(shape)
+
+
+class _Places:
+    """Where the tensors of a frame lie. With ``recompute`` layers keep their inputs alone and share the rest."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        pack: TrainingPack,
+        num_rows: int,
+        memory: _Memory,
+        *,
+        recompute: bool,
+    ) -> None:
+        hidden = (num_rows, spec.hidden_size)
+        # The last one is the output of the last layer.
+        self.edges = [memory.take(hidden, dtype) for _ in range(spec.num_layers + 1)]
+        self.gradient, self.middle_gradient = memory.take(hidden, dtype), memory.take(hidden, dtype)
+        self.cos, self.signed_sin = (memory.take((num_rows, 1, spec.head_dim), dtype) for _ in range(2))
+        num_kept = 1 if recompute else spec.num_layers
+        kept = [_tape_buffers(spec, dtype, num_rows, memory) for _ in range(num_kept)]
+        self.kept = [
+            {**kept[layer % num_kept], **_adapter_buffers(packed, dtype, num_rows, memory)}
+            for layer, packed in enumerate(pack.layers)
+        ]
+
+
+def _tape_buffers(spec: ModelSpec, dtype: torch.dtype, num_rows: int, memory: _Memory) -> dict[str, torch.Tensor]:
+    num_rotated = spec.num_heads + spec.num_kv_heads
+    return {
+        "middle": memory.take((num_rows, spec.hidden_size), dtype),
+        "heads": memory.take((num_rows, (num_rotated + spec.num_kv_heads) * spec.head_dim), dtype),
+        "rotated": memory.take((num_rows, num_rotated, spec.head_dim), dtype),
+        "attended": memory.take((num_rows, spec.num_heads * spec.head_dim), dtype),
+        "logsumexp": memory.take((num_rows * spec.num_heads,), torch.float32),
+        "gate_up": memory.take((num_rows, 2 * spec.intermediate_size), dtype),
+    }
+
+
+def _adapter_buffers(
+    packed: PackedLayer, dtype: torch.dtype, num_rows: int, memory: _Memory
+) -> dict[str, torch.Tensor]:
+    """Small enough to be kept always."""
+    return {first: memory.take((num_rows, num_ranks), dtype) for first, num_ranks in packed.num_ranks.items()}
+
+
+class CapturedLayers:
+    """The layers of one frame. ``storage``: uint8, at least ``frame_bytes``; ``pool``: where graphs find what they need
+    while they run, None where nothing is captured. Everything is launched on the current stream; the caller keeps to
+    the order in which a micro-batch goes through the layers.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pack: TrainingPack,
+        frame: Frame,
+        storage: torch.Tensor,
+        pool: Any | None,
+        *,
+        recompute: bool,
+    ) -> None:
+        spec = decoder.spec
+        self._decoder = decoder
+        self._frame = frame
+        self._pool = pool
+        self._recompute = recompute
+        self._places = _Places(spec, decoder.dtype, pack, frame.num_rows, _Memory(storage), recompute=recompute)
+        self._tapes = [
+            LayerTape(slice(0, frame.num_rows), packed, {**kept, "output": edge})
+            for packed, kept, edge in zip(pack.layers, self._places.kept, self._places.edges[1:], strict=True)
+        ]
+        self._batch = Batch(torch.empty(0), torch.empty(0), ())
+        self._starts: torch.Tensor | None = None  # [sequences + 1], int32
+        if pool is not None:
+            if not frame.uniform:
+                self._starts = torch.zeros(frame.num_sequences + 1, dtype=torch.int32, device=decoder.device)
+            sequences = Sequences(frame.num_sequences, frame.longest, self._starts)
+            self._plan(FlashAttention(sequences, spec.sliding_window))
+        self.loss = CapturedLoss(decoder, self._places.edges[-1], self._places.gradient, pool)
+        self._graphs: dict[tuple[TaskletKind, int], torch.cuda.CUDAGraph] = {}
+
+    def load(self, micro_batch: MicroBatch) -> None:
+        """Begin a micro-batch of this frame: its embedded tokens are the first layer's input."""
+        batch, places = micro_batch.batch, self._places
+        num_tokens = batch.num_tokens
+        torch.index_select(self._decoder.weights.embedding, 0, batch.token_ids, out=places.edges[0][:num_tokens])
+        # Filling is 0 in every layer, and so are its gradients. What lay there before need not even be a number.
+        places.edges[0][num_tokens:].zero_()
+        for place, values in zip((places.cos, places.signed_sin), self._decoder.rope.at(batch.positions), strict=True):
+            place[:num_tokens].copy_(values)
+            place[num_tokens:].zero_()
+        if self._pool is None:
+            self._plan(self._decoder.attention.plan(micro_batch.segment, None))
+        elif self._starts is not None:
+            starts = torch.full((len(self._starts),), self._frame.num_rows, dtype=torch.int32)
+            lengths = torch.tensor([0, *micro_batch.segment.lengths])
+            starts[: len(lengths)] = lengths.cumsum(0)
+            self._starts.copy_(starts)
+
+    def edge(self, layer: int) -> torch.Tensor:
+        """A layer's input [rows, hidden], which is the output of the one before."""
+        return self._places.edges[layer]
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """At the output of the layer whose backward runs next [rows, hidden]."""
+        return self._places.gradient
+
+    def run(self, kind: TaskletKind, layer: int) -> None:
+        """Half a layer, forward or backward. The first time it is captured; before that each kind runs once as it is,
+        which compiles its kernels and makes its libraries ready."""
+        function = partial(_FUNCTIONS[kind], self, layer)
+        if self._pool is None:
+            function()
+            return
+        graph = self._graphs.get((kind, layer))
+        if graph is None:
+            is_first = all(captured is not kind for captured, _ in self._graphs)
+            graph = self._graphs[kind, layer] = capture_graph(function, self._pool, warm_up=is_first)
+        graph.replay()
+
+    def _plan(self, attention: SegmentAttention) -> None:
+        self._decoder.plan(self._batch, self._places.cos, self._places.signed_sin, attention)
+
+    def _forward_attention(self, layer: int) -> None:
+        self._decoder.attention_half(layer, self._places.edges[layer], self._batch, tape=self._tapes[layer])
+
+    def _forward_mlp(self, layer: int) -> None:
+        self._decoder.mlp_half(layer, self._tapes[layer].middle, self._batch, tape=self._tapes[layer])
+
+    def _backward_mlp(self, layer: int) -> None:
+        tape, places = self._tapes[layer], self._places
+        if self._recompute:
+            self._forward_attention(layer)
+            self._decoder.gate_up(layer, tape.middle, self._batch, tape)
+        mlp_backward(self._decoder, layer, tape, places.gradient, out=places.middle_gradient)
+
+    def _backward_attention(self, layer: int) -> None:
+        tape, places = self._tapes[layer], self._places
+        # Nobody learns from the first layer's input: the embedding is frozen.
+        attention_backward(
+            self._decoder, layer, tape, places.middle_gradient, needs_input=layer > 0, out=places.gradient
+        )
+
+
+_FUNCTIONS = {
+    TaskletKind.FORWARD_ATTENTION: CapturedLayers._forward_attention,
+    TaskletKind.FORWARD_MLP: CapturedLayers._forward_mlp,
+    TaskletKind.BACKWARD_MLP: CapturedLayers._backward_mlp,
+    TaskletKind.BACKWARD_ATTENTION: CapturedLayers._backward_attention,
+}
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,195 @@
+"""A trainable adapter as captured graphs read and write it: matrices, and the gradients of a micro-batch, at addresses
+that never change.
+
+The modules of a group (those that read the same input) share their products: their ``a`` lie below each other, their
+``b`` on the diagonal of one matrix, scales included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, LoraPair
+from cotenant.models.products import product
+
+
+class _Part(NamedTuple):
+    """One module's place in its group."""
+
+    pair: LoraPair
+    scale: float
+    ranks: slice
+    columns: slice  # of the group's output
+    b_gradient: torch.Tensor  # [columns, ranks], float32
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedGroup:
+    """The matrices in the decoder's dtype, and where the gradients of a micro-batch go."""
+
+    a: torch.Tensor  # [ranks, in]
+    b: torch.Tensor  # [out, ranks]
+    a_gradient: torch.Tensor  # [ranks, in], float32
+    parts: tuple[_Part, ...]
+
+    def refresh(self) -> None:
+        for part in self.parts:
+            self.a[part.ranks].copy_(part.pair.a.detach())
+            torch.mul(part.pair.b.detach(), part.scale, out=self.b[part.columns, part.ranks])
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        base: FusedLinear,
+        down: torch.Tensor,
+        add: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The delta comes first: a large product that begins with it costs less than a sum afterwards."""
+        torch.mm(x, self.a.T, out=down)
+        out = x.new_empty(len(x), len(self.b)) if out is None else out
+        if add is None:
+            torch.mm(down, self.b.T, out=out)
+        else:
+            torch.addmm(add, down, self.b.T, out=out)
+        out.addmm_(x, base.weight.T)
+        return out if base.bias is None else out.add_(base.bias)
+
+    def adapter_backward(
+        self, x: torch.Tensor, gradient: torch.Tensor, down: torch.Tensor, down_gradient: torch.Tensor
+    ) -> None:
+        self.a_gradient.copy_(down_gradient.T @ x)
+        b_gradient = gradient.T @ down  # [out, ranks]; what is off the diagonal belongs to nobody
+        for part in self.parts:
+            torch.mul(b_gradient[part.columns, part.ranks], part.scale, out=part.b_gradient)
+
+
+class PackedLayer:
+    """The groups of one layer."""
+
+    def __init__(self, groups: dict[str, _PackedGroup]) -> None:
+        self._groups = groups
+
+    @property
+    def num_ranks(self) -> dict[str, int]:
+        """The sum of the ranks of each group with LoRA, by its first module."""
+        return {first: len(group.a) for first, group in self._groups.items()}
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        base: FusedLinear,
+        down: torch.Tensor | None,
+        *,
+        add: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[tokens, in] -> [tokens, sum of sizes], plus ``add``, in ``out`` if given. ``down`` [tokens, ranks] gets
+        ``x @ a.T``; None without LoRA."""
+        group = self._groups.get(base.modules[0])
+        if group is not None:
+            assert down is not None
+            return group.linear(x, base, down, add, out)
+        out = product(x, base.weight, base.bias, out)
+        return out if add is None else out.add_(add)
+
+    def input_backward(
+        self, gradient: torch.Tensor, base: FusedLinear, *, needs_input: bool = True
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """From the gradient of ``linear``'s output to that of ``x``, if it is needed, and that of ``down``."""
+        group = self._groups.get(base.modules[0])
+        if group is None:
+            return (base.input_gradient(gradient) if needs_input else None), None
+        down_gradient = gradient @ group.b  # [tokens, ranks]
+        x_gradient = torch.mm(down_gradient, group.a).addmm_(gradient, base.weight) if needs_input else None
+        return x_gradient, down_gradient
+
+    def adapter_backward(
+        self,
+        x: torch.Tensor,
+        gradient: torch.Tensor,
+        base: FusedLinear,
+        down: torch.Tensor,
+        down_gradient: torch.Tensor,
+    ) -> None:
+        """The gradients of a group's matrices; they replace those of the micro-batch before."""
+        self._groups[base.modules[0]].adapter_backward(x, gradient, down, down_gradient)
+
+
+class _Gradients:
+    """Float32 gradients of an adapter's weights, as views of two tensors laid out alike: those of the micro-batch
+    in flight, and those of the step. So adding the one to the other is one launch."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        num_elements = sum(weight.numel() for weight in weights)
+        device = weights[0].device
+        self.micro_batch, self.step = torch.zeros(num_elements, device=device), torch.zeros(num_elements, device=device)
+        self.weights: list[torch.Tensor] = []  # those that have their place
+        self.of_step: list[torch.Tensor] = []  # of each
+        self._end = 0
+
+    def place(self, *weights: torch.Tensor) -> torch.Tensor:
+        """Room for the gradients of weights [rows, columns], one below the other: that of the micro-batch."""
+        start = self._end
+        for weight in weights:
+            self.weights.append(weight)
+            self.of_step.append(self.step[self._end : self._end + weight.numel()].view(weight.shape))
+            self._end += weight.numel()
+        return self.micro_batch[start : self._end].view(-1, weights[0].shape[1])
+
+
+class TrainingPack:
+    """The float32 weights of a trainable adapter in ``dtype``, and two sets of gradients: of the micro-batch in flight,
+    which ``layers`` write, and of those of the step that are committed, which are the weights' ``grad``."""
+
+    def __init__(self, adapter: LoraAdapter, dtype: torch.dtype) -> None:
+        self._gradients = _Gradients(adapter.parameters())
+        layers = []
+        for layer in range(adapter.spec.num_layers):
+            groups = {}
+            for modules in MODULE_GROUPS:
+                if any((layer, module) in adapter.weights for module in modules):
+                    groups[modules[0]] = _pack_group(adapter, layer, modules, dtype, self._gradients)
+            layers.append(groups)
+        self._groups = [group for groups in layers for group in groups.values()]
+        self.layers = tuple(map(PackedLayer, layers))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the weights over: captured graphs read them as they are now."""
+        for group in self._groups:
+            group.refresh()
+
+    def commit(self) -> None:
+        """Add the micro-batch's gradients to the weights'."""
+        gradients = self._gradients
+        if gradients.weights[0].grad is not None:
+            gradients.step += gradients.micro_batch
+            return
+        gradients.step.copy_(gradients.micro_batch)
+        for weight, gradient in zip(gradients.weights, gradients.of_step, strict=True):
+            weight.grad = gradient
+
+
+def _pack_group(
+    adapter: LoraAdapter, layer: int, modules: Sequence[str], dtype: torch.dtype, gradients: _Gradients
+) -> _PackedGroup:
+    pairs = {module: adapter.weights[layer, module] for module in modules if (layer, module) in adapter.weights}
+    a_gradient = gradients.place(*(pair.a for pair in pairs.values()))
+    parts = []
+    rank = column = 0
+    for module in modules:
+        columns = slice(column, column + adapter.spec.module_shape(module)[0])
+        column = columns.stop
+        if module in pairs:
+            pair = pairs[module]
+            ranks = slice(rank, rank + len(pair.a))
+            rank = ranks.stop
+            parts.append(_Part(pair, adapter.scale_of(layer, module), ranks, columns, gradients.place(pair.b)))
+    a = torch.empty(a_gradient.shape, dtype=dtype, device=a_gradient.device)
+    return _PackedGroup(a, a.new_zeros(column, rank), a_gradient, tuple(parts))

@@ -1,0 +1,137 @@
+"""Layers at fixed addresses, in halves: what GPUs capture runs eagerly here, and gives what eager layers give."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from cotenant.core.tasklet import TaskletKind
+from cotenant.device import create_device
+from cotenant.finetune import activations
+from cotenant.finetune.job import TrainingJob
+from cotenant.models.decoder import Decoder
+from finetune import support
+
+DPO = {"method": "dpo", "batch_size": 3}
+PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "alpha_pattern": {"up_proj": 3.0}, "use_rslora": True}
+SOME_MODULES = {"target_modules": ("k_proj", "v_proj", "gate_proj")}
+
+Make = Callable[..., TrainingJob]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes jobs whose layers are those that GPUs capture."""
+
+    def make(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
+        monkeypatch.setattr(activations, "can_capture", lambda *_: True)
+        spec = support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
+        return support.make_job(decoder, spec, device=create_device("cpu"))
+
+    return make
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def any_decoder(request: pytest.FixtureRequest, tmp_path: Path, decoder: Decoder) -> Decoder:
+    """With and without biases, and norms of queries and keys."""
+    if request.param == "llama":
+        return decoder
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": support.VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.15,
+        "eos_token_id": 2,
+        "bos_token_id": 1,
+    }
+    if request.param == "qwen2":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes))
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.q_proj.bias)
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=16, **sizes))
+    model.float().save_pretrained(tmp_path / "model")
+    return support.load(tmp_path / "model")
+
+
+def _run_to_end(job: TrainingJob) -> None:
+    support.run_to_end(job)
+    job.close()
+
+
+def _flat(folder: Path) -> torch.Tensor:
+    tensors = safetensors.torch.load_file(folder / "adapter" / "adapter_model.safetensors")
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_checkpointing": True}, {"packing": True}, DPO, PATTERNS, SOME_MODULES],
+    ids=["plain", "recompute", "packing", "dpo", "patterns", "modules"],
+)
+def test_the_adapter_is_that_of_eager_layers(
+    any_decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    job = captured(any_decoder, tmp_path / "captured", max_steps=6, **changes)
+    assert job.upcoming()[-1 if "method" in changes else 0].shape.kind is not TaskletKind.FORWARD
+    _run_to_end(job)
+    spec = support.make_spec(
+        tmp_path / "eager", validation=support.random_examples(10, seed=5), eval_steps=3, max_steps=6, **changes
+    )
+    _run_to_end(support.make_job(any_decoder, spec))
+    found, expected = _flat(tmp_path / "captured"), _flat(tmp_path / "eager")
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("changes", [{}, DPO, {"gradient_checkpointing": True}], ids=["plain", "dpo", "recompute"])
+def test_discarding_at_random_points_changes_no_bit(
+    decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=12, **changes))
+    job = captured(decoder, tmp_path / "discarded", max_steps=12, **changes)
+    generator, kinds = random.Random(1), set()
+    while not job.done:
+        if not job.upcoming():
+            job.wait_for_writes()
+        elif generator.random() < 0.8:
+            support.run(job, generator.randint(0, sum(run.count for run in job.upcoming()) - 1))
+            kinds.add(job.upcoming()[0].shape.kind)
+            job.discard_step()
+            assert not job.in_flight
+        else:
+            support.run_step(job)
+        job.take_updates()
+    job.close()
+    whole = {TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.OPTIMIZER}
+    assert kinds | {TaskletKind.OPTIMIZER} == set(TaskletKind) - whole | {TaskletKind.OPTIMIZER}
+    assert support.adapter_bytes(tmp_path / "discarded") == support.adapter_bytes(tmp_path / "undisturbed")
+
+
+def test_all_memory_can_be_given_back_at_any_moment(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=8))
+    job = captured(decoder, tmp_path / "disturbed", max_steps=8)
+    generator = random.Random(2)
+    assert job.mapped_bytes == 0
+    while not job.done:
+        if not job.upcoming():
+            job.wait_for_writes()
+        else:
+            support.run(job, generator.randint(1, sum(run.count for run in job.upcoming())))
+            if job.upcoming() and job.mapped_bytes and generator.random() < 0.5:
+                job.discard_all()
+                assert job.mapped_bytes == 0
+        job.take_updates()
+    job.close()
+    assert job.mapped_bytes == 0
+    assert support.adapter_bytes(tmp_path / "disturbed") == support.adapter_bytes(tmp_path / "undisturbed")

@@ -1,0 +1,158 @@
+"""Captured layers give the gradients that eager ones give, and their memory comes and goes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cotenant.config import ModelConfig
+from cotenant.core.job import LINEAR_MODULES
+from cotenant.device import Device, create_device
+from cotenant.finetune.activations import Activations, can_capture
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.objective import CrossEntropy
+from cotenant.finetune.step import TrainingStep
+from cotenant.models.decoder import Decoder
+from cotenant.models.loading import load_decoder
+from cotenant.models.lora import LoraAdapter
+from cotenant.models.registry import resolve_model
+from cotenant.runtime.finetune_bench import Workload, open_bench
+
+VOCAB_SIZE = 512
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+RAGGED = [37, 5, 200, 128, 64, 90, 17]
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(head_dim=128, **SIZES)),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=50, **SIZES)),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make()
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.3)
+        found[name] = tmp_path_factory.mktemp(name)
+        model.float().save_pretrained(found[name])
+    return found
+
+
+def _load(folder: Path, device: str, dtype: torch.dtype) -> Decoder:
+    resolved = resolve_model(ModelConfig(model=str(folder), device=device))
+    return load_decoder(resolved, torch.device(device), dtype, seed=0)
+
+
+def _adapter(decoder: Decoder) -> LoraAdapter:
+    adapter = LoraAdapter.trainable(
+        decoder.spec, r=8, alpha=16.0, target_modules=LINEAR_MODULES, seed=0, rank_pattern={"k_proj": 4},
+        device=decoder.device,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    for _, b in adapter.weights.values():
+        b.data.copy_(torch.randn(b.shape, generator=generator) * 0.02)
+    return adapter
+
+
+def _dataset(lengths: list[int]) -> Dataset:
+    generator = torch.Generator().manual_seed(2)
+    total = sum(lengths)
+    token_ids = torch.randint(0, VOCAB_SIZE, (total,), generator=generator, dtype=torch.int32)
+    weights = (torch.rand(total, generator=generator) < 0.8).float()
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)])
+    weights[offsets[:-1]] = 0.0
+    return Dataset(token_ids, weights, offsets, max(lengths))
+
+
+def _gradient(
+    decoder: Decoder, lengths: list[int], activations: bool, *, recompute: bool = False, discards: int = 0
+) -> torch.Tensor:
+    """Of a whole step over these sequences in micro-batches of at most 256 tokens, at every LoRA matrix, on the CPU."""
+    device: Device = create_device(decoder.device.type)
+    adapter = _adapter(decoder)
+    memory = None
+    if activations:
+        assert can_capture(decoder, adapter)
+        memory = Activations(decoder, adapter, device, 256, recompute=recompute)
+    dataset = _dataset(lengths)
+    step = TrainingStep(
+        decoder, adapter, dataset, list(range(len(lengths))), step_index=0, seed=0, max_tasklet_tokens=256,
+        recompute=recompute, objective=CrossEntropy(), activations=memory,
+    )  # fmt: skip
+    generator = random.Random(3)
+    while not step.done:
+        if discards and generator.random() < 0.05:
+            device.wait_for_tasklets()
+            step.discard()
+            discards -= 1
+        device.wait_for_room()
+        device.run_tasklet(step.run_tasklet)
+    device.synchronize()
+    gradient = torch.cat([matrix.grad.flatten().cpu() for matrix in adapter.parameters() if matrix.grad is not None])
+    step.close()
+    if memory is not None:
+        memory.close()
+    return gradient
+
+
+@pytest.mark.parametrize("lengths", [[128] * 5, RAGGED], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_as_near_to_fp32_as_those_of_eager_layers(
+    folders: dict[str, Path], model: str, lengths: list[int]
+) -> None:
+    exact = _gradient(_load(folders[model], "cpu", torch.float32), lengths, activations=False)
+    decoder = _load(folders[model], "cuda", torch.bfloat16)
+    eager, captured, recomputed = (
+        _gradient(decoder, lengths, activations=activations, recompute=recompute)
+        for activations, recompute in ((False, False), (True, False), (True, True))
+    )
+    eager_error, error = (float((found - exact).norm() / exact.norm()) for found in (eager, captured))
+    print(f"{model}: error {error:.5f}, of eager layers {eager_error:.5f}")
+    assert error < 1.3 * eager_error + 1e-3
+    assert float((recomputed - captured).norm() / captured.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("lengths", [[128] * 8, RAGGED * 2], ids=["uniform", "ragged"])
+def test_discards_change_no_more_than_running_twice_does(folders: dict[str, Path], lengths: list[int]) -> None:
+    decoder = _load(folders["llama"], "cuda", torch.bfloat16)
+    first, second = (_gradient(decoder, lengths, activations=True) for _ in range(2))
+    disturbed = _gradient(decoder, lengths, activations=True, discards=20)
+    noise, difference = (float((found - first).norm() / first.norm()) for found in (second, disturbed))
+    print(f"run to run {noise:.2e}, with discards {difference:.2e}")
+    assert difference <= 2 * noise + 1e-3
+
+
+def test_memory_is_given_back_and_comes_again() -> None:
+    bench = open_bench(ModelConfig("tiny", device="cuda"), Workload(512, 8192, 4096, 16, False))
+    bench.steps(2, 1)
+    activations = bench._activations
+    assert activations is not None
+    required = bench.require(20, activations.total_bytes // 2)
+    assert required is not None
+    assert required["unmapped_mib"]["p50"] > 0
+    figures = bench.steps(2, 1)
+    bench.close()
+    assert figures["tasklet_ms"]["forward_mlp"]["count"] == 2 * 2 * bench._decoder.spec.num_layers
+    print(f"require: {required}")
