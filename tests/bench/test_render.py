@@ -137,32 +137,78 @@ def finetune_result(label: str, memory: dict[str, int]) -> dict[str, Any]:
         "share_of_matmul_rate": 0.6945,
         "share_of_matmul_rate_multiplied": 0.6491,
         "step_ms": spread(963.0),
-        "tasklet_ms": {"forward": spread(1.0), "optimizer": spread(5.0)},
+        "captured": True,
+        "uncut": {"cut_ms": spread(963.0), "uncut_ms": spread(961.0), "difference": 0.00208},
+        "tasklet_ms": {"forward_mlp": {"count": 512, **spread(1.0)}, "optimizer": {"count": 20, **spread(5.0)}},
         "cpu_share": {"launching_thread": 0.9, "launching": 0.04, "process": 0.95},
         "memory": memory,
         "suspend": {"num_samples": 200, "latency_ms": spread(1.5), "noticed_ms": spread(0.5)},
-        "discard": {"num_samples": 200, "latency_ms": spread(2.5), "freed_mib": None},
+        "discard": {"num_samples": 200, "latency_ms": spread(2.5)},
+        "require": {
+            "num_samples": 200,
+            "num_bytes": 4 << 30,
+            "latency_ms": spread(3.0),
+            "mean_ms": 3.1,
+            "unmapped_mib": spread(4096.0),
+        },
     }
 
 
-def test_training_by_itself(tmp_path: Path) -> None:
+OTHERS_LACK = (
+    "ceilings",
+    "captured",
+    "uncut",
+    "share_of_matmul_rate",
+    "share_of_matmul_rate_multiplied",
+    "tasklet_ms",
+    "cpu_share",
+    "suspend",
+    "discard",
+    "require",
+)
+
+
+def test_training_by_itself_and_beside_others(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
     on_gpu = finetune_result("gpu", {"peak_allocated_bytes": 22 << 30, "peak_reserved_bytes": 24 << 30})
-    on_cpu = finetune_result("cpu", {"peak_resident_bytes": 3 << 30})
-    (results / "finetune.json").write_text(json.dumps([on_gpu, on_cpu]))
+    on_cpu = finetune_result("cpu", {"peak_resident_bytes": 3 << 30}) | {"captured": False, "require": None}
+    other = finetune_result("peft", {"peak_allocated_bytes": 30 << 30}) | {"best": True}
+    other |= {"tokens_per_s": {"mean": 15000.0}, "versions": {"torch": "2.11.0", "peft": "0.18.0"}}
+    other = {name: value for name, value in other.items() if name not in OTHERS_LACK}
+    (results / "finetune.json").write_text(json.dumps([on_gpu, on_cpu, other]))
     target = tmp_path / "page.md"
-    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    run = render("--results", str(results), "--target", str(target))
+    assert run.returncode == 0, run.stderr
     page = target.read_text()
     start, end = (
         "gradient checkpointing | 2,048 | 17,000 | 69.5% (64.9%) | 963.00 (962.90 to 963.10) |",
-        "90.0%, launching 4.0% |",
+        "90.0%, launching 4.0% | 1.000 |",
     )
     assert f"| gpu, {start} 22.0, reserved 24.0 | {end}" in page
     assert f"| cpu, {start} 3.0 | {end}" in page
+    assert "| 2,048 | **15,000** | - | 963.00 (962.90 to 963.10) | 30.0 | - | 1.133 |" in page
     assert "32.1 GFLOP a token" in page
-    assert "| gpu | tasklet: optimizer | 5.000 | 4.900 | 5.100 | 5.200 | 5.300 |" in page
-    assert "| cpu | suspend | 1.500 |" in page
+    assert "With peft 0.18.0." in page
+    assert "| gpu, gradient checkpointing | 2,048 | yes | +0.21% | 4.0 | 4.00 | 3.10 |" in page
+    assert "| cpu, gradient checkpointing | 2,048 | no | +0.21% | - | - | - |" in page
+    optimizer = (
+        "| gpu, gradient checkpointing | 2,048 | tasklet: optimizer | 20 | 5.000 | 4.900 | 5.100 | 5.200 | 5.300 |"
+    )
+    assert optimizer in page
+    assert "| cpu, gradient checkpointing | 2,048 | suspend | 200 | 1.500 |" in page
+    assert "| gpu, gradient checkpointing | 2,048 | require | 200 | 3.000 |" in page
+    assert "| 2,048 | require |" not in page.replace("| gpu, gradient checkpointing | 2,048 | require |", "")
+
+
+def test_training_of_others_alone_has_one_table(tmp_path: Path) -> None:
+    other = finetune_result("peft", {"peak_allocated_bytes": 30 << 30})
+    other = {name: value for name, value in other.items() if name not in OTHERS_LACK}
+    (tmp_path / "finetune.json").write_text(json.dumps([other]))
+    target = tmp_path / "page.md"
+    assert render("--results", str(tmp_path), "--target", str(target)).returncode == 0
+    (header,) = [line for line in target.read_text().splitlines() if line.startswith("|---")]
+    assert header.count("---") == 7
 
 
 def test_a_resize_says_what_it_cost(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def versions() -> dict[str, str | None]:
 
 
 def command_line(words: Sequence[str], secret_flags: Sequence[str] = ()) -> str:
-    """A command as it can be shown to others: absolute paths by their names alone, the values of these flags hidden."""
+    """A command as it can be shown to others: absolute paths by their names alone, the values of these flags hidden.
+    ``python -m cotenant`` is the command `cotenant`."""
     shown: list[str] = []
     hide_next = False
     for word in words:
@@ -42,7 +43,8 @@ def command_line(words: Sequence[str], secret_flags: Sequence[str] = ()) -> str:
         elif flag in secret_flags and has_value:
             shown.append(f"{flag}=***")
         else:
-            shown.append(Path(word).name if word.startswith("/") else word)
+            name = Path(word).name if word.startswith("/") else word
+            shown.append("cotenant" if name == "__main__.py" else name)
         hide_next = not hide_next and word in secret_flags
     return shlex.join(shown)
 

@@ -16,6 +16,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.models.registry import resolve_model
 
 KIND = "finetune"
+_REQUIRED_BYTES = 4 << 30
 
 
 def finetune(
@@ -65,8 +66,10 @@ def finetune(
         "label": label,
         **bench.description(),
         **bench.steps(num_steps, num_warmup_steps),
+        "uncut": bench.uncut(num_steps),
         "suspend": bench.suspend(num_samples),
         "discard": bench.discard(num_samples),
+        "require": bench.require(num_samples, _REQUIRED_BYTES),
         "machine": machine(),
         "versions": versions(),
         "command": command_line(sys.argv),
@@ -96,11 +99,15 @@ def _print(report: dict[str, Any]) -> None:
         f"peak memory: {peaks}; CPU of the launching thread: {cpu_share['launching_thread']:.1%} of the time, "
         f"{cpu_share['launching']:.1%} in launching"
     )
+    uncut = report["uncut"]
+    console.print(f"steps cut into tasklets take {uncut['difference']:+.2%} of the time of uncut ones")
     table = Table("ms", "count", "p50", "p10", "p90", "p99", "max")
     table.add_row("step", str(report["num_steps"]), *_cells(report["step_ms"]))
     for kind, times in report["tasklet_ms"].items():
         table.add_row(f"tasklet: {kind}", str(times["count"]), *_cells(times))
-    for name in ("suspend", "discard"):
+    for name in ("suspend", "discard", "require"):
+        if report[name] is None:
+            continue
         table.add_row(name, str(report[name]["num_samples"]), *_cells(report[name]["latency_ms"]))
     console.print(table)
 

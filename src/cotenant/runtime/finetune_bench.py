@@ -24,6 +24,7 @@ from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.base import FinishedTasklet
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
@@ -35,10 +36,11 @@ from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.models.spec import ModelSpec
-from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype
+from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype, spare_host_threads
 from cotenant.runtime.engine_bench import Ceilings, layer_parameters, measure_ceilings, spread
 
 _STEPS_PER_EPOCH = 64
+_BACKWARD_KINDS = (TaskletKind.BACKWARD, TaskletKind.BACKWARD_MLP, TaskletKind.BACKWARD_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ def open_bench(config: ModelConfig, workload: Workload) -> FinetuneBench:
         torch.cuda.empty_cache()  # what was measured with is no part of training's memory
         torch.cuda.reset_peak_memory_stats(device.torch_device)
     bench = FinetuneBench(device, resolved, decoder, ceilings, workload)
+    spare_host_threads(device)
     gc.collect()
     gc.freeze()  # as in the worker
     return bench
@@ -101,8 +104,22 @@ class FinetuneBench:
         hyper = workload.hyperparameters()
         dataset = _random_dataset(workload, resolved.spec.vocab_size)
         self._order = DataOrder(dataset.lengths, hyper)
-        self._micro_batches = split(dataset, self._order.step(0), self._tasklet_tokens)
-        self._trainer = _trainer(decoder, resolved.name, dataset, self._order, hyper, self._tasklet_tokens)
+        adapter = _adapter(decoder, hyper)
+        most = max(self._tasklet_tokens, self._order.longest)
+        self._activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
+        self._trainer = _trainer(
+            decoder,
+            adapter,
+            resolved.name,
+            dataset,
+            self._order,
+            hyper,
+            self._tasklet_tokens,
+            self._activations,
+            num_multiprocessors=device.num_multiprocessors,
+            limit_is_fixed=workload.tasklet_tokens > 0,
+        )
+        self._micro_batches = split(dataset, self._order.step(0), self._trainer.max_tokens)
         self._trainer.start()
 
     def description(self) -> dict[str, Any]:
@@ -116,6 +133,7 @@ class FinetuneBench:
             "tasklet_tokens": self._tasklet_tokens,
             "micro_batch_tokens": self._micro_batches[0].num_tokens,
             "num_micro_batches": len(self._micro_batches),
+            "captured": self._activations is not None,
             "flop_per_token": flop_per_token(self._resolved.spec),
             "flop_per_token_multiplied": flop_per_token(self._resolved.spec, only_multiplied=True),
         }
@@ -157,23 +175,67 @@ class FinetuneBench:
         return {"num_samples": num_samples, "latency_ms": spread(latencies_ms), "noticed_ms": spread(noticed_ms)}
 
     def discard(self, num_samples: int) -> dict[str, Any]:
-        """From the call, at a random moment, to the activations of the micro-batch in flight being free: the device
-        idle, and their memory torch's to give to other tensors. ``freed_mib`` is what that gave, None on a CPU."""
-        latencies_ms, freed_mib = [], []
+        """From the call, at a random moment, to the micro-batch in flight being given up: the device idle, and its
+        memory there for another."""
+        latencies_ms = []
         for _ in range(num_samples):
             self._run_until_random_moment()
             while not self._trainer.in_flight:  # between two micro-batches
                 self._run_tasklet()
-            before = self._allocated_bytes()
             start_s = time.perf_counter()
-            self._device.synchronize()
+            self._device.wait_for_tasklets()
             self._trainer.discard()
             latencies_ms.append((time.perf_counter() - start_s) * 1e3)
-            freed_mib.append((before - self._allocated_bytes()) / 2**20)
+        return {"num_samples": num_samples, "latency_ms": spread(latencies_ms)}
+
+    def require(self, num_samples: int, num_bytes: int) -> dict[str, Any] | None:
+        """From ``require(num_bytes)``, at a random moment of a backward pass, to so much memory being unmapped: the
+        device's again, which clears it before it gives it to anyone. It is then released, and training goes on. None
+        where activations do not lie in an arena."""
+        if self._activations is None:
+            return None
+        latencies_ms, unmapped_mib = [], []
+        for _ in range(num_samples):
+            self._run_until_random_moment()
+            for _ in range(self._random.randrange(self._decoder.spec.num_layers)):
+                self._run_tasklet()
+            while self._next_kind() not in _BACKWARD_KINDS:
+                self._run_tasklet()
+            before = self._activations.mapped_bytes
+            start_s = time.perf_counter()
+            given = self._trainer.require(num_bytes)
+            latencies_ms.append((time.perf_counter() - start_s) * 1e3)
+            unmapped_mib.append((before - self._activations.mapped_bytes) / 2**20)
+            self._trainer.release(given)
+            while self._activations.mapped_bytes < before:  # micro-batches grow at the next step
+                self._run_tasklet()
         return {
             "num_samples": num_samples,
+            "num_bytes": num_bytes,
             "latency_ms": spread(latencies_ms),
-            "freed_mib": spread(freed_mib) if self._device.torch_device.type == "cuda" else None,
+            "mean_ms": round(statistics.fmean(latencies_ms), 4),
+            "unmapped_mib": spread(unmapped_mib),
+        }
+
+    def uncut(self, num_steps: int) -> dict[str, Any]:
+        """Pairs of steps: one whose tasklets are launched one by one, each when the one before is about to end; and one
+        whose micro-batches are launched whole. ``difference``: by how much the former took longer, of the latter."""
+        cut_s: list[float] = []
+        uncut_s: list[float] = []
+        for _ in range(num_steps):
+            for times_s, run_step in ((cut_s, self._run_step), (uncut_s, self._run_step_uncut)):
+                self._device.synchronize()
+                start_s = time.perf_counter()
+                run_step()
+                self._device.synchronize()
+                times_s.append(time.perf_counter() - start_s)
+        self._device.finished_tasklets()
+        return {
+            "cut_ms": spread([seconds * 1e3 for seconds in cut_s]),
+            "uncut_ms": spread([seconds * 1e3 for seconds in uncut_s]),
+            "difference": round(
+                statistics.median(cut / uncut for cut, uncut in zip(cut_s, uncut_s, strict=True)) - 1, 5
+            ),
         }
 
     def close(self) -> None:
@@ -228,9 +290,26 @@ class FinetuneBench:
 
     def _run_tasklet(self) -> TaskletKind:
         """Launch the next tasklet once the device takes it."""
-        kind = self._trainer.upcoming()[0].shape.kind
+        kind = self._next_kind()
+        self._device.wait_for_room()
         self._device.run_tasklet(self._launch)
         return kind
+
+    def _next_kind(self) -> TaskletKind:
+        shape = self._trainer.next_shape
+        assert shape is not None, "the job has no end"
+        return shape.kind
+
+    def _run_step_uncut(self) -> None:
+        while self._next_kind() is not TaskletKind.OPTIMIZER:
+            self._device.run_tasklet(self._launch_micro_batch)
+        self._device.run_tasklet(self._launch)
+
+    def _launch_micro_batch(self) -> TaskletShape:
+        self._launch()
+        while self._trainer.in_flight:
+            shape = self._launch()
+        return TaskletShape(shape.kind, self._micro_batches[0].num_tokens * self._decoder.spec.num_layers)
 
     def _launch(self) -> TaskletShape:
         start_s = time.thread_time()
@@ -242,23 +321,23 @@ class FinetuneBench:
         """Train for one to two micro-batches' time, so that every moment within a micro-batch is equally likely, even
         after a discard. Returns the moment, on time.perf_counter's clock; it has just passed."""
         moment_s = time.perf_counter() + self._random.uniform(1.0, 2.0) * self._micro_batch_s
-        while time.perf_counter() < moment_s:
-            self._run_tasklet()
+        while True:
+            self._device.wait_for_room()
+            if time.perf_counter() >= moment_s:
+                break
+            self._device.run_tasklet(self._launch)
         self._device.finished_tasklets()
         return moment_s
 
-    def _allocated_bytes(self) -> int:
-        device = self._device.torch_device
-        return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
     def _peak_memory(self) -> dict[str, int]:
-        """Since training began, the weights included. ``reserved``: with what torch's allocator kept for later. On a
-        CPU the largest resident set of the process since its start."""
+        """Since training began, the weights included. ``reserved``: with what torch's allocator kept for later. Both
+        count all of the arena of activations. On a CPU the largest resident set of the process since its start."""
         device = self._device.torch_device
         if device.type == "cuda":
+            arena = 0 if self._activations is None else self._activations.total_bytes
             return {
-                "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
-                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+                "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) + arena,
+                "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) + arena,
             }
         return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
@@ -285,11 +364,8 @@ def _random_dataset(workload: Workload, vocab_size: int) -> Dataset:
     return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
 
 
-def _trainer(
-    decoder: Decoder, model: str, dataset: Dataset, order: DataOrder, hyper: Hyperparameters, max_tasklet_tokens: int
-) -> Trainer:
-    spec = JobSpec("bench", model, "", "", None, "bench", hyper)
-    adapter = LoraAdapter.trainable(
+def _adapter(decoder: Decoder, hyper: Hyperparameters) -> LoraAdapter:
+    return LoraAdapter.trainable(
         decoder.spec,
         r=hyper.r,
         alpha=hyper.lora_alpha,
@@ -297,6 +373,22 @@ def _trainer(
         seed=hyper.seed,
         device=decoder.device,
     )
+
+
+def _trainer(
+    decoder: Decoder,
+    adapter: LoraAdapter,
+    model: str,
+    dataset: Dataset,
+    order: DataOrder,
+    hyper: Hyperparameters,
+    max_tasklet_tokens: int,
+    activations: Activations | None,
+    *,
+    num_multiprocessors: int | None,
+    limit_is_fixed: bool,
+) -> Trainer:
+    spec = JobSpec("bench", model, "", "", None, "bench", hyper)
     return Trainer(
         decoder,
         TrainingState(adapter, spec, fingerprint(spec, dataset)),
@@ -308,6 +400,9 @@ def _trainer(
         pending=None,
         progress=Progress(time.monotonic),
         on_step=lambda metrics: None,
+        activations=activations,
+        num_multiprocessors=num_multiprocessors,
+        limit_is_fixed=limit_is_fixed,
     )
 
 

@@ -1,0 +1,1 @@
+"""What bench/render.py makes of each kind of result."""
