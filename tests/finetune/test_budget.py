@@ -152,3 +152,21 @@ def test_a_micro_batch_that_fits_is_kept(decoder: Decoder, tmp_path: Path) -> No
 def _flat(folder: Path) -> torch.Tensor:
     tensors = safetensors.torch.load_file(folder / "adapter" / "adapter_model.safetensors")
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_layers_are_computed_again_before_training_has_to_wait(decoder: Decoder, tmp_path: Path) -> None:
+    examples = [([7] * 40, [0.0] * 4 + [1.0] * 36)] * 8
+    job = support.make_job(decoder, support.make_spec(tmp_path, examples=examples, batch_size=4, max_steps=2))
+    support.run(job, 2)
+    least = activation_bytes(decoder.spec, 40, decoder.dtype, recompute=True)
+    given_bytes = job.require(_bytes_for(decoder, 0) - least)
+    assert not job.in_flight, "what it keeps has no room"
+    assert _sizes(job) == [40, 40, 40, 40]
+    support.run_step(job)
+    assert job.step == 1
+    job.require(1)
+    assert job.upcoming() == ()
+    job.release(given_bytes + 1)
+    assert _sizes(job) == [40, 40, 40, 40]
+    support.run_to_end(job)
+    job.close()

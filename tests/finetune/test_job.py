@@ -400,8 +400,22 @@ def test_a_job_that_cannot_fit_says_how_much_it_lacks(decoder: Decoder, tmp_path
     needed = int(re.findall(r"needs (\d+) bytes", refused.value.message)[0])
     assert f"{needed - 1000} (" in refused.value.message
     assert "longest example, 37 tokens" in refused.value.message
-    with pytest.raises(CotenantError, match="With gradient_checkpointing it needs"):
+    with pytest.raises(CotenantError, match=r"so 1 .* lacking"):
         support.make_job(decoder, spec, free_bytes=needed - 1)
     support.make_job(decoder, spec, free_bytes=needed).close()
-    lean = support.make_spec(tmp_path / "lean", examples=[([5] * 37, [1.0] * 37)] * 12, gradient_checkpointing=True)
-    support.make_job(decoder, lean, free_bytes=needed - 1).close()
+
+
+def test_layers_are_computed_again_where_nothing_else_fits(decoder: Decoder, tmp_path: Path) -> None:
+    """The longest example fits only so: the job trains, and gives what it gives with all the memory there is."""
+    examples = [*support.random_examples(9), ([5] * 37, [1.0] * 37)]
+    adapters = []
+    for name, free_bytes in (("tight", None), ("wide", 1 << 40)):
+        spec = support.make_spec(tmp_path / name, examples=examples, max_steps=4, batch_size=1)
+        if free_bytes is None:
+            with pytest.raises(CotenantError) as refused:
+                support.make_job(decoder, spec, free_bytes=1000)
+            free_bytes = int(re.findall(r"needs (\d+) bytes", refused.value.message)[0])
+        support.run_to_end(job := support.make_job(decoder, spec, free_bytes=free_bytes))
+        job.close()
+        adapters.append(support.adapter_bytes(tmp_path / name))
+    assert adapters[0] == adapters[1]

@@ -43,21 +43,20 @@ def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
 
 
 class Activations:
-    """For micro-batches of at most ``max_tokens`` tokens. Where ``device`` is no GPU, nothing is captured, and the same
-    functions run eagerly."""
+    """For micro-batches of at most ``max_tokens`` tokens, whose layers keep what ``recompute`` says, or less. Where
+    ``device`` is no GPU, nothing is captured, and the same functions run eagerly."""
 
     def __init__(
         self, decoder: Decoder, adapter: LoraAdapter, device: Device, max_tokens: int, *, recompute: bool
     ) -> None:
         self._decoder = decoder
         self._device = device
-        self._recompute = recompute
         self._pack = TrainingPack(adapter, decoder.dtype)
-        self._bytes: dict[int, int] = {}
-        self._arena = device.create_arena(self.bytes_for(max_tokens), _CHUNK_BYTES)
+        self._bytes: dict[tuple[int, bool], int] = {}
+        self._arena = device.create_arena(self.bytes_for(max_tokens, recompute=recompute), _CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        self._frames: OrderedDict[Frame, CapturedLayers] = OrderedDict()
+        self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
         self._refreshing: torch.cuda.CUDAGraph | None = None
 
     @classmethod
@@ -83,15 +82,16 @@ class Activations:
         """Of the memory that is there now."""
         return len(self._arena.mapped) * self._arena.chunk_bytes
 
-    def bytes_for(self, num_tokens: int) -> int:
+    def bytes_for(self, num_tokens: int, *, recompute: bool) -> int:
         """What a micro-batch of so many tokens needs at most."""
-        return self._frame_bytes(rows_for(num_tokens))
+        return self._frame_bytes(rows_for(num_tokens), recompute)
 
-    def _frame_bytes(self, num_rows: int) -> int:
-        found = self._bytes.get(num_rows)
+    def _frame_bytes(self, num_rows: int, recompute: bool) -> int:
+        found = self._bytes.get((num_rows, recompute))
         if found is None:
             spec, dtype = self._decoder.spec, self._decoder.dtype
-            found = self._bytes[num_rows] = frame_bytes(spec, dtype, self._pack, num_rows, recompute=self._recompute)
+            found = frame_bytes(spec, dtype, self._pack, num_rows, recompute=recompute)
+            self._bytes[num_rows, recompute] = found
         return found
 
     @torch.no_grad()
@@ -104,23 +104,24 @@ class Activations:
             self._refreshing = capture_graph(self._pack.refresh, self._pool)
         self._refreshing.replay()
 
-    def begin(self, micro_batch: MicroBatch) -> CapturedPass:
+    def begin(self, micro_batch: MicroBatch, *, recompute: bool) -> CapturedPass:
         """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
         spec, lengths = self._decoder.spec, micro_batch.segment.lengths
         frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
-        needed = self._frame_bytes(frame.num_rows)
+        needed = self._frame_bytes(frame.num_rows, recompute)
         missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
         if missing:
             self._arena.map(missing)
-        layers = self._frames.get(frame)
+        key = (frame, recompute)
+        layers = self._frames.get(key)
         if layers is None:
             if len(self._frames) >= _MAX_FRAMES:
                 self._device.synchronize()
                 self._frames.popitem(last=False)
             storage = self._storage[:needed]
-            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=self._recompute)
-            self._frames[frame] = layers
-        self._frames.move_to_end(frame)
+            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=recompute)
+            self._frames[key] = layers
+        self._frames.move_to_end(key)
         layers.load(micro_batch)
         return CapturedPass(self._decoder, self._pack, layers, micro_batch)
 

@@ -51,19 +51,22 @@ class ActivationBudget:
     """Training's memory for activations: what the largest micro-batch takes, or ``available_bytes`` if that is less,
     without what was given away.
 
-    ``needed_bytes``: of micro-batches, by their tokens. ``kept_back_bytes`` are never given away. Memory is given and
-    taken in multiples of ``granularity_bytes``.
+    ``needed_bytes``: of micro-batches, by their tokens; ``recomputing_bytes``: the same where layers keep their inputs
+    alone, which costs arithmetic and is chosen only when no micro-batch fits otherwise. ``kept_back_bytes`` are never
+    given away. Memory is given and taken in multiples of ``granularity_bytes``.
     """
 
     def __init__(
         self,
         needed_bytes: Mapping[int, int],
         *,
+        recomputing_bytes: Mapping[int, int] | None = None,
         kept_back_bytes: int = 0,
         available_bytes: int | None = None,
         granularity_bytes: int = 1,
     ) -> None:
         self._needed = dict(needed_bytes)
+        self._recomputing = dict(recomputing_bytes or {})
         self._granularity = granularity_bytes
         self._total = -(-max(self._needed.values()) // granularity_bytes) * granularity_bytes
         if available_bytes is not None:
@@ -79,7 +82,15 @@ class ActivationBudget:
     @property
     def max_tokens(self) -> int:
         """Tokens of a micro-batch; 0 when not even the smallest has room."""
-        return max((size for size, needed in self._needed.items() if needed <= self.left_bytes), default=0)
+        return self._largest(self._recomputing if self.recomputes else self._needed)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether there is room for micro-batches only if layers keep their inputs alone."""
+        return self._largest(self._needed) == 0 and self._largest(self._recomputing) > 0
+
+    def _largest(self, needed_bytes: Mapping[int, int]) -> int:
+        return max((size for size, needed in needed_bytes.items() if needed <= self.left_bytes), default=0)
 
     def require(self, num_bytes: int) -> int:
         """Give away as much of ``num_bytes``, rounded up, as there is; how much that was."""

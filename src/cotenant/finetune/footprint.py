@@ -39,28 +39,17 @@ def state_bytes(num_weights: int) -> int:
     return num_weights * _STATE_BYTES_PER_WEIGHT
 
 
-def require_room(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    num_weights: int,
-    longest: int,
-    free_bytes: int,
-    *,
-    recompute: bool,
-) -> None:
+def require_room(spec: ModelSpec, dtype: torch.dtype, num_weights: int, longest: int, free_bytes: int) -> None:
     """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batch fits: the longest
-    example (a pair is one) alone, ``longest`` tokens, and an adapter of ``num_weights`` elements."""
-    state = state_bytes(num_weights)
-    needed = state + activation_bytes(spec, longest, dtype, recompute=recompute)
+    example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, and an
+    adapter of ``num_weights`` elements."""
+    needed = state_bytes(num_weights) + activation_bytes(spec, longest, dtype, recompute=True)
     if needed <= free_bytes:
         return
-    less = state + activation_bytes(spec, longest, dtype, recompute=True)
-    advice = "Lower max_length or r, or leave training more memory (--gpu-memory-utilization)"
-    if less <= free_bytes:
-        advice = f"With gradient_checkpointing it needs {_mib(less)} and fits; or lower max_length or r"
     raise CotenantError(
-        f"The job needs {needed} bytes ({_mib(needed)}) for its longest example, {longest} tokens, and its adapter; "
-        f"{free_bytes} are free, so {needed - free_bytes} ({_mib(needed - free_bytes)}) are lacking. {advice}.",
+        f"The job needs {needed} bytes ({_mib(needed)}) at least for its longest example, {longest} tokens, and its "
+        f"adapter; {free_bytes} are free, so {needed - free_bytes} ({_mib(needed - free_bytes)}) are lacking. Lower "
+        "max_length or r, or leave training more memory (--gpu-memory-utilization).",
         code="insufficient_memory",
     )
 

@@ -313,9 +313,7 @@ class TrainingJob:
                 f"{len(dataset)} examples: each step takes all of them"
             )
         adapter = new_adapter(self._spec, decoder)
-        available_bytes = (
-            None if free_bytes is None else left_for_activations(decoder, adapter, order, hyper, free_bytes)
-        )
+        available_bytes = None if free_bytes is None else left_for_activations(decoder, adapter, order, free_bytes)
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step

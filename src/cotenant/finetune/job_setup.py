@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from cotenant.core.job import Hyperparameters, JobSpec
-from cotenant.finetune.footprint import require_room, state_bytes
+from collections.abc import Sequence
+
+from cotenant.core.job import JobSpec
+from cotenant.finetune.activations import Activations
+from cotenant.finetune.budget import ActivationBudget
+from cotenant.finetune.footprint import activation_bytes, passing_bytes, require_room, state_bytes
 from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -27,12 +31,42 @@ def new_adapter(spec: JobSpec, decoder: Decoder) -> LoraAdapter:
     )
 
 
-def left_for_activations(
-    decoder: Decoder, adapter: LoraAdapter, order: DataOrder, hyper: Hyperparameters, free_bytes: int
-) -> int:
+def left_for_activations(decoder: Decoder, adapter: LoraAdapter, order: DataOrder, free_bytes: int) -> int:
     """Of ``free_bytes``, what the adapter's training state leaves. Raises CotenantError, as ``require_room`` does, if
     not even the smallest micro-batch fits there."""
     num_weights = sum(matrix.numel() for matrix in adapter.parameters())
-    recompute = hyper.gradient_checkpointing
-    require_room(decoder.spec, decoder.dtype, num_weights, order.longest, free_bytes, recompute=recompute)
+    require_room(decoder.spec, decoder.dtype, num_weights, order.longest, free_bytes)
     return free_bytes - state_bytes(num_weights)
+
+
+def make_budget(
+    decoder: Decoder,
+    activations: Activations | None,
+    sizes: Sequence[int],
+    widest: int,
+    available_bytes: int | None,
+    *,
+    recompute: bool,
+) -> ActivationBudget:
+    """``sizes``: tokens of micro-batches that train; ``widest``: of any at most. ``activations``: where layers are
+    captured. ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room."""
+    spec, dtype = decoder.spec, decoder.dtype
+
+    def needed(size: int, recompute: bool) -> int:
+        if activations is None:
+            return activation_bytes(spec, size, dtype, recompute=recompute)
+        return activations.bytes_for(size, recompute=recompute)
+
+    usual = {size: needed(size, recompute) for size in sizes}
+    recomputing = None if recompute else {size: needed(size, True) for size in sizes}
+    # Validation and DPO's reference keep nothing, but pass through the layers with the widest micro-batches.
+    passing = passing_bytes(spec, widest, dtype)
+    if activations is None:
+        return ActivationBudget(
+            usual, recomputing_bytes=recomputing, kept_back_bytes=passing, available_bytes=available_bytes
+        )
+    # What passes does not lie in the arena.
+    left = None if available_bytes is None else max(0, available_bytes - passing)
+    return ActivationBudget(
+        usual, recomputing_bytes=recomputing, available_bytes=left, granularity_bytes=activations.chunk_bytes
+    )

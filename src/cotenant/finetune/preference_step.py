@@ -117,9 +117,9 @@ class PreferenceStep:
         self._reference.discard()
         self._step.discard()
 
-    def limit(self, max_tasklet_tokens: int) -> None:
+    def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
         """As of ``TrainingStep``. The reference keeps no layer's activations, so its micro-batches stay as they are."""
-        self._step.limit(max_tasklet_tokens)
+        self._step.limit(max_tasklet_tokens, recompute=recompute)
 
     def close(self) -> None:
         self._reference.discard()

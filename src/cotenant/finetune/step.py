@@ -42,7 +42,7 @@ class TrainingStep:
         objective: Objective,
         activations: Activations | None = None,
     ) -> None:
-        """``activations``: where the layers are captured, which it then does as ``recompute`` says; None: they run
+        """``recompute``: layers keep their inputs alone. ``activations``: where they are captured; None: they run
         eagerly."""
         self._recompute = recompute
         self._activations = activations
@@ -139,11 +139,14 @@ class TrainingStep:
         self._pass = self._prepared = None
         self._cursor.seek(self._cursor.run // self._runs_per_micro_batch * self._runs_per_micro_batch)
 
-    def limit(self, max_tasklet_tokens: int) -> None:
-        """Split what is not done yet into micro-batches of at most so many tokens. The one in flight starts again, in
-        another cut, if it is larger."""
+    def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
+        """Split what is not done yet into micro-batches of at most so many tokens, whose layers keep what ``recompute``
+        says. The one in flight starts again, in another cut, if it is larger or keeps more."""
         num_done = self._cursor.run // self._runs_per_micro_batch
-        if self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens:
+        keeps_less = recompute and not self._recompute
+        self._recompute = recompute
+        fits = self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens
+        if fits and not keeps_less:
             num_done += 1
         else:
             self.discard()
@@ -172,7 +175,7 @@ class TrainingStep:
                 if not self._refreshed:
                     self._activations.refresh()
                     self._refreshed = True
-                self._pass = self._activations.begin(micro_batch)
+                self._pass = self._activations.begin(micro_batch, recompute=self._recompute)
             else:
                 self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.

@@ -15,10 +15,10 @@ import torch
 from cotenant.core.job import DPO, Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.activations import Activations
-from cotenant.finetune.budget import ActivationBudget, ladder
+from cotenant.finetune.budget import ladder
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
-from cotenant.finetune.footprint import activation_bytes, passing_bytes
+from cotenant.finetune.job_setup import make_budget
 from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference import PreferenceLoss
@@ -99,8 +99,14 @@ class Trainer:
         self._validation = validation
         self._hyper = hyper
         self._activations = activations
-        sizes = self._sizes(max_tasklet_tokens, num_multiprocessors, limit_is_fixed)
-        self._budget = self._make_budget(sizes, max(max_tasklet_tokens, order.longest), available_bytes)
+        efficiency = None
+        if num_multiprocessors is not None:
+            efficiency = partial(wave_efficiency, decoder.spec, num_multiprocessors=num_multiprocessors)
+        sizes = ladder(max_tasklet_tokens, order.longest, efficiency, most_is_fixed=limit_is_fixed)
+        widest = max(max_tasklet_tokens, order.longest)
+        self._budget = make_budget(
+            decoder, activations, sizes, widest, available_bytes, recompute=hyper.gradient_checkpointing
+        )
         self._on_step = on_step
         self._pending = pending
         self._progress = progress
@@ -249,8 +255,9 @@ class Trainer:
         """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much to give.
 
         Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
-        are kept, and every sample is trained on once. Where there is no room even for the longest example, nothing is
-        ``upcoming`` until enough is released. Validation and DPO's reference keep their size; what they take is not
+        are kept, and every sample is trained on once. Where there is no room even for the longest example, its layers
+        keep their inputs alone and compute the rest again; where that has no room either, nothing is ``upcoming`` until
+        enough is released. Validation and DPO's reference keep their size; what they take is not
         given away.
         """
         given = self._budget.require(num_bytes)
@@ -259,7 +266,7 @@ class Trainer:
         if self._fusing or limit == 0:
             self.discard()
         if self._step is not None and limit > 0:
-            self._step.limit(limit)
+            self._step.limit(limit, recompute=self._recomputes)
         if self._activations is not None:
             self._activations.give_back(self._budget.left_bytes)
         return given
@@ -271,7 +278,7 @@ class Trainer:
         self._budget.release(num_bytes)
         self._upcoming = None
         if not had_room and self._budget.max_tokens > 0 and self._step is not None:
-            self._step.limit(self._budget.max_tokens)
+            self._step.limit(self._budget.max_tokens, recompute=self._recomputes)
 
     def close(self) -> None:
         """Let go of the step in flight and of whom ``on_step`` belongs to: else the two would keep each other alive,
@@ -283,27 +290,9 @@ class Trainer:
             self._activations.close()
         self._on_step = _ignore
 
-    def _sizes(self, most: int, num_multiprocessors: int | None, limit_is_fixed: bool) -> tuple[int, ...]:
-        efficiency = None
-        if num_multiprocessors is not None:
-            efficiency = partial(wave_efficiency, self._decoder.spec, num_multiprocessors=num_multiprocessors)
-        return ladder(most, self._order.longest, efficiency, most_is_fixed=limit_is_fixed)
-
-    def _make_budget(self, sizes: tuple[int, ...], widest: int, available_bytes: int | None) -> ActivationBudget:
-        """``sizes``: tokens of micro-batches that train; ``widest``: of any at most."""
-        spec, dtype, recompute = self._decoder.spec, self._decoder.dtype, self._hyper.gradient_checkpointing
-        activations, passing = self._activations, passing_bytes(spec, widest, dtype)
-        if activations is None:
-            # Validation and DPO's reference keep nothing, but pass through the layers with the widest micro-batches.
-            needed = {size: activation_bytes(spec, size, dtype, recompute=recompute) for size in sizes}
-            return ActivationBudget(needed, kept_back_bytes=passing, available_bytes=available_bytes)
-        if available_bytes is not None:
-            available_bytes = max(0, available_bytes - passing)  # which does not lie there
-        return ActivationBudget(
-            {size: activations.bytes_for(size) for size in sizes},
-            available_bytes=available_bytes,
-            granularity_bytes=activations.chunk_bytes,
-        )
+    @property
+    def _recomputes(self) -> bool:
+        return self._hyper.gradient_checkpointing or self._budget.recomputes
 
     def _begin_step(self) -> None:
         self._upcoming = None
@@ -323,7 +312,7 @@ class Trainer:
                 step_index=index,
                 seed=hyper.seed,
                 max_tasklet_tokens=self._budget.max_tokens,
-                recompute=hyper.gradient_checkpointing,
+                recompute=self._recomputes,
                 activations=self._activations,
             )
         return TrainingStep(
@@ -331,7 +320,7 @@ class Trainer:
             step_index=index,
             seed=hyper.seed,
             max_tasklet_tokens=self._budget.max_tokens,
-            recompute=hyper.gradient_checkpointing,
+            recompute=self._recomputes,
             objective=CrossEntropy(),
             activations=self._activations,
         )
