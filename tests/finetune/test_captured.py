@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 
+from cotenant.core.errors import CotenantError
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
 from cotenant.finetune import activations
@@ -22,6 +23,8 @@ DPO = {"method": "dpo", "batch_size": 3}
 PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "alpha_pattern": {"up_proj": 3.0}, "use_rslora": True}
 SOME_MODULES = {"target_modules": ("k_proj", "v_proj", "gate_proj")}
 
+CHUNK_BYTES = 1 << 16
+
 Make = Callable[..., TrainingJob]
 
 
@@ -29,10 +32,11 @@ Make = Callable[..., TrainingJob]
 def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes jobs whose layers are those that GPUs capture."""
 
-    def make(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
+    def make(decoder: Decoder, folder: Path, *, free_bytes: int | None = None, **changes: object) -> TrainingJob:
         monkeypatch.setattr(activations, "can_capture", lambda *_: True)
+        monkeypatch.setattr(activations, "_CHUNK_BYTES", CHUNK_BYTES)
         spec = support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
-        return support.make_job(decoder, spec, device=create_device("cpu"))
+        return support.make_job(decoder, spec, device=create_device("cpu"), free_bytes=free_bytes)
 
     return make
 
@@ -135,3 +139,61 @@ def test_all_memory_can_be_given_back_at_any_moment(decoder: Decoder, captured: 
     job.close()
     assert job.mapped_bytes == 0
     assert support.adapter_bytes(tmp_path / "disturbed") == support.adapter_bytes(tmp_path / "undisturbed")
+
+
+def test_memory_goes_and_comes_at_random_moments(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    """What is given away is unmapped at once, and every sample is trained on once."""
+    _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=10))
+    job = captured(decoder, tmp_path / "disturbed", max_steps=10)
+    generator, lent, num_waits = random.Random(3), 0, 0
+    total = job.require(1 << 60)
+    assert not job.runnable
+    job.release(total)
+    while not job.done:
+        if job.upcoming():
+            support.run(job, min(generator.randint(1, 30), sum(run.count for run in job.upcoming())))
+        elif lent == 0:
+            job.wait_for_writes()
+        if lent == 0 and not job.finished_path and generator.random() < 0.4 and job.runnable:
+            lent = job.require(generator.randint(1, total))
+            assert lent % CHUNK_BYTES == 0
+            assert job.mapped_bytes <= total - lent
+            num_waits += not job.runnable
+        elif lent:
+            job.release(lent)
+            lent = 0
+        job.take_updates()
+    job.close()
+    assert num_waits > 2, "there was always room for the longest example"
+    found, expected = _flat(tmp_path / "disturbed"), _flat(tmp_path / "undisturbed")
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_a_job_goes_on_from_its_checkpoint(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    _run_to_end(captured(decoder, tmp_path / "whole", max_steps=9))
+    job = captured(decoder, tmp_path / "parts", max_steps=9)
+    while job.step < 4:
+        support.run_step(job)
+    support.run(job, 5)
+    job.checkpoint()
+    job.close()
+    _run_to_end(captured(decoder, tmp_path / "parts", max_steps=9))
+    assert support.adapter_bytes(tmp_path / "parts") == support.adapter_bytes(tmp_path / "whole")
+
+
+def test_a_job_is_refused_or_trains(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    """Whatever memory there is, no job is accepted that then waits for ever."""
+    outcomes, codes = [], set()
+    for kib in range(200, 1400, 100):
+        try:
+            job = captured(decoder, tmp_path / str(kib), free_bytes=kib << 10, max_steps=1)
+        except CotenantError as error:
+            codes.add(error.code)
+            outcomes.append(False)
+            continue
+        assert job.runnable
+        _run_to_end(job)
+        outcomes.append(True)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+    assert codes == {"insufficient_memory"}

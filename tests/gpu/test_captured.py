@@ -14,6 +14,7 @@ import transformers
 from cotenant.config import ModelConfig
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.device import Device, create_device
+from cotenant.device.cuda.graphs import capture_graph
 from cotenant.finetune.activations import Activations, can_capture
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.objective import CrossEntropy
@@ -89,7 +90,8 @@ def _dataset(lengths: list[int]) -> Dataset:
 def _gradient(
     decoder: Decoder, lengths: list[int], activations: bool, *, recompute: bool = False, discards: int = 0
 ) -> torch.Tensor:
-    """Of a whole step over these sequences in micro-batches of at most 256 tokens, at every LoRA matrix, on the CPU."""
+    """Of a whole step over these sequences in micro-batches of at most 256 tokens, at every LoRA matrix, on the CPU.
+    The step runs three times: at first eagerly, then it is captured, then replayed."""
     device: Device = create_device(decoder.device.type)
     adapter = _adapter(decoder)
     memory = None
@@ -97,8 +99,25 @@ def _gradient(
         assert can_capture(decoder, adapter)
         memory = Activations(decoder, adapter, device, 256, recompute=recompute)
     dataset = _dataset(lengths)
+    for _ in range(3):
+        gradient = _run_step(decoder, adapter, device, dataset, memory, recompute=recompute, discards=discards)
+    if memory is not None:
+        memory.close()
+    return gradient
+
+
+def _run_step(
+    decoder: Decoder,
+    adapter: LoraAdapter,
+    device: Device,
+    dataset: Dataset,
+    memory: Activations | None,
+    *,
+    recompute: bool,
+    discards: int,
+) -> torch.Tensor:
     step = TrainingStep(
-        decoder, adapter, dataset, list(range(len(lengths))), step_index=0, seed=0, max_tasklet_tokens=256,
+        decoder, adapter, dataset, list(range(len(dataset))), step_index=0, seed=0, max_tasklet_tokens=256,
         recompute=recompute, objective=CrossEntropy(), activations=memory,
     )  # fmt: skip
     generator = random.Random(3)
@@ -112,8 +131,6 @@ def _gradient(
     device.synchronize()
     gradient = torch.cat([matrix.grad.flatten().cpu() for matrix in adapter.parameters() if matrix.grad is not None])
     step.close()
-    if memory is not None:
-        memory.close()
     return gradient
 
 
@@ -132,6 +149,21 @@ def test_gradients_are_as_near_to_fp32_as_those_of_eager_layers(
     print(f"{model}: error {error:.5f}, of eager layers {eager_error:.5f}")
     assert error < 1.3 * eager_error + 1e-3
     assert float((recomputed - captured).norm() / captured.norm()) < 1e-2
+
+
+def test_a_capture_that_fails_leaves_the_stream_usable() -> None:
+    pool = torch.cuda.graph_pool_handle()
+
+    def fail() -> None:
+        torch.zeros(8, device="cuda")
+        raise ValueError("no")
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with pytest.raises(ValueError, match="no"):
+            capture_graph(fail, pool, warm_up=False)
+        assert float((torch.ones(8, device="cuda") * 2).sum()) == 16.0
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("lengths", [[128] * 8, RAGGED * 2], ids=["uniform", "ragged"])

@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,8 @@ class Soak:
     # How often an adapter was unloaded: a request that was under way meanwhile may be told that there is none.
     _unloads: Counter[str] = field(default_factory=Counter)
     _start_s: float = 0.0
+    _processes: list[int] = field(default_factory=list)  # of the server, which are to be there at the end
+    _is_warm: bool = False
 
     async def run(self) -> dict[str, Any]:
         """Load the server for the whole time, then check what is left."""
@@ -78,7 +81,7 @@ class Soak:
             card = (await call(client, "GET", "/v1/models"))["data"][0]
             model, max_model_len = str(card["id"]), int(card.get("max_model_len") or 2048)
             first_probes = await self._probes(client, model)
-            processes = tree(self.options.pid) if self.options.pid is not None else []
+            self._processes = tree(self.options.pid) if self.options.pid is not None else []
             self._start_s = time.monotonic()
             await self._sample(client)
             await self._load(client, model, max_model_len)
@@ -91,7 +94,7 @@ class Soak:
                         self.problems.append(f"the greedy answer of {name} is not that of the start: {difference}")
             except (ServerError, httpx.HTTPError) as error:
                 self.problems.append(f"after the load: {type(error).__name__}: {error}")
-            self._check_processes(processes)
+            self._check_processes()
         return {
             "kind": "soak",
             "passed": not self.problems,
@@ -162,6 +165,11 @@ class Soak:
         while (due_s := due_s + self.options.sample_every_s) < end_s:
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             await self._sample(client)
+            is_warm = due_s - self._start_s >= self.options.warmup_s
+            if self.options.pid is not None and is_warm and not self._is_warm:
+                self._is_warm = True  # whoever only helped to start has ended by now
+                with suppress(ProcessLookupError):
+                    self._processes = tree(self.options.pid)
 
     async def _sample(self, client: httpx.AsyncClient) -> None:
         try:
@@ -210,11 +218,11 @@ class Soak:
         logprobs = answer["choices"][0]["logprobs"]
         return GreedyAnswer(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
 
-    def _check_processes(self, at_start: list[int]) -> None:
+    def _check_processes(self) -> None:
         if self.options.pid is None:
             return
         try:
-            gone = set(at_start) - set(tree(self.options.pid))
+            gone = set(self._processes) - set(tree(self.options.pid))
         except ProcessLookupError:
             gone = {self.options.pid}
         warm = [sample for sample in self._samples if sample["at_s"] >= self.options.warmup_s]

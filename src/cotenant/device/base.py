@@ -41,14 +41,16 @@ class Device(Protocol):
     def fused(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to both tenants and is ordered after both lanes' earlier work."""
 
-    def wait_for_room(self) -> None:
-        """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now."""
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+        """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
+        ``interrupted``, asked meanwhile, says yes."""
 
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
         """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before."""
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
-        """The tasklets that ended since the last call, in order."""
+        """The tasklets that ended since the last call, in order; without those whose time was the host's, which was
+        making them ready for the first time."""
 
     def wait_for_tasklets(self) -> None:
         """Wait until the best-effort lane is idle."""

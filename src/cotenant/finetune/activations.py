@@ -1,7 +1,7 @@
 """The memory of a job's activations: an arena that holds one micro-batch's, and the captured layers over it.
 
 Addresses stay for as long as the job runs. Memory lies under the lower part of them, as much as the largest micro-batch
-of late has needed; what is given away is taken from the top.
+has needed since some was given away; that is taken from the top.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cotenant.models.training_pack import TrainingPack
 # Giving one back costs a GPU's driver the same, whatever its size.
 _CHUNK_BYTES = 128 << 20
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
-_MAX_FRAMES = 8
+_MAX_FRAMES = 16
 
 
 def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
@@ -133,9 +133,14 @@ class Activations:
             self._device.wait_for_tasklets()
             self._arena.unmap(unwanted)
 
-    def close(self) -> None:
+    def drop(self) -> None:
+        """Give all memory back, that of the graphs too. No micro-batch goes on."""
         self._device.synchronize()
         self._frames.clear()
+        self.give_back(0)
+
+    def close(self) -> None:
+        self.drop()
         self._refreshing = None
         self._arena.close()
 

@@ -100,7 +100,10 @@ class ActivationBudget:
         return given
 
     def release(self, num_bytes: int) -> None:
-        """Take back what was given away. Raises ValueError for more than that."""
+        """Take back what was given away. Raises ValueError for more than that, and for a part that is no multiple of
+        the granularity."""
         if num_bytes > self.lent_bytes:
             raise ValueError(f"{num_bytes} bytes given back, but only {self.lent_bytes} were given away")
+        if num_bytes % self._granularity and num_bytes != self.lent_bytes:
+            raise ValueError(f"{num_bytes} bytes given back: memory comes in multiples of {self._granularity}")
         self.lent_bytes -= num_bytes

@@ -38,7 +38,7 @@ _ALIGNMENT = 256  # bytes, as torch's allocator aligns
 class Frame:
     """``num_rows``: the micro-batch's tokens, and fewer than ``_ROW_BLOCK`` rows of filling, a sequence of its own.
     ``uniform``: all sequences have ``longest`` tokens. Otherwise there are at most ``num_sequences``, none longer than
-    ``longest``; both are powers of 2."""
+    ``longest``; both are powers of 4, so that frames are few."""
 
     num_rows: int
     num_sequences: int
@@ -54,7 +54,8 @@ class Frame:
         num_rows = rows_for(sum(lengths))
         filling = num_rows - sum(lengths)
         longest = max(*lengths, filling)
-        return cls(num_rows, _power_of_2(len(lengths) + 1), min(num_rows, _power_of_2(longest)), uniform=False)
+        num_sequences, longest = (_power_of_4(number, 16) for number in (len(lengths) + 1, longest))
+        return cls(num_rows, num_sequences, min(num_rows, longest), uniform=False)
 
 
 def rows_for(num_tokens: int) -> int:
@@ -132,7 +133,8 @@ def _adapter_buffers(
 
 class CapturedLayers:
     """The layers of one frame. ``storage``: uint8, at least ``frame_bytes``; ``pool``: where graphs find what they need
-    while they run, None where nothing is captured. Everything is launched on the current stream; the caller keeps to
+    while they run, None where nothing is captured. The first micro-batch runs eagerly, for a frame may never come
+    again; graphs are made from the second one on. Everything is launched on the current stream; the caller keeps to
     the order in which a micro-batch goes through the layers.
     """
 
@@ -165,13 +167,17 @@ class CapturedLayers:
             self._plan(FlashAttention(sequences, spec.sliding_window))
         self.loss = CapturedLoss(decoder, self._places.edges[-1], self._places.gradient, pool)
         self._graphs: dict[tuple[TaskletKind, int], torch.cuda.CUDAGraph] = {}
+        self._num_loaded = 0
+        self._has_run: set[TaskletKind] = set()
 
     def load(self, micro_batch: MicroBatch) -> None:
         """Begin a micro-batch of this frame: its embedded tokens are the first layer's input."""
         batch, places = micro_batch.batch, self._places
         num_tokens = batch.num_tokens
         torch.index_select(self._decoder.weights.embedding, 0, batch.token_ids, out=places.edges[0][:num_tokens])
-        # Filling is 0 in every layer, and so are its gradients. What lay there before need not even be a number.
+        self._num_loaded += 1
+        self.loss.captures = self._num_loaded > 1
+        # The gradients of filling are 0. What lay there before need not even be a number, and 0 times that is none.
         places.edges[0][num_tokens:].zero_()
         for place, values in zip((places.cos, places.signed_sin), self._decoder.rope.at(batch.positions), strict=True):
             place[:num_tokens].copy_(values)
@@ -182,7 +188,7 @@ class CapturedLayers:
             starts = torch.full((len(self._starts),), self._frame.num_rows, dtype=torch.int32)
             lengths = torch.tensor([0, *micro_batch.segment.lengths])
             starts[: len(lengths)] = lengths.cumsum(0)
-            self._starts.copy_(starts)
+            self._starts.copy_(starts.pin_memory(), non_blocking=True)
 
     def edge(self, layer: int) -> torch.Tensor:
         """A layer's input [rows, hidden], which is the output of the one before."""
@@ -194,16 +200,16 @@ class CapturedLayers:
         return self._places.gradient
 
     def run(self, kind: TaskletKind, layer: int) -> None:
-        """Half a layer, forward or backward. The first time it is captured; before that each kind runs once as it is,
-        which compiles its kernels and makes its libraries ready."""
+        """Half a layer, forward or backward. Each kind runs once as it is before it is captured, which compiles its
+        kernels and makes its libraries ready."""
         function = partial(_FUNCTIONS[kind], self, layer)
-        if self._pool is None:
+        if self._pool is None or self._num_loaded < 2 or kind not in self._has_run:
             function()
+            self._has_run.add(kind)
             return
         graph = self._graphs.get((kind, layer))
         if graph is None:
-            is_first = all(captured is not kind for captured, _ in self._graphs)
-            graph = self._graphs[kind, layer] = capture_graph(function, self._pool, warm_up=is_first)
+            graph = self._graphs[kind, layer] = capture_graph(function, self._pool, warm_up=False)
         graph.replay()
 
     def _plan(self, attention: SegmentAttention) -> None:
@@ -238,5 +244,8 @@ _FUNCTIONS = {
 }
 
 
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+def _power_of_4(number: int, least: int) -> int:
+    power = least
+    while power < number:
+        power *= 4
+    return power

@@ -38,6 +38,7 @@ class CapturedLoss:
         self._rows, self._targets = torch.zeros(2, most, dtype=torch.int64, device=hidden.device)
         self._scales, self._weights = torch.zeros(2, most, device=hidden.device)
         self._sums = LossSums.zero(hidden.device)
+        self.captures = False  # whether graphs are made by now
         self._has_run = False
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -45,15 +46,13 @@ class CapturedLoss:
         """Take over the targets. ``total_weight``: see ``loss.loss_and_gradient``."""
         count = len(micro_batch.rows)
         scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
-        # What fills the last part up has weight 0, and adds 0 to row 0.
-        for place, values in (
-            (self._rows, micro_batch.rows),
-            (self._targets, micro_batch.targets),
-            (self._scales, scales),
-            (self._weights, micro_batch.weights),
-        ):
-            place[:count].copy_(values)
-            place[count:].zero_()
+        # What fills the last part up is the first target again, with weight 0: it adds 0 to that row.
+        for numbers, values in ((self._rows, micro_batch.rows), (self._targets, micro_batch.targets)):
+            numbers[:count].copy_(values)
+            numbers[count:].copy_(values[:1].expand(len(numbers) - count) if count else numbers[count:])
+        for factors, values in ((self._scales, scales), (self._weights, micro_batch.weights)):
+            factors[:count].copy_(values)
+            factors[count:].zero_()
         self._gradient.zero_()
         self._sums.weighted_nll.zero_()
         self._sums.num_correct.zero_()
@@ -64,7 +63,7 @@ class CapturedLoss:
         if self._pool is None:
             function()
             return
-        if not self._has_run:  # compiles the kernels
+        if not self.captures or not self._has_run:  # compiles the kernels
             self._has_run = True
             function()
             return
@@ -84,5 +83,5 @@ class CapturedLoss:
             self._decoder, self._hidden.index_select(0, rows), self._targets[part], self._scales[part]
         )
         self._gradient.index_add_(0, rows, gradient)
-        self._sums.weighted_nll += (nll.double() * weights).sum()
+        self._sums.weighted_nll += torch.where(weights != 0, nll.double() * weights, 0.0).sum()
         self._sums.num_correct += (correct & (weights != 0)).sum()

@@ -10,8 +10,8 @@ from cotenant.models.attention import MOST_PADDED
 from cotenant.models.spec import ModelSpec
 
 # In float32: the weight, its gradient in the micro-batch, over the step and clipped, and the optimizer's two moments.
-# In the decoder's dtype: the weight as captured layers read it.
-_STATE_BYTES_PER_WEIGHT = 6 * 4 + 2
+# In half precision: the weight as captured layers read it; up to three modules share a matrix of as many blocks.
+_STATE_BYTES_PER_WEIGHT = 6 * 4 + 3 * 2
 _MIB = 1 << 20
 
 
@@ -44,12 +44,17 @@ def require_room(spec: ModelSpec, dtype: torch.dtype, num_weights: int, longest:
     example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, and an
     adapter of ``num_weights`` elements."""
     needed = state_bytes(num_weights) + activation_bytes(spec, longest, dtype, recompute=True)
-    if needed <= free_bytes:
-        return
-    raise CotenantError(
-        f"The job needs {needed} bytes ({_mib(needed)}) at least for its longest example, {longest} tokens, and its "
-        f"adapter; {free_bytes} are free, so {needed - free_bytes} ({_mib(needed - free_bytes)}) are lacking. Lower "
-        "max_length or r, or leave training more memory (--gpu-memory-utilization).",
+    if needed > free_bytes:
+        raise lacking_room(needed, free_bytes, longest)
+
+
+def lacking_room(needed_bytes: int, free_bytes: int, longest: int) -> CotenantError:
+    """For a job that needs more than there is even to train on its longest example alone."""
+    lacking = needed_bytes - free_bytes
+    return CotenantError(
+        f"The job needs {needed_bytes} bytes ({_mib(needed_bytes)}) at least for its longest example, {longest} "
+        f"tokens, and its adapter; {free_bytes} are free, so {lacking} ({_mib(lacking)}) are lacking. Lower max_length "
+        "or r, or leave training more memory (--gpu-memory-utilization).",
         code="insufficient_memory",
     )
 

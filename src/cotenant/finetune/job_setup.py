@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cotenant.core.job import JobSpec
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.budget import ActivationBudget
-from cotenant.finetune.footprint import activation_bytes, passing_bytes, require_room, state_bytes
+from cotenant.finetune.footprint import activation_bytes, lacking_room, passing_bytes, require_room, state_bytes
 from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -49,7 +49,8 @@ def make_budget(
     recompute: bool,
 ) -> ActivationBudget:
     """``sizes``: tokens of micro-batches that train; ``widest``: of any at most. ``activations``: where layers are
-    captured. ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room."""
+    captured. ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room. Raises
+    CotenantError if nothing has room."""
     spec, dtype = decoder.spec, decoder.dtype
 
     def needed(size: int, recompute: bool) -> int:
@@ -67,6 +68,11 @@ def make_budget(
         )
     # What passes does not lie in the arena.
     left = None if available_bytes is None else max(0, available_bytes - passing)
-    return ActivationBudget(
+    budget = ActivationBudget(
         usual, recomputing_bytes=recomputing, available_bytes=left, granularity_bytes=activations.chunk_bytes
     )
+    if available_bytes is not None and budget.max_tokens == 0:
+        longest = min(sizes)
+        chunk, least = activations.chunk_bytes, needed(longest, True)
+        raise lacking_room(passing + -(-least // chunk) * chunk, available_bytes, longest)
+    return budget

@@ -249,7 +249,7 @@ class Trainer:
         """``discard``, and give all memory of activations back. The next micro-batch takes what it needs again."""
         self.discard()
         if self._activations is not None:
-            self._activations.give_back(0)
+            self._activations.drop()
 
     def require(self, num_bytes: int) -> int:
         """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much to give.

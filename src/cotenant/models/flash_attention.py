@@ -15,6 +15,7 @@ import torch
 from cotenant.models.batch import TrainingSegment
 
 _MAX_HEAD_DIM = 128
+_UNIFORM_BLOCK = 128
 
 
 def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -47,9 +48,12 @@ class Sequences:
 
 
 def is_uniform(lengths: tuple[int, ...], sliding_window: int | None, device: torch.device) -> bool:
-    """Whether these sequences are left to cuDNN, which knows neither several lengths nor windows."""
-    inside = sliding_window is None or max(lengths) <= sliding_window
-    return min(lengths) == max(lengths) and inside and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether these sequences are left to cuDNN, which knows neither several lengths nor windows, and plans anew for
+    each length: full rows are worth that, a sequence that happens to be alone is not."""
+    longest = max(lengths)
+    is_full_row = min(lengths) == longest and longest % _UNIFORM_BLOCK == 0
+    inside = sliding_window is None or longest <= sliding_window
+    return is_full_row and inside and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class KeptFlash(NamedTuple):

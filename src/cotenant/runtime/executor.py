@@ -146,7 +146,7 @@ class Executor:
         while plan.until_step_end or num_launched + count < plan.num_tasklets:
             if not self._training.runnable:
                 break
-            self._device.wait_for_room()
+            self._device.wait_for_room(interrupted if plan.interruptible else None)
             if plan.interruptible and interrupted():
                 break
             self._device.run_tasklet(self._training.run_tasklet)

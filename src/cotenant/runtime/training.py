@@ -33,11 +33,10 @@ class TrainingTenant:
         send: Callable[[FromWorker], None],
         *,
         limit_is_fixed: bool = True,
-        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """``limit_is_fixed``: the user chose ``max_tasklet_tokens``; if not, a job may take a smaller number that suits
-        the device better. ``is_ready``: whether tasklets may run by now."""
-        self._is_ready = is_ready
+        the device better."""
+        self._is_ready: Callable[[], bool] = lambda: True
         self._device = device
         self._decoder = decoder
         self._tokenizer_folder = tokenizer_folder
@@ -50,6 +49,10 @@ class TrainingTenant:
         self._tokens_at_start = 0
         self._ending: type[JobPaused] | type[JobCancelled] | None = None
         self.at_step_end = False
+
+    def wait_for(self, is_ready: Callable[[], bool]) -> None:
+        """Run no tasklet before ``is_ready`` says yes."""
+        self._is_ready = is_ready
 
     @property
     def job_id(self) -> str | None:

@@ -6,10 +6,8 @@ Loads the model, says ``Ready``, and runs the loop. It dies with its parent, so 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import logging
-import os
 import signal
 import sys
 import time
@@ -26,6 +24,7 @@ from cotenant.finetune.optimizer import warm_up
 from cotenant.models.decoder import Decoder
 from cotenant.models.products import has_triton
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.processes import die_with_parent
 from cotenant.runtime.build import build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
@@ -37,18 +36,8 @@ from cotenant.wire.messages import Ready, StartFailed
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
 _CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 START_FAILED_EXIT_CODE = 2
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to kill this process when its parent ends, and exit if it has ended already (in the seconds that the
-    imports took, perhaps)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
 
 
 def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> WorkerLoop:
@@ -57,7 +46,6 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
     device, decoder, engine, resolved = serving.device, serving.decoder, serving.engine, serving.resolved
     max_model_len = serving.max_model_len
     predictor = LatencyPredictor(device.name, resolved.name)
-    may_train = config.coexecution.policy != "inference-only"
     training = TrainingTenant(
         device,
         decoder,
@@ -65,15 +53,15 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
         serving.tasklet_tokens,
         channel.send,
         limit_is_fixed=config.coexecution.tasklet_tokens is not None,
-        is_ready=_compile_training(decoder) if may_train else lambda: True,
     )
     executor = Executor(device, decoder, engine, training)
     default_slo = calibrate(engine, executor, predictor, resolved.spec.vocab_size, max_model_len)
     if device.torch_device.type != "cpu":
         default_slo = _CUDA_SLO
     slo = config.coexecution.slo(default_slo)
-    if may_train:
+    if config.coexecution.policy != "inference-only":
         warm_up()
+        training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
     policy = create_policy(config.coexecution.policy, predictor)
     channel.send(

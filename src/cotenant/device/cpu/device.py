@@ -37,7 +37,7 @@ class CpuDevice:
     def fused(self) -> Iterator[None]:
         yield
 
-    def wait_for_room(self) -> None:
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
         return
 
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:

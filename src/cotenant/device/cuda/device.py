@@ -48,8 +48,8 @@ class CudaDevice:
             yield
         self._online.wait_stream(self._best_effort)
 
-    def wait_for_room(self) -> None:
-        self._tasklets.wait_for_room()
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+        self._tasklets.wait_for_room(interrupted)
 
     def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
         if not self._default.query():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ def capture_graph(run: Callable[[], None], pool: Any, *, warm_up: bool = True) -
     gc.disable()
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        run()
+        try:
+            run()
+        except BaseException:
+            with suppress(Exception):  # the stream must not be left capturing, whatever that says of the failed graph
+                graph.capture_end()
+            raise
         graph.capture_end()
     finally:
         if collects:

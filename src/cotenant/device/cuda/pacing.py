@@ -18,8 +18,13 @@ from cotenant.device.base import FinishedTasklet
 # What a launch takes on the host, and what a sleep takes longer than it was told to.
 _LEAD_S = 150e-6
 _SHORTEST_SLEEP_S = 20e-6
-# How fast the expected time of a shape grows towards longer ones; towards shorter ones it goes at once.
-_GROWTH = 0.05
+_MOST_SHAPES = 1000  # that are remembered
+# How fast a shape's expected time follows longer and shorter ones. To launch early costs less than to launch late.
+_GROWTH, _DECLINE = 0.05, 0.3
+# A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
+_UNUSUAL_LAUNCH_S = 5e-3
+# How long a sleep may be while somebody wants to be asked.
+_LONGEST_SLEEP_S = 1e-3
 
 
 @dataclass(slots=True)
@@ -29,6 +34,7 @@ class _InFlight:
     start: torch.cuda.Event
     end: torch.cuda.Event
     launched_s: float
+    launch_s: float  # what the host took
 
 
 class TaskletQueue:
@@ -55,16 +61,23 @@ class TaskletQueue:
         launched_s = time.perf_counter()
         shape = launch()
         end.record(self._stream)
-        self._in_flight.append(_InFlight(shape, before, start, end, launched_s))
+        self._in_flight.append(_InFlight(shape, before, start, end, launched_s, time.perf_counter() - launched_s))
 
-    def wait_for_room(self) -> None:
-        """Sleep until nothing is in flight, or one tasklet that is about to end."""
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+        """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes."""
         self.collect()
         while self._in_flight:
             left_s = self._left_s() - _LEAD_S
             if left_s <= 0.0 and len(self._in_flight) == 1:
                 return
-            time.sleep(max(left_s, _SHORTEST_SLEEP_S))
+            if interrupted is not None and interrupted():
+                return
+            if interrupted is not None and left_s > _LONGEST_SLEEP_S:
+                time.sleep(_LONGEST_SLEEP_S)
+                self.collect()
+                continue
+            overdue_s = -0.1 * left_s  # others may be at work beside it: the longer it takes, the longer it will
+            time.sleep(max(left_s, overdue_s, _SHORTEST_SLEEP_S))
             if left_s > 0.0 and len(self._in_flight) == 2 and self._in_flight[0].end.query():
                 # It is time: what there is to note of the one that has ended can wait until the next is launched.
                 self._ended.append(self._in_flight.popleft())
@@ -85,9 +98,13 @@ class TaskletQueue:
 
     def _take_note(self, done: _InFlight) -> None:
         elapsed_ms = done.start.elapsed_time(done.end)
-        self._finished.append(FinishedTasklet(done.shape, elapsed_ms))
-        known_ms = self._expected_ms.get(done.shape, elapsed_ms)
-        self._expected_ms[done.shape] = min(elapsed_ms, known_ms + _GROWTH * (elapsed_ms - known_ms))
+        if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
+            self._finished.append(FinishedTasklet(done.shape, elapsed_ms))
+            known_ms = self._expected_ms.pop(done.shape, elapsed_ms)
+            share = _GROWTH if elapsed_ms > known_ms else _DECLINE
+            self._expected_ms[done.shape] = known_ms + share * (elapsed_ms - known_ms)
+            if len(self._expected_ms) > _MOST_SHAPES:
+                del self._expected_ms[next(iter(self._expected_ms))]
         if done.before is None:
             self._last_end_s = done.launched_s + elapsed_ms / 1e3
         else:

@@ -1,5 +1,5 @@
 """Compiles the kernels that training adds to serving's, by running each of them once on a few rows:
-`python -m cotenant.models.kernels.precompile JSON`.
+`python -m cotenant.models.kernels.precompile PARENT_PID JSON`.
 
 Triton keeps what it compiles on disk. Compiled by the process that serves, at a job's first step, they would keep
 requests waiting for seconds.
@@ -7,18 +7,24 @@ requests waiting for seconds.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
+import threading
 
 import msgspec
 import torch
 
 from cotenant.models import elementwise_ops as ops
 from cotenant.models.spec import ModelSpec
+from cotenant.processes import die_with_parent
+
+logger = logging.getLogger(__name__)
 
 # As frames have them: a multiple of this.
 _ROWS = 128
+_WITHIN_S = 180.0
 
 
 class _Request(msgspec.Struct):
@@ -27,17 +33,30 @@ class _Request(msgspec.Struct):
 
 
 class TrainingKernels:
-    """Begins to compile on a process of its own, which gives way to others."""
+    """Begins to compile on a process of its own, which gives way to others and ends with this one."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
-        request = _Request(spec, str(dtype).removeprefix("torch."))
-        command = [sys.executable, "-m", "cotenant.models.kernels.precompile", msgspec.json.encode(request).decode()]
+        request = msgspec.json.encode(_Request(spec, str(dtype).removeprefix("torch."))).decode()
+        command = [sys.executable, "-m", "cotenant.models.kernels.precompile", str(os.getpid()), request]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, name="training-kernels", daemon=True).start()
 
     @property
     def ready(self) -> bool:
         """Whether it has ended. If it has failed, kernels are compiled where they are first used, as without it."""
-        return self._process.poll() is not None
+        return self._ended.is_set()
+
+    def _wait(self) -> None:
+        try:
+            exit_code = self._process.wait(_WITHIN_S)
+            if exit_code != 0:
+                logger.warning("training's kernels were not compiled ahead: exit code %d", exit_code)
+        except subprocess.TimeoutExpired:
+            logger.warning("training's kernels were not compiled ahead within %.0f s", _WITHIN_S)
+            self._process.kill()
+            self._process.wait()
+        self._ended.set()
 
 
 @torch.no_grad()
@@ -69,5 +88,6 @@ def run_all(request: _Request) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
     os.nice(10)
-    run_all(msgspec.json.decode(sys.argv[1], type=_Request))
+    run_all(msgspec.json.decode(sys.argv[2], type=_Request))

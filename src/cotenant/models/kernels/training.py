@@ -107,16 +107,13 @@ def _silu_backward_kernel(gate_up, gradient, activated, out, width, BLOCK: tl.co
     tl.store(target + width, inner * silu, mask)
 
 
-def silu_backward(
-    gate_up: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient of silu(gate) * up [rows, width] to that of ``gate_up`` [rows, 2 * width], written to ``out``
-    if given (which may be ``gate_up``). The product itself is made again in the memory of ``gradient``; returns the
-    product, then the gradient."""
+def silu_backward(gate_up: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient of silu(gate) * up [rows, width] to that of ``gate_up`` [rows, 2 * width]. The product itself
+    is made again in the memory of ``gradient``; returns the product, then the gradient."""
     num_rows, width = gradient.shape
     assert gate_up.is_contiguous()
     assert gradient.is_contiguous()
-    out = _given(out, gate_up)
+    out = torch.empty_like(gate_up)
     grid = (num_rows, triton.cdiv(width, _SILU_BLOCK))
     _silu_backward_kernel[grid](gate_up, gradient, gradient, out, width, BLOCK=_SILU_BLOCK, num_warps=4)
     return gradient, out
@@ -270,17 +267,16 @@ def rotate_heads_backward(
     heads: torch.Tensor,
     weight: torch.Tensor | None,
     epsilon: float,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """From the gradients of rotated queries [tokens, heads, head_dim], rotated keys and values
     [tokens, kv_heads, head_dim], of any strides but the last, to that of ``heads``
-    [tokens, heads + 2 * kv_heads, head_dim], from which ``rotate_heads`` made them; written to ``out`` if given."""
+    [tokens, heads + 2 * kv_heads, head_dim], from which ``rotate_heads`` made them."""
     num_tokens, num_heads, head_dim = query.shape
     query, key, value = (one if one.stride(-1) == 1 else one.contiguous() for one in (query, key, value))
     assert heads.is_contiguous()
     assert cos.is_contiguous()
     assert signed_sin.is_contiguous()
-    out = _given(out, heads)
+    out = torch.empty_like(heads)
     num_rows = num_tokens * heads.shape[1]
     _rotate_backward_kernel[(triton.cdiv(num_rows, _ROTATED_ROWS),)](
         query,

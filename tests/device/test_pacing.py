@@ -1,0 +1,121 @@
+"""When the next tasklet is launched, on a device whose clock is simulated: nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.device.cuda import pacing
+
+FORWARD = TaskletShape(TaskletKind.FORWARD_MLP, 2048, 2048)
+BACKWARD = TaskletShape(TaskletKind.BACKWARD_MLP, 2048, 2048)
+_OVERSLEPT_S = 50e-6
+
+
+class Simulation:
+    """A host and a stream on one clock. A sleep takes longer than it was told to, a launch some time of the host's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.busy_until_s = 0.0
+        self.num_sleeps = 0
+        simulation = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                self.at_s = 0.0
+
+            def record(self, stream: object) -> None:
+                self.at_s = max(simulation.busy_until_s, simulation.now_s)
+
+            def query(self) -> bool:
+                return self.at_s <= simulation.now_s
+
+            def elapsed_time(self, other: Event) -> float:
+                return (other.at_s - self.at_s) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=lambda: self.now_s, sleep=self._sleep))
+        self.queue = pacing.TaskletQueue(object())  # type: ignore[arg-type]
+
+    def _sleep(self, seconds: float) -> None:
+        self.num_sleeps += 1
+        self.now_s += seconds + _OVERSLEPT_S
+
+    def launch(self, shape: TaskletShape, device_s: float, host_s: float = 60e-6) -> None:
+        def run() -> TaskletShape:
+            self.now_s += host_s
+            self.busy_until_s = max(self.busy_until_s, self.now_s) + device_s
+            return shape
+
+        self.queue.launch(run)
+
+    def run(self, shape: TaskletShape, device_s: float, count: int) -> list[float]:
+        """So many tasklets; how long before the end of the one in flight each was launched (negative: after it)."""
+        leads_s = []
+        for _ in range(count):
+            self.queue.wait_for_room()
+            leads_s.append(self.busy_until_s - self.now_s)
+            self.launch(shape, device_s)
+        return leads_s
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> Simulation:
+    return Simulation(monkeypatch)
+
+
+def test_the_next_tasklet_is_launched_shortly_before_the_end(simulation: Simulation) -> None:
+    leads_s = simulation.run(FORWARD, 1.2e-3, 40)[4:]
+    assert all(0.0 < lead_s < 250e-6 for lead_s in leads_s), leads_s
+    before = simulation.num_sleeps
+    simulation.run(FORWARD, 1.2e-3, 20)
+    assert simulation.num_sleeps - before <= 2 * 20
+
+
+def test_times_vary_and_the_device_hardly_waits(simulation: Simulation) -> None:
+    leads_s: list[float] = []
+    for turn in range(60):
+        leads_s += simulation.run(FORWARD, 1.0e-3 * (1 + 0.02 * (turn % 3)), 1)
+        leads_s += simulation.run(BACKWARD, 1.3e-3 * (1 + 0.02 * (turn % 2)), 1)
+    assert min(leads_s[10:]) > 0.0
+    assert max(leads_s[10:]) < 400e-6
+
+
+def test_a_launch_that_compiles_teaches_nothing(simulation: Simulation) -> None:
+    """Neither the next launch waits for as long as that took, nor is it reported as the device's time."""
+    simulation.launch(FORWARD, 0.5e-3, host_s=0.4)
+    simulation.run(FORWARD, 0.5e-3, 30)
+    assert simulation.now_s < 0.4 + 30 * 2e-3
+    reported = simulation.queue.take_finished()
+    assert len(reported) >= 28
+    assert max(tasklet.elapsed_ms for tasklet in reported) < 1.0
+
+
+def test_a_short_tasklet_among_long_ones_does_not_hurry_them(simulation: Simulation) -> None:
+    """Layer 0's backward has less to do than the others of its shape."""
+    leads_s: list[float] = []
+    for _ in range(6):
+        leads_s += simulation.run(BACKWARD, 0.72e-3, 31) + simulation.run(BACKWARD, 0.55e-3, 1)
+    assert max(leads_s[32:]) < 350e-6
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_somebody_who_is_asked_is_asked_often(simulation: Simulation, asked: bool) -> None:
+    simulation.run(FORWARD, 20e-3, 3)
+    times_s: list[float] = []
+
+    def interrupted() -> bool:
+        times_s.append(simulation.now_s)
+        return len(times_s) == 5
+
+    start_s = simulation.now_s
+    wait: Callable[[], None] = lambda: simulation.queue.wait_for_room(interrupted if asked else None)  # noqa: E731
+    wait()
+    waited_s = simulation.now_s - start_s
+    assert waited_s < 6e-3 if asked else waited_s > 15e-3
+    assert len(times_s) == (5 if asked else 0)
