@@ -23,7 +23,8 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import resolve_model
-from cotenant.runtime.finetune_bench import Workload, open_bench
+from cotenant.runtime.finetune_bench import open_bench
+from cotenant.runtime.finetune_workload import Workload
 
 VOCAB_SIZE = 512
 SIZES: dict[str, Any] = {

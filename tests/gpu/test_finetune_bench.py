@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from cotenant.config import ModelConfig
-from cotenant.runtime.finetune_bench import Workload, open_bench
+from cotenant.runtime.finetune_bench import open_bench
+from cotenant.runtime.finetune_workload import Workload
 
 
 def test_memory_and_latencies_are_the_devices() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cotenant.models.registry import ARCHITECTURES
-from cotenant.runtime.finetune_bench import flop_per_token
+from cotenant.runtime.finetune_workload import flop_per_token
 
 
 def test_the_usual_count_includes_an_embedding_of_its_own() -> None:

@@ -58,7 +58,8 @@ def finetune(
         )
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions
-    from cotenant.runtime.finetune_bench import Workload, open_bench
+    from cotenant.runtime.finetune_bench import open_bench
+    from cotenant.runtime.finetune_workload import Workload
 
     bench = open_bench(chosen, Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing))
     report = {

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,38 +35,11 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import ResolvedModel, resolve_model
-from cotenant.models.spec import ModelSpec
 from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype, spare_host_threads
-from cotenant.runtime.engine_bench import Ceilings, layer_parameters, measure_ceilings, spread
+from cotenant.runtime.engine_bench import Ceilings, measure_ceilings, spread
+from cotenant.runtime.finetune_workload import Workload, flop_per_token, new_adapter, random_dataset
 
-_STEPS_PER_EPOCH = 64
 _BACKWARD_KINDS = (TaskletKind.BACKWARD, TaskletKind.BACKWARD_MLP, TaskletKind.BACKWARD_ATTENTION)
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What is trained: random sequences of ``seq_len`` tokens, one to a packed row, ``tokens_per_step`` tokens (a
-    multiple of ``seq_len``) in an optimizer step. ``tasklet_tokens``: of a micro-batch at most; 0: as the server
-    chooses. The adapter has rank ``r`` on all linear modules."""
-
-    seq_len: int
-    tokens_per_step: int
-    tasklet_tokens: int
-    r: int
-    gradient_checkpointing: bool
-
-    def hyperparameters(self) -> Hyperparameters:
-        return Hyperparameters(
-            n_epochs=1_000_000,
-            batch_size=self.tokens_per_step // self.seq_len,
-            learning_rate=1e-5,
-            lr_scheduler_type="constant",
-            max_length=self.seq_len,
-            packing=True,
-            gradient_checkpointing=self.gradient_checkpointing,
-            r=self.r,
-            lora_alpha=2.0 * self.r,
-        )
 
 
 def open_bench(config: ModelConfig, workload: Workload) -> FinetuneBench:
@@ -102,9 +75,9 @@ class FinetuneBench:
         self._launch_cpu_s = 0.0
         self._random = random.Random(0)
         hyper = workload.hyperparameters()
-        dataset = _random_dataset(workload, resolved.spec.vocab_size)
+        dataset = random_dataset(workload, resolved.spec.vocab_size)
         self._order = DataOrder(dataset.lengths, hyper)
-        adapter = _adapter(decoder, hyper)
+        adapter = new_adapter(decoder, hyper)
         most = max(self._tasklet_tokens, self._order.longest)
         self._activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
         self._trainer = _trainer(
@@ -340,39 +313,6 @@ class FinetuneBench:
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) + arena,
             }
         return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def flop_per_token(spec: ModelSpec, *, only_multiplied: bool = False) -> int:
-    """Arithmetic of training a frozen base on one token, as it is usually counted: 4 for each parameter, 2 in the
-    forward pass and 2 for the gradient of the input.
-
-    Parameters are those of the linear modules, the head and the embedding (32.1 GFLOP for Llama-3.1-8B), although
-    nothing is multiplied by an embedding: ``only_multiplied`` leaves it out (30.0). Attention, the adapter and what
-    is recomputed are never counted.
-    """
-    embedding = spec.vocab_size * spec.hidden_size
-    has_own_embedding = not spec.tie_word_embeddings and not only_multiplied
-    return 4 * (layer_parameters(spec) + (2 if has_own_embedding else 1) * embedding)
-
-
-def _random_dataset(workload: Workload, vocab_size: int) -> Dataset:
-    """Sequences of random tokens; all but the first of each count in the loss."""
-    num_tokens = _STEPS_PER_EPOCH * workload.tokens_per_step
-    generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
-    offsets = torch.arange(0, num_tokens + 1, workload.seq_len)
-    return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
-
-
-def _adapter(decoder: Decoder, hyper: Hyperparameters) -> LoraAdapter:
-    return LoraAdapter.trainable(
-        decoder.spec,
-        r=hyper.r,
-        alpha=hyper.lora_alpha,
-        target_modules=hyper.target_modules,
-        seed=hyper.seed,
-        device=decoder.device,
-    )
 
 
 def _trainer(

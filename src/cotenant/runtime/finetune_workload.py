@@ -1,0 +1,75 @@
+"""What `cotenant bench finetune` trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.job import Hyperparameters
+from cotenant.finetune.dataset import Dataset
+from cotenant.models.decoder import Decoder
+from cotenant.models.lora import LoraAdapter
+from cotenant.models.spec import ModelSpec
+from cotenant.runtime.engine_bench import layer_parameters
+
+_STEPS_PER_EPOCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is trained: random sequences of ``seq_len`` tokens, one to a packed row, ``tokens_per_step`` tokens (a
+    multiple of ``seq_len``) in an optimizer step. ``tasklet_tokens``: of a micro-batch at most; 0: as the server
+    chooses. The adapter has rank ``r`` on all linear modules."""
+
+    seq_len: int
+    tokens_per_step: int
+    tasklet_tokens: int
+    r: int
+    gradient_checkpointing: bool
+
+    def hyperparameters(self) -> Hyperparameters:
+        return Hyperparameters(
+            n_epochs=1_000_000,
+            batch_size=self.tokens_per_step // self.seq_len,
+            learning_rate=1e-5,
+            lr_scheduler_type="constant",
+            max_length=self.seq_len,
+            packing=True,
+            gradient_checkpointing=self.gradient_checkpointing,
+            r=self.r,
+            lora_alpha=2.0 * self.r,
+        )
+
+
+def flop_per_token(spec: ModelSpec, *, only_multiplied: bool = False) -> int:
+    """Arithmetic of training a frozen base on one token, as it is usually counted: 4 for each parameter, 2 in the
+    forward pass and 2 for the gradient of the input.
+
+    Parameters are those of the linear modules, the head and the embedding (32.1 GFLOP for Llama-3.1-8B), although
+    nothing is multiplied by an embedding: ``only_multiplied`` leaves it out (30.0). Attention, the adapter and what
+    is recomputed are never counted.
+    """
+    embedding = spec.vocab_size * spec.hidden_size
+    has_own_embedding = not spec.tie_word_embeddings and not only_multiplied
+    return 4 * (layer_parameters(spec) + (2 if has_own_embedding else 1) * embedding)
+
+
+def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
+    """Sequences of random tokens; all but the first of each count in the loss."""
+    num_tokens = _STEPS_PER_EPOCH * workload.tokens_per_step
+    generator = torch.Generator().manual_seed(0)
+    token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
+    offsets = torch.arange(0, num_tokens + 1, workload.seq_len)
+    return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
+
+
+def new_adapter(decoder: Decoder, hyper: Hyperparameters) -> LoraAdapter:
+    return LoraAdapter.trainable(
+        decoder.spec,
+        r=hyper.r,
+        alpha=hyper.lora_alpha,
+        target_modules=hyper.target_modules,
+        seed=hyper.seed,
+        device=decoder.device,
+    )
