@@ -75,12 +75,13 @@ SECTIONS = (
         "On a GPU: training alone, beside PEFT",
         "`python bench/compare_finetune.py --json bench/results/finetune_h200.json`: each row is a process of its own, "
         "one after the other on one machine; the fastest size of micro-batch of each is in bold. Memory is at its "
-        "peak, weights included.",
+        "peak, weights included. From before the backward pass of a layer's MLP was cut in two.",
     ),
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
-        "Micro-batches of 2,048 tokens, while three other servers and trainers ran on the host.",
+        "Micro-batches of 2,048 tokens, while three other servers and trainers ran on the host. From before the "
+        "backward pass of a layer's MLP was cut in two.",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(

@@ -12,7 +12,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device.cuda import pacing
 
 FORWARD = TaskletShape(TaskletKind.FORWARD_MLP, 2048, 2048)
-BACKWARD = TaskletShape(TaskletKind.BACKWARD_MLP, 2048, 2048)
+BACKWARD = TaskletShape(TaskletKind.BACKWARD_UP, 2048, 2048)
 _OVERSLEPT_S = 50e-6
 
 

@@ -15,6 +15,7 @@ from cotenant.core.errors import CotenantError
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
 from cotenant.finetune import activations
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from finetune import support
@@ -108,7 +109,7 @@ def test_discarding_at_random_points_changes_no_bit(
     while not job.done:
         if not job.upcoming():
             job.wait_for_writes()
-        elif generator.random() < 0.8:
+        elif generator.random() < 0.9:
             support.run(job, generator.randint(0, sum(run.count for run in job.upcoming()) - 1))
             kinds.add(job.upcoming()[0].shape.kind)
             job.discard_step()
@@ -117,8 +118,7 @@ def test_discarding_at_random_points_changes_no_bit(
             support.run_step(job)
         job.take_updates()
     job.close()
-    whole = {TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.OPTIMIZER}
-    assert kinds | {TaskletKind.OPTIMIZER} == set(TaskletKind) - whole | {TaskletKind.OPTIMIZER}
+    assert kinds >= {*FORWARD_PARTS, *BACKWARD_PARTS}
     assert support.adapter_bytes(tmp_path / "discarded") == support.adapter_bytes(tmp_path / "undisturbed")
 
 

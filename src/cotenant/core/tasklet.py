@@ -8,15 +8,17 @@ from enum import StrEnum
 
 class TaskletKind(StrEnum):
     """What a tasklet does. A training micro-batch runs FORWARD for each layer, LOSS, BACKWARD for each layer in
-    reverse; a step ends with one OPTIMIZER tasklet, which is atomic. Where layers are captured they are cut in two,
-    lest a GPU be busy with one for too long. EVAL_* are the same without gradients."""
+    reverse; a step ends with one OPTIMIZER tasklet, which is atomic. Where layers are captured they are cut into
+    attention and MLP, and the MLP's backward before its last product, lest a GPU be busy with one for too long. EVAL_*
+    are the same without gradients."""
 
     FORWARD = "forward"
     FORWARD_ATTENTION = "forward_attention"
     FORWARD_MLP = "forward_mlp"
     LOSS = "loss"
     BACKWARD = "backward"
-    BACKWARD_MLP = "backward_mlp"
+    BACKWARD_DOWN = "backward_down"
+    BACKWARD_UP = "backward_up"
     BACKWARD_ATTENTION = "backward_attention"
     OPTIMIZER = "optimizer"
     EVAL_FORWARD = "eval_forward"

@@ -13,7 +13,7 @@ import torch
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import Device
 from cotenant.device.cuda.graphs import capture_graph
-from cotenant.finetune.captured import CapturedLayers, Frame, frame_bytes, rows_for
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers, Frame, frame_bytes, rows_for
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.finetune.tasklets import LossFunction
@@ -146,7 +146,7 @@ class Activations:
 
 
 class CapturedPass:
-    """As ``TrainingPass``, in halves of layers, at fixed addresses."""
+    """As ``TrainingPass``, in parts of layers, at fixed addresses."""
 
     def __init__(self, decoder: Decoder, pack: TrainingPack, layers: CapturedLayers, micro_batch: MicroBatch) -> None:
         self._decoder = decoder
@@ -158,10 +158,10 @@ class CapturedPass:
     @torch.no_grad()
     def run(self, kind: TaskletKind) -> None:
         """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
-        if kind is TaskletKind.BACKWARD_MLP:
+        if kind is BACKWARD_PARTS[0]:
             self._layer -= 1
         self._layers.run(kind, self._layer)
-        if kind is TaskletKind.FORWARD_MLP:
+        if kind is FORWARD_PARTS[-1]:
             self._layer += 1
 
     def loss(self, total_weight: float, function: LossFunction) -> LossSums:

@@ -24,11 +24,14 @@ from cotenant.models.attention import SegmentAttention
 from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.flash_attention import FlashAttention, Sequences
-from cotenant.models.layer_backward import attention_backward, mlp_backward
+from cotenant.models.layer_backward import attention_backward, down_backward, up_backward
 from cotenant.models.spec import ModelSpec
 from cotenant.models.tape import LayerTape
 from cotenant.models.training_pack import PackedLayer, TrainingPack
 
+# A layer's tasklets, in order.
+FORWARD_PARTS = (TaskletKind.FORWARD_ATTENTION, TaskletKind.FORWARD_MLP)
+BACKWARD_PARTS = (TaskletKind.BACKWARD_DOWN, TaskletKind.BACKWARD_UP, TaskletKind.BACKWARD_ATTENTION)
 # Rows of a frame come in multiples of this: few frames for many lengths, and whole tiles for the products.
 _ROW_BLOCK = 128
 _ALIGNMENT = 256  # bytes, as torch's allocator aligns
@@ -200,7 +203,7 @@ class CapturedLayers:
         return self._places.gradient
 
     def run(self, kind: TaskletKind, layer: int) -> None:
-        """Half a layer, forward or backward. Each kind runs once as it is before it is captured, which compiles its
+        """A part of a layer, forward or backward. Each kind runs once as it is before it is captured: that compiles its
         kernels and makes its libraries ready."""
         function = partial(_FUNCTIONS[kind], self, layer)
         if self._pool is None or self._num_loaded < 2 or kind not in self._has_run:
@@ -221,12 +224,16 @@ class CapturedLayers:
     def _forward_mlp(self, layer: int) -> None:
         self._decoder.mlp_half(layer, self._tapes[layer].middle, self._batch, tape=self._tapes[layer])
 
-    def _backward_mlp(self, layer: int) -> None:
-        tape, places = self._tapes[layer], self._places
+    def _backward_down(self, layer: int) -> None:
+        tape = self._tapes[layer]
         if self._recompute:
             self._forward_attention(layer)
             self._decoder.gate_up(layer, tape.middle, self._batch, tape)
-        mlp_backward(self._decoder, layer, tape, places.gradient, out=places.middle_gradient)
+        down_backward(self._decoder, layer, tape, self._places.gradient)
+
+    def _backward_up(self, layer: int) -> None:
+        tape, places = self._tapes[layer], self._places
+        up_backward(self._decoder, layer, tape, tape.gate_up, places.gradient, out=places.middle_gradient)
 
     def _backward_attention(self, layer: int) -> None:
         tape, places = self._tapes[layer], self._places
@@ -239,7 +246,8 @@ class CapturedLayers:
 _FUNCTIONS = {
     TaskletKind.FORWARD_ATTENTION: CapturedLayers._forward_attention,
     TaskletKind.FORWARD_MLP: CapturedLayers._forward_mlp,
-    TaskletKind.BACKWARD_MLP: CapturedLayers._backward_mlp,
+    TaskletKind.BACKWARD_DOWN: CapturedLayers._backward_down,
+    TaskletKind.BACKWARD_UP: CapturedLayers._backward_up,
     TaskletKind.BACKWARD_ATTENTION: CapturedLayers._backward_attention,
 }
 

@@ -9,7 +9,7 @@ import torch
 
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.activations import Activations, CapturedPass
-from cotenant.finetune.captured import rows_for
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, rows_for
 from cotenant.finetune.captured_loss import part_size
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
@@ -216,8 +216,8 @@ class TrainingStep:
             size = part_size(rows_for(shape.num_tokens))
             num_parts = max(1, math.ceil(shape.num_targets / size))
             loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
-        forward = (run(TaskletKind.FORWARD_ATTENTION), run(TaskletKind.FORWARD_MLP)) * num_layers
-        backward = (run(TaskletKind.BACKWARD_MLP), run(TaskletKind.BACKWARD_ATTENTION)) * num_layers
+        forward = tuple(map(run, FORWARD_PARTS)) * num_layers
+        backward = tuple(map(run, BACKWARD_PARTS)) * num_layers
         return *forward, loss, *backward
 
 

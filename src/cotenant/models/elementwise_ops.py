@@ -53,19 +53,22 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def silu_backward(gate_up: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_backward(
+    gate_up: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of ``silu_and_multiply`` again, in the memory of its ``gradient`` [rows, width], and the gradient of
-    ``gate_up`` [rows, 2 * width]."""
+    ``gate_up`` [rows, 2 * width], in ``out`` if given, which may be ``gate_up``."""
     if _is_fused(gate_up):
         from cotenant.models.kernels import training
 
-        return training.silu_backward(gate_up, gradient)
+        return training.silu_backward(gate_up, gradient, out)
     gate, up = gate_up.chunk(2, dim=1)
     silu = F.silu(gate)
     result = torch.empty_like(gate_up)
     torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=result[:, : gate.shape[1]])
     torch.mul(gradient, silu, out=result[:, gate.shape[1] :])
-    return torch.mul(silu, up, out=gradient), result
+    activated = torch.mul(silu, up, out=gradient)
+    return activated, result if out is None else out.copy_(result)
 
 
 def rotate_heads(

@@ -43,22 +43,41 @@ def head_backward(decoder: Decoder, hidden: torch.Tensor, gradient: torch.Tensor
 
 
 def mlp_backward(
+    decoder: Decoder, index: int, tape: LayerTape, gradient: torch.Tensor, add_gradient: AddGradient
+) -> torch.Tensor:
+    """The first half of ``layer_backward``: to the gradient at ``tape.middle`` [rows, hidden]."""
+    gate_up = down_backward(decoder, index, tape, gradient, add_gradient)
+    return up_backward(decoder, index, tape, gate_up, gradient, add_gradient)
+
+
+def down_backward(
+    decoder: Decoder, index: int, tape: LayerTape, gradient: torch.Tensor, add_gradient: AddGradient | None = None
+) -> torch.Tensor:
+    """From the gradient of the layer's output to that of ``tape.gate_up``; it takes the place of that where the adapter
+    is packed, which needs no ``add_gradient``."""
+    down = decoder.weights.layers[index].down
+    like = tape.gate_up.chunk(2, dim=1)[0]
+    activated_gradient, downs = _input_backward(like, gradient, down, tape)  # [rows, intermediate]
+    assert activated_gradient is not None
+    out = tape.gate_up if tape.packed is not None else None
+    activated, gate_up = silu_backward(tape.gate_up, activated_gradient, out)
+    _adapter_backward(activated, gradient, down, tape, downs, add_gradient)
+    return gate_up
+
+
+def up_backward(
     decoder: Decoder,
     index: int,
     tape: LayerTape,
+    gate_up: torch.Tensor,
     gradient: torch.Tensor,
     add_gradient: AddGradient | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first half of ``layer_backward``: to the gradient at ``tape.middle`` [rows, hidden], in ``out`` if given.
-    A packed adapter needs no ``add_gradient``."""
+    """From ``gate_up``, the gradient that ``down_backward`` gave, and that of the layer's output, to the gradient at
+    ``tape.middle`` [rows, hidden], in ``out`` if given."""
     weights, epsilon = decoder.weights.layers[index], decoder.spec.rms_norm_eps
-    like = tape.gate_up.chunk(2, dim=1)[0]
-    activated_gradient, downs = _input_backward(like, gradient, weights.down, tape)  # [rows, intermediate]
-    assert activated_gradient is not None
-    activated, gate_up = silu_backward(tape.gate_up, activated_gradient)
-    _adapter_backward(activated, gradient, weights.down, tape, downs, add_gradient)
     normed = decoder.norm(tape.middle, weights.mlp_norm)
     inner, downs = _input_backward(normed, gate_up, weights.gate_up, tape)
     assert inner is not None

@@ -25,6 +25,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.base import FinishedTasklet
 from cotenant.finetune.activations import Activations
+from cotenant.finetune.captured import BACKWARD_PARTS
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
@@ -39,7 +40,7 @@ from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype, spare_host_thre
 from cotenant.runtime.engine_bench import Ceilings, measure_ceilings, spread
 from cotenant.runtime.finetune_workload import Workload, flop_per_token, new_adapter, random_dataset
 
-_BACKWARD_KINDS = (TaskletKind.BACKWARD, TaskletKind.BACKWARD_MLP, TaskletKind.BACKWARD_ATTENTION)
+_BACKWARD_KINDS = (TaskletKind.BACKWARD, *BACKWARD_PARTS)
 
 
 def open_bench(config: ModelConfig, workload: Workload) -> FinetuneBench:

@@ -107,13 +107,16 @@ def _silu_backward_kernel(gate_up, gradient, activated, out, width, BLOCK: tl.co
     tl.store(target + width, inner * silu, mask)
 
 
-def silu_backward(gate_up: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the gradient of silu(gate) * up [rows, width] to that of ``gate_up`` [rows, 2 * width]. The product itself
-    is made again in the memory of ``gradient``; returns the product, then the gradient."""
+def silu_backward(
+    gate_up: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the gradient of silu(gate) * up [rows, width] to that of ``gate_up`` [rows, 2 * width], written to ``out``
+    if given, which may be ``gate_up``. The product itself is made again in the memory of ``gradient``; returns the
+    product, then the gradient."""
     num_rows, width = gradient.shape
     assert gate_up.is_contiguous()
     assert gradient.is_contiguous()
-    out = torch.empty_like(gate_up)
+    out = _given(out, gate_up)
     grid = (num_rows, triton.cdiv(width, _SILU_BLOCK))
     _silu_backward_kernel[grid](gate_up, gradient, gradient, out, width, BLOCK=_SILU_BLOCK, num_warps=4)
     return gradient, out
