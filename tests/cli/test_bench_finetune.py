@@ -60,6 +60,7 @@ def test_figures_agree_with_each_other(tmp_path: Path) -> None:
     [
         (["tiny", "--seq-len", "1025"], "--seq-len: 1025 is too long: tiny takes 1024 tokens"),
         (["tiny", "--seq-len", "48", "--tokens-per-step", "100"], "--tokens-per-step: 100 is not a multiple of"),
+        (["tiny", "--seq-len", "64", "--min-len", "65"], "--min-len: 65 is more than --seq-len 64"),
         (["no-such-model"], "unknown model 'no-such-model'"),
         (["tiny", "--dtype", "int8"], "--dtype"),
     ],
@@ -70,3 +71,15 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
     (line,) = result.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert complaint in line
+
+
+def test_sequences_of_random_lengths_are_packed(tmp_path: Path) -> None:
+    path = tmp_path / "finetune.json"
+    sizes = ["--seq-len", "64", "--min-len", "8", "--tokens-per-step", "256", "--tasklet-tokens", "128", "--r", "4"]
+    counts = ["--steps", "2", "--warmup-steps", "1", "--samples", "2"]
+    result = bench_finetune("tiny", *sizes, *counts, "--device", "cpu", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert report["min_len"] == 8
+    assert 64 < report["micro_batch_tokens"] <= 128
+    assert 0.6 * 2 * 256 < report["trained_tokens"] < 2 * 256, "rows are full, but not quite"

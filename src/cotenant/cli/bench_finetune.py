@@ -21,7 +21,13 @@ _REQUIRED_BYTES = 4 << 30
 
 def finetune(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence.")] = 2048,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence, or row.")] = 2048,
+    min_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Pack sequences of random lengths, from this to --seq-len, into rows.", show_default=False
+        ),
+    ] = None,
     tokens_per_step: Annotated[
         int, typer.Option(min=2, help="Tokens of an optimizer step, a multiple of --seq-len.")
     ] = 16384,
@@ -52,6 +58,8 @@ def finetune(
     limit = resolve_model(chosen).spec.max_position_embeddings
     if seq_len > limit:
         raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
+    if min_len is not None and min_len > seq_len:
+        raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
     if tokens_per_step % seq_len:
         raise InvalidInputError(
             f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
@@ -61,7 +69,8 @@ def finetune(
     from cotenant.runtime.finetune_bench import open_bench
     from cotenant.runtime.finetune_workload import Workload
 
-    bench = open_bench(chosen, Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing))
+    workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len)
+    bench = open_bench(chosen, workload)
     report = {
         "kind": KIND,
         "label": label,

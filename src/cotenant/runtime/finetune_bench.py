@@ -34,7 +34,6 @@ from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.trainer import Trainer
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
-from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype, spare_host_threads
 from cotenant.runtime.engine_bench import Ceilings, measure_ceilings, spread
@@ -81,10 +80,11 @@ class FinetuneBench:
         adapter = new_adapter(decoder, hyper)
         most = max(self._tasklet_tokens, self._order.longest)
         self._activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
+        spec = JobSpec("bench", resolved.name, "", "", None, "bench", hyper)
+        self._state = TrainingState(adapter, spec, fingerprint(spec, dataset))
         self._trainer = _trainer(
             decoder,
-            adapter,
-            resolved.name,
+            self._state,
             dataset,
             self._order,
             hyper,
@@ -218,7 +218,8 @@ class FinetuneBench:
 
     def _timed_steps(self, num_steps: int) -> dict[str, Any]:
         finished: list[FinishedTasklet] = []
-        steps_s = []
+        steps_s, tokens = [], []
+        tokens_before = last_tokens = self._state.trained_tokens
         self._launch_cpu_s = 0.0
         process_s, thread_s = time.process_time(), time.thread_time()
         start_s = last_s = time.perf_counter()
@@ -227,19 +228,21 @@ class FinetuneBench:
             finished += self._device.finished_tasklets()
             now_s = time.perf_counter()
             steps_s.append(now_s - last_s)
-            last_s = now_s
+            tokens.append(self._state.trained_tokens - last_tokens)
+            last_s, last_tokens = now_s, self._state.trained_tokens
         self._device.synchronize()
         wall_s = time.perf_counter() - start_s
         thread_s, process_s = time.thread_time() - thread_s, time.process_time() - process_s
         finished += self._device.finished_tasklets()
         self._micro_batch_s = statistics.median(steps_s) / len(self._micro_batches)
-        tokens = self._workload.tokens_per_step
-        tokens_per_s = num_steps * tokens / wall_s
+        trained_tokens = self._state.trained_tokens - tokens_before
+        tokens_per_s = trained_tokens / wall_s
         return {
             "num_steps": num_steps,
+            "trained_tokens": trained_tokens,
             "tokens_per_s": {
                 "mean": round(tokens_per_s, 2),
-                **spread([tokens / seconds for seconds in steps_s]),
+                **spread([count / seconds for count, seconds in zip(tokens, steps_s, strict=True)]),
             },
             "share_of_matmul_rate": self._share(tokens_per_s, flop_per_token(self._resolved.spec)),
             "share_of_matmul_rate_multiplied": self._share(
@@ -318,8 +321,7 @@ class FinetuneBench:
 
 def _trainer(
     decoder: Decoder,
-    adapter: LoraAdapter,
-    model: str,
+    state: TrainingState,
     dataset: Dataset,
     order: DataOrder,
     hyper: Hyperparameters,
@@ -329,10 +331,9 @@ def _trainer(
     num_multiprocessors: int | None,
     limit_is_fixed: bool,
 ) -> Trainer:
-    spec = JobSpec("bench", model, "", "", None, "bench", hyper)
     return Trainer(
         decoder,
-        TrainingState(adapter, spec, fingerprint(spec, dataset)),
+        state,
         dataset,
         order,
         None,

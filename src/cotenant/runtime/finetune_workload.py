@@ -18,15 +18,17 @@ _STEPS_PER_EPOCH = 64
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is trained: random sequences of ``seq_len`` tokens, one to a packed row, ``tokens_per_step`` tokens (a
-    multiple of ``seq_len``) in an optimizer step. ``tasklet_tokens``: of a micro-batch at most; 0: as the server
-    chooses. The adapter has rank ``r`` on all linear modules."""
+    """What is trained: rows of ``seq_len`` random tokens, ``tokens_per_step`` (a multiple of ``seq_len``) in an
+    optimizer step. A row is one sequence, or with ``min_len`` several that are packed: their lengths are random, from
+    that to ``seq_len``, and rows are as full as they get. ``tasklet_tokens``: of a micro-batch at most; 0: as the
+    server chooses. The adapter has rank ``r`` on all linear modules."""
 
     seq_len: int
     tokens_per_step: int
     tasklet_tokens: int
     r: int
     gradient_checkpointing: bool
+    min_len: int | None = None
 
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters(
@@ -59,8 +61,14 @@ def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
     """Sequences of random tokens; all but the first of each count in the loss."""
     num_tokens = _STEPS_PER_EPOCH * workload.tokens_per_step
     generator = torch.Generator().manual_seed(0)
+    least = workload.seq_len if workload.min_len is None else workload.min_len
+    most_sequences = num_tokens // least
+    lengths = torch.randint(least, workload.seq_len + 1, (most_sequences,), generator=generator)
+    ends = lengths.cumsum(0)
+    ends = ends[ends <= num_tokens]
+    num_tokens = int(ends[-1])
     token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
-    offsets = torch.arange(0, num_tokens + 1, workload.seq_len)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
     return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
 
 
