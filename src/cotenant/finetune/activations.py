@@ -24,7 +24,7 @@ from cotenant.models.lora import LoraAdapter
 from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
-# Giving one back costs a GPU's driver the same, whatever its size.
+# Large: the fewer chunks there are to give back, the sooner it is done.
 _CHUNK_BYTES = 128 << 20
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
 _MAX_FRAMES = 16
@@ -116,7 +116,7 @@ class Activations:
         layers = self._frames.get(key)
         if layers is None:
             if len(self._frames) >= _MAX_FRAMES:
-                self._device.synchronize()
+                self._device.wait_for_tasklets()
                 self._frames.popitem(last=False)
             storage = self._storage[:needed]
             layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=recompute)

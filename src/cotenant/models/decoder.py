@@ -109,7 +109,7 @@ class Decoder:
         return self._linear(activated, self.weights.layers[index].down, index, batch, tape, out="output", add=middle)
 
     def gate_up(self, index: int, middle: torch.Tensor, batch: Batch, tape: LayerTape | None = None) -> torch.Tensor:
-        """The MLP up to its activation, and no further is kept: [tokens, hidden] -> [tokens, 2 * intermediate]."""
+        """The MLP up to its activation, all that a tape keeps of it: [tokens, hidden] -> [tokens, 2 * intermediate]."""
         weights = self.weights.layers[index]
         normed = self.norm(middle, weights.mlp_norm)
         gate_up = self._linear(normed, weights.gate_up, index, batch, tape, out="gate_up")

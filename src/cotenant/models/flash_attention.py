@@ -1,7 +1,7 @@
 """Attention of training on CUDA in half precision: forward and backward as single operations, without autograd.
 
-Sequences of one length go to cuDNN, which is about twice as fast on Hopper; others to FlashAttention, which takes them
-one behind the other without padding. Both come with torch.
+Sequences of one length go to cuDNN, which is the faster one on Hopper; others to FlashAttention, which takes them one
+behind the other without padding. Both come with torch.
 """
 
 from __future__ import annotations
