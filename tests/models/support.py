@@ -23,11 +23,13 @@ from transformers import (
 
 from cotenant.models.batch import AdapterSpan, Batch, PagedSegment, TrainingSegment
 from cotenant.models.decoder import Decoder
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.layer_backward import layer_backward
+from cotenant.models.linear import AddGradient, adapter_backward, input_backward
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import ResolvedModel, read_spec
-from cotenant.models.tape import LayerTape
+from cotenant.models.tape import KeptDelta, LayerTape
 
 VOCAB_SIZE = 101
 CPU = torch.device("cpu")
@@ -251,3 +253,17 @@ def gradients(
             assert below is not None
             gradient = below
     return [found[id(matrix)] for matrix in adapter.parameters()]
+
+
+def linear_backward(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    base: FusedLinear,
+    deltas: Sequence[KeptDelta],
+    add_gradient: AddGradient,
+) -> torch.Tensor:
+    """Both parts of a linear's backward pass, one after the other: the gradient at ``x``."""
+    x_gradient, downs = input_backward(x, gradient, base, deltas)
+    adapter_backward(x, gradient, deltas, downs, add_gradient)
+    assert x_gradient is not None
+    return x_gradient

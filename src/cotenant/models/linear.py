@@ -24,7 +24,7 @@ def linear(
 ) -> torch.Tensor:
     """[tokens, in] -> [tokens, sum of sizes]. Adapters come as ``spans``, part of the batch's structure, or as
     ``grouped``, which is data and can be captured in a CUDA graph; not as both. With ``tape`` the deltas of its
-    rows are kept for ``linear_backward``; training runs without autograd.
+    rows are kept for ``input_backward``; training runs without autograd.
     """
     if grouped is not None:
         assert not spans, "a batch has its adapters as spans or grouped"
@@ -47,24 +47,8 @@ def linear(
 AddGradient = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def linear_backward(
-    x: torch.Tensor,
-    gradient: torch.Tensor,
-    base: FusedLinear,
-    deltas: Sequence[KeptDelta],
-    add_gradient: AddGradient,
-    *,
-    needs_input: bool = True,
-) -> torch.Tensor | None:
-    """From the gradient of ``linear``'s output [rows, sum of sizes] to that of its input ``x`` [rows, in], if it is
-    needed; ``add_gradient`` gets each of the adapters' matrices with its gradient, in the matrix's dtype and layout."""
-    x_gradient, downs = input_backward(x, gradient, base, deltas, needs_input=needs_input)
-    adapter_backward(x, gradient, deltas, downs, add_gradient)
-    return x_gradient
-
-
 class DownGradient(NamedTuple):
-    """Of one ``KeptDelta``, between the two halves of ``linear_backward``."""
+    """Of one ``KeptDelta``, between ``input_backward`` and ``adapter_backward``."""
 
     gradient: torch.Tensor  # [rows, rank]: of ``down``, scale included
     mask: torch.Tensor | None  # [rows, in]: dropout's
@@ -78,8 +62,9 @@ def input_backward(
     *,
     needs_input: bool = True,
 ) -> tuple[torch.Tensor | None, list[DownGradient]]:
-    """The first half of ``linear_backward``: the input's gradient, if it is needed, and what ``adapter_backward`` goes
-    on with. ``like`` [rows, in] has the shape and dtype of the input, which need not be there yet."""
+    """From the gradient of ``linear``'s output [rows, sum of sizes] to that of its input [rows, in], if it is needed,
+    and what ``adapter_backward`` goes on with. ``like`` has the shape and dtype of the input, which need not exist
+    yet."""
     x_gradient = base.input_gradient(gradient) if needs_input else None  # [rows, in]
     downs = []
     for adapter, key, part, _, a, b in deltas:
@@ -99,7 +84,8 @@ def adapter_backward(
     downs: Sequence[DownGradient],
     add_gradient: AddGradient,
 ) -> None:
-    """The second half of ``linear_backward``: the gradients of the adapters' matrices."""
+    """Once the input ``x`` [rows, in] is there: ``add_gradient`` gets each of the adapters' matrices with its gradient,
+    in the matrix's dtype and layout."""
     for (adapter, key, part, down, _, _), (down_gradient, mask) in zip(deltas, downs, strict=True):
         pair, scale = adapter.weights[key], adapter.scale_of(*key)
         inputs = x if mask is None else x * mask  # [rows, in]
