@@ -179,7 +179,6 @@ class CapturedLayers:
         num_tokens = batch.num_tokens
         torch.index_select(self._decoder.weights.embedding, 0, batch.token_ids, out=places.edges[0][:num_tokens])
         self._num_loaded += 1
-        self.loss.captures = self._num_loaded > 1
         # The gradients of filling are 0. What lay there before need not even be a number, and 0 times that is none.
         places.edges[0][num_tokens:].zero_()
         for place, values in zip((places.cos, places.signed_sin), self._decoder.rope.at(batch.positions), strict=True):

@@ -38,12 +38,12 @@ class CapturedLoss:
         self._rows, self._targets = torch.zeros(2, most, dtype=torch.int64, device=hidden.device)
         self._scales, self._weights = torch.zeros(2, most, device=hidden.device)
         self._sums = LossSums.zero(hidden.device)
-        self.captures = False  # whether graphs are made by now
-        self._has_run = False
+        self._num_begun = 0
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def begin(self, micro_batch: MicroBatch, total_weight: float) -> None:
         """Take over the targets. ``total_weight``: see ``loss.loss_and_gradient``."""
+        self._num_begun += 1
         count = len(micro_batch.rows)
         scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
         # What fills the last part up is the first target again, with weight 0: it adds 0 to that row.
@@ -60,11 +60,7 @@ class CapturedLoss:
 
     def run(self, part: int) -> None:
         function = partial(self._run, slice(part * self._size, (part + 1) * self._size))
-        if self._pool is None:
-            function()
-            return
-        if not self.captures or not self._has_run:  # compiles the kernels
-            self._has_run = True
+        if self._pool is None or self._num_begun < 2:  # the first time it compiles the kernels
             function()
             return
         graph = self._graphs.get(part)

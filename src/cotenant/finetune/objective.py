@@ -16,6 +16,9 @@ from cotenant.models.decoder import Decoder
 class Objective(Protocol):
     """A loss that is a sum over micro-batches divided by a weight of the whole step."""
 
+    is_cross_entropy: bool
+    """Whether the loss is the weighted mean of the targets' own, which can be taken part by part."""
+
     def split(self, dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
         """Micro-batches of at most ``max_tokens`` tokens, or of what must stay together. Depends on nothing else."""
         ...
@@ -23,9 +26,6 @@ class Objective(Protocol):
     def total_weight(self, dataset: Dataset, examples: Sequence[int]) -> float:
         """What the step's summed loss is divided by."""
         ...
-
-    is_cross_entropy: bool
-    """Whether the loss is the weighted mean of the targets' own, which can be taken part by part."""
 
     def loss_and_gradient(
         self,
@@ -42,13 +42,13 @@ class Objective(Protocol):
 class CrossEntropy:
     """Supervised fine-tuning: the weighted mean negative log-likelihood of the target tokens."""
 
+    is_cross_entropy = True
+
     def split(self, dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
         return split(dataset, examples, max_tokens)
 
     def total_weight(self, dataset: Dataset, examples: Sequence[int]) -> float:
         return sum(dataset.loss_weights[example] for example in examples)
-
-    is_cross_entropy = True
 
     def loss_and_gradient(
         self,

@@ -82,6 +82,8 @@ def score(dataset: Dataset, decoder: Decoder, hidden: torch.Tensor, micro_batch:
 class PreferenceObjective:
     """The loss of one step's pairs, given the base's scores; keeps the adapter's for the step's metrics."""
 
+    is_cross_entropy = False
+
     def __init__(self, loss: PreferenceLoss, dataset: Dataset, reference: Mapping[int, torch.Tensor]) -> None:
         """``reference`` may be filled until the first micro-batch's loss runs."""
         self._loss = loss
@@ -95,8 +97,6 @@ class PreferenceObjective:
     def total_weight(self, dataset: Dataset, examples: Sequence[int]) -> float:
         """The number of pairs."""
         return len(examples) / 2
-
-    is_cross_entropy = False
 
     def loss_and_gradient(
         self,

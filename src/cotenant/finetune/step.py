@@ -115,7 +115,7 @@ class TrainingStep:
             self._current_sums = current.loss(weight, function)
         else:
             current.loss_part(weight, self._cursor.within)
-            if self._cursor.remaining[0].count == 1:
+            if self._cursor.ends_run:
                 self._current_sums = current.loss_sums()
         self._prepare_next()
 

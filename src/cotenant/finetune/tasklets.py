@@ -56,14 +56,20 @@ class Cursor:
         return self.run == len(self._runs)
 
     @property
+    def ends_run(self) -> bool:
+        """Whether the next tasklet is the last of its run."""
+        return self.within + 1 == self._runs[self.run].count
+
+    @property
     def shape(self) -> TaskletShape:
         """The next tasklet."""
         return self._shape
 
     def advance(self) -> None:
-        self.within += 1
-        if self.within == self._runs[self.run].count:
+        if self.ends_run:
             self.seek(self.run + 1)
+        else:
+            self.within += 1
 
     def seek(self, run: int, within: int = 0) -> None:
         """Move to a tasklet of a run, or with the number of runs to the end."""

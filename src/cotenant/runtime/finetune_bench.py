@@ -27,6 +27,7 @@ from cotenant.device.base import FinishedTasklet
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.captured import BACKWARD_PARTS
 from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
@@ -37,7 +38,7 @@ from cotenant.models.loading import load_decoder
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.build import TASKLET_TOKENS, choose_dtype, spare_host_threads
 from cotenant.runtime.engine_bench import Ceilings, measure_ceilings, spread
-from cotenant.runtime.finetune_workload import Workload, flop_per_token, new_adapter, random_dataset
+from cotenant.runtime.finetune_workload import Workload, flop_per_token, random_dataset
 
 _BACKWARD_KINDS = (TaskletKind.BACKWARD, *BACKWARD_PARTS)
 
@@ -77,10 +78,10 @@ class FinetuneBench:
         hyper = workload.hyperparameters()
         dataset = random_dataset(workload, resolved.spec.vocab_size)
         self._order = DataOrder(dataset.lengths, hyper)
-        adapter = new_adapter(decoder, hyper)
+        spec = JobSpec("bench", resolved.name, "", "", None, "bench", hyper)
+        adapter = new_adapter(spec, decoder)
         most = max(self._tasklet_tokens, self._order.longest)
         self._activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
-        spec = JobSpec("bench", resolved.name, "", "", None, "bench", hyper)
         self._state = TrainingState(adapter, spec, fingerprint(spec, dataset))
         self._trainer = _trainer(
             decoder,

@@ -8,8 +8,6 @@ import torch
 
 from cotenant.core.job import Hyperparameters
 from cotenant.finetune.dataset import Dataset
-from cotenant.models.decoder import Decoder
-from cotenant.models.lora import LoraAdapter
 from cotenant.models.spec import ModelSpec
 from cotenant.runtime.engine_bench import layer_parameters
 
@@ -70,14 +68,3 @@ def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
     token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
     return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
-
-
-def new_adapter(decoder: Decoder, hyper: Hyperparameters) -> LoraAdapter:
-    return LoraAdapter.trainable(
-        decoder.spec,
-        r=hyper.r,
-        alpha=hyper.lora_alpha,
-        target_modules=hyper.target_modules,
-        seed=hyper.seed,
-        device=decoder.device,
-    )

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from cotenant.models import elementwise_ops as ops
+from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
 from cotenant.models.spec import ModelSpec
 from cotenant.processes import die_with_parent
 
@@ -80,8 +81,6 @@ def run_all(request: _Request) -> None:
     rotated = ops.rotate_heads(heads, cos, cos, num_rotated, qk_norm, epsilon)
     query, key = rotated[:, : spec.num_heads].clone(), rotated[:, spec.num_heads :].clone()
     ops.rotate_heads_backward(query, key, key, cos, cos, heads, qk_norm, epsilon)
-    from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
-
     targets = torch.zeros(_ROWS, dtype=torch.int64, device="cuda")
     cross_entropy_in_place(zeros(_ROWS, spec.vocab_size), targets, torch.zeros(_ROWS, device="cuda"))
     torch.cuda.synchronize()
