@@ -55,7 +55,8 @@ def _cuts(results: Sequence[Result]) -> list[str]:
         rows.append([*row, f"{require['num_bytes'] / 2**30:.1f}", f"{unmapped:.2f}", f"{require['mean_ms']:.2f}"])
     text = (
         "How much longer a step takes whose tasklets are launched one by one than one whose micro-batches are launched "
-        "whole, in pairs; and what `require` unmapped in the middle of a backward pass, in how long:"
+        "whole, in pairs; and what `require` unmapped in the middle of a backward pass, and how long it took until "
+        "another arena had it, cleared:"
     )
     return [text, table(header, rows)] if rows else []
 

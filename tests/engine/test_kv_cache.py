@@ -246,20 +246,20 @@ def test_sizes_are_checked(num_pages: int) -> None:
         create_cache(num_pages, 32)
 
 
-def test_chunks_are_32_mib_in_a_large_cache_and_small_in_a_small_one() -> None:
+def test_chunks_are_128_mib_in_a_large_cache_and_small_in_a_small_one() -> None:
     spec = ModelSpec(
         family="qwen3", num_layers=28, hidden_size=1024, intermediate_size=3072, num_heads=16, num_kv_heads=8,
         head_dim=128, vocab_size=64, max_position_embeddings=64,
     )  # fmt: skip
     device, granularity = create_device("cpu"), chunk_granularity(torch.device("cpu"))
     sizes = {}
-    for num_pages in (1, 20, 1000):
+    for num_pages in (1, 20, 1000, 2000):
         cache = KvCache(spec, torch.bfloat16, device, 16, num_pages)
         assert cache.page_bytes == 28 << 16
         assert cache.chunk_bytes == cache.chunk_pages * cache.page_bytes
         assert cache.chunk_bytes % granularity == 0
         sizes[num_pages] = cache.chunk_pages
-    assert sizes == {1: 1, 20: 1, 1000: 18}
+    assert sizes == {1: 1, 20: 1, 1000: 62, 2000: 73}
 
 
 def test_integrity_check_notices_pages_without_memory() -> None:

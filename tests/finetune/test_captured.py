@@ -35,7 +35,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def make(decoder: Decoder, folder: Path, *, free_bytes: int | None = None, **changes: object) -> TrainingJob:
         monkeypatch.setattr(activations, "can_capture", lambda *_: True)
-        monkeypatch.setattr(activations, "_CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(activations, "CHUNK_BYTES", CHUNK_BYTES)
         spec = support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
         return support.make_job(decoder, spec, device=create_device("cpu"), free_bytes=free_bytes)
 

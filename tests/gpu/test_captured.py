@@ -185,6 +185,7 @@ def test_memory_is_given_back_and_comes_again() -> None:
     required = bench.require(20, activations.total_bytes // 2)
     assert required is not None
     assert required["unmapped_mib"]["p50"] > 0
+    assert required["unmapped_ms"]["p50"] < required["latency_ms"]["p50"]
     figures = bench.steps(2, 1)
     bench.close()
     assert figures["tasklet_ms"]["forward_mlp"]["count"] == 2 * 2 * bench._decoder.spec.num_layers

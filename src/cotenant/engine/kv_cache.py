@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 import torch
 
 from cotenant.device import Device
-from cotenant.device.arena import chunk_granularity
+from cotenant.device.arena import CHUNK_BYTES, chunk_granularity
 from cotenant.memory.chunks import KV, ChunkPool
 from cotenant.memory.pages import PagePool
 from cotenant.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 32 << 20  # a mapping costs the same whatever its size: at this one, about a millisecond per GiB
 _CHUNKS_AT_LEAST = 16  # so that a small cache has something to give too
 _STAGING_BYTES = 64 << 20  # what a move needs beside the cache, when memory is short
 _CANDIDATES = 64  # chunks that are looked at when a few are to be given up

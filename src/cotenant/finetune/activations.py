@@ -12,6 +12,7 @@ import torch
 
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import Device
+from cotenant.device.arena import CHUNK_BYTES
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers, Frame, frame_bytes, rows_for
 from cotenant.finetune.loss import LossSums
@@ -24,8 +25,6 @@ from cotenant.models.lora import LoraAdapter
 from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
-# Large: the fewer chunks there are to give back, the sooner it is done.
-_CHUNK_BYTES = 128 << 20
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
 _MAX_FRAMES = 16
 
@@ -53,7 +52,7 @@ class Activations:
         self._device = device
         self._pack = TrainingPack(adapter, decoder.dtype)
         self._bytes: dict[tuple[int, bool], int] = {}
-        self._arena = device.create_arena(self.bytes_for(max_tokens, recompute=recompute), _CHUNK_BYTES)
+        self._arena = device.create_arena(self.bytes_for(max_tokens, recompute=recompute), CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
@@ -126,18 +125,19 @@ class Activations:
         return CapturedPass(self._decoder, self._pack, layers, micro_batch)
 
     def give_back(self, num_kept: int) -> None:
-        """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what was launched. No micro-batch
-        that lies there goes on."""
+        """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what was launched; the device keeps
+        it for the arena of whoever asked. No micro-batch that lies there goes on."""
         unwanted = {chunk for chunk in self._arena.mapped if (chunk + 1) * self.chunk_bytes > num_kept}
         if unwanted:
             self._device.wait_for_tasklets()
-            self._arena.unmap(unwanted)
+            self._arena.unmap(unwanted, keep=True)
 
     def drop(self) -> None:
-        """Give all memory back, that of the graphs too. No micro-batch goes on."""
+        """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
         self._device.synchronize()
         self._frames.clear()
-        self.give_back(0)
+        self._arena.unmap(self._arena.mapped)
+        self._device.release_kept_memory()
 
     def close(self) -> None:
         self.drop()

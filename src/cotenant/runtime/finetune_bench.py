@@ -164,12 +164,14 @@ class FinetuneBench:
         return {"num_samples": num_samples, "latency_ms": spread(latencies_ms)}
 
     def require(self, num_samples: int, num_bytes: int) -> dict[str, Any] | None:
-        """From ``require(num_bytes)``, at a random moment of a backward pass, to so much memory being unmapped: the
-        device's again, which clears it before it gives it to anyone. It is then released, and training goes on. None
-        where activations do not lie in an arena."""
+        """From ``require(num_bytes)``, at a random moment of a backward pass, to another arena having so much memory,
+        cleared; ``unmapped_ms`` is how much of that passed until it was unmapped. It is then released, and training
+        goes on. None where activations do not lie in an arena."""
         if self._activations is None:
             return None
-        latencies_ms, unmapped_mib = [], []
+        chunk_bytes = self._activations.chunk_bytes
+        taker = self._device.create_arena(num_bytes, chunk_bytes)
+        latencies_ms, unmapped_ms, unmapped_mib = [], [], []
         for _ in range(num_samples):
             self._run_until_random_moment()
             for _ in range(self._random.randrange(self._decoder.spec.num_layers)):
@@ -179,15 +181,22 @@ class FinetuneBench:
             before = self._activations.mapped_bytes
             start_s = time.perf_counter()
             given = self._trainer.require(num_bytes)
+            unmapped_ms.append((time.perf_counter() - start_s) * 1e3)
+            unmapped = before - self._activations.mapped_bytes
+            taker.map(range(min(taker.num_chunks, unmapped // chunk_bytes)))
+            self._device.synchronize()
             latencies_ms.append((time.perf_counter() - start_s) * 1e3)
-            unmapped_mib.append((before - self._activations.mapped_bytes) / 2**20)
+            unmapped_mib.append(unmapped / 2**20)
+            taker.unmap(taker.mapped, keep=True)
             self._trainer.release(given)
             while self._activations.mapped_bytes < before:  # micro-batches grow at the next step
                 self._run_tasklet()
+        taker.close()
         return {
             "num_samples": num_samples,
             "num_bytes": num_bytes,
             "latency_ms": spread(latencies_ms),
+            "unmapped_ms": spread(unmapped_ms),
             "mean_ms": round(statistics.fmean(latencies_ms), 4),
             "unmapped_mib": spread(unmapped_mib),
         }

@@ -43,7 +43,7 @@ class CpuArena:
         assert self._mapped.isdisjoint(wanted), f"chunks {sorted(self._mapped & wanted)} are mapped already"
         self._mapped |= wanted
 
-    def unmap(self, chunks: Iterable[int]) -> None:
+    def unmap(self, chunks: Iterable[int], *, keep: bool = False) -> None:
         unwanted = set(chunks)
         assert self._mapped.issuperset(unwanted), f"chunks {sorted(unwanted - self._mapped)} are not mapped"
         for run in runs(unwanted):

@@ -11,6 +11,7 @@ from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 from cotenant.device.cuda.arena import CudaArena
 from cotenant.device.cuda.pacing import TaskletQueue
+from cotenant.device.cuda.physical_memory import PhysicalMemory
 
 
 class CudaDevice:
@@ -32,6 +33,7 @@ class CudaDevice:
         self._best_effort = torch.cuda.Stream(self.torch_device, priority=0)
         self._default = torch.cuda.default_stream(self.torch_device)
         self._tasklets = TaskletQueue(self._best_effort)
+        self._memory = PhysicalMemory(self.torch_device)
 
     @contextmanager
     def online(self) -> Iterator[None]:
@@ -77,5 +79,8 @@ class CudaDevice:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached, total
 
+    def release_kept_memory(self) -> None:
+        self._memory.release()
+
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
-        return CudaArena(self.torch_device, num_bytes, chunk_bytes)
+        return CudaArena(self._memory, num_bytes, chunk_bytes)

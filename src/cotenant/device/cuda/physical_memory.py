@@ -1,0 +1,136 @@
+"""The physical memory of one GPU in whole pieces, through the CUDA driver's virtual memory management.
+
+The driver is called through ``cuda.bindings``, which torch's CUDA builds bring along. To create, map, allow access to
+or unmap a piece takes microseconds whatever its size; to give it back to the driver takes about a millisecond per GiB.
+So pieces that one arena gives up can be kept for another.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from cotenant.core.errors import InvalidInputError
+
+
+class PhysicalMemory:
+    """Puts memory under addresses, each piece in one call, and takes it from there in one call.
+
+    A mapping holds its memory. What is kept has no address, and is held by its handle alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._opened: _Driver | None = None
+        self._kept: defaultdict[int, list[Any]] = defaultdict(list)  # by size: handles of memory that nothing maps
+
+    @property
+    def _driver(self) -> _Driver:
+        if self._opened is None:
+            torch.cuda.synchronize(self.device)  # the first call makes the context that the driver's calls work in
+            self._opened = _Driver(self.device)
+        return self._opened
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(size_bytes * len(handles) for size_bytes, handles in self._kept.items())
+
+    def granularity_bytes(self) -> int:
+        """What sizes are multiples of. Raises InvalidInputError without ``cuda.bindings``, as ``reserve`` does."""
+        return self._driver.granularity_bytes()
+
+    def reserve(self, size_bytes: int) -> int:
+        """Addresses: the first of them."""
+        return self._driver.reserve(size_bytes)
+
+    def free(self, address: int, size_bytes: int) -> None:
+        """Give addresses back, under which nothing is mapped."""
+        self._driver.free(address, size_bytes)
+
+    def map(self, address: int, size_bytes: int) -> None:
+        """Put memory there, which nobody may touch yet: kept memory with whatever it holds, or new memory. Raises
+        torch.OutOfMemoryError if there is none."""
+        driver, kept = self._driver, self._kept[size_bytes]
+        handle = kept.pop() if kept else driver.create(size_bytes)
+        try:
+            driver.map(address, size_bytes, handle)
+        finally:
+            driver.release(handle)  # the mapping holds the memory from here on
+
+    def allow_access(self, address: int, size_bytes: int) -> None:
+        self._driver.allow_access(address, size_bytes)
+
+    def unmap(self, address: int, size_bytes: int, *, keep: bool) -> None:
+        """The driver unmaps what was mapped in one call, no more and no less. ``keep``: for the next ``map``."""
+        if keep:
+            self._kept[size_bytes].append(self._driver.retain(address))
+        self._driver.unmap(address, size_bytes)
+
+    def release(self) -> None:
+        """Give all kept memory back to the driver."""
+        for handles in self._kept.values():
+            while handles:
+                self._driver.release(handles.pop())
+
+
+class _Driver:
+    """The driver's calls for one device, each return code checked."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._api: Any = importlib.import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise InvalidInputError(
+                "--device cuda needs the Python package cuda-bindings, which torch's CUDA builds install: "
+                f"pip install cuda-bindings, of the same major version as torch.version.cuda ({torch.version.cuda})",
+                param="device",
+            ) from error
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._memory = self._api.CUmemAllocationProp()
+        self._memory.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._memory.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._memory.location.id = index
+        self._access = self._api.CUmemAccessDesc()
+        self._access.location = self._memory.location
+        self._access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The call's value, None if it has none. Raises torch.OutOfMemoryError, and RuntimeError for other failures."""
+        result, *values = getattr(self._api, name)(*arguments)
+        if result == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise torch.OutOfMemoryError(f"{name}: the device has no memory left")
+        if result != self._api.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name}{arguments} failed: {result}")
+        return values[0] if values else None
+
+    def granularity_bytes(self) -> int:
+        minimum = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        return int(self._call("cuMemGetAllocationGranularity", self._memory, minimum))
+
+    def reserve(self, size_bytes: int) -> int:
+        return int(self._call("cuMemAddressReserve", size_bytes, 0, 0, 0))
+
+    def free(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemAddressFree", address, size_bytes)
+
+    def create(self, size_bytes: int) -> Any:
+        return self._call("cuMemCreate", size_bytes, self._memory, 0)
+
+    def release(self, handle: Any) -> None:
+        self._call("cuMemRelease", handle)
+
+    def retain(self, address: int) -> Any:
+        """Another handle of the memory that is mapped there."""
+        return self._call("cuMemRetainAllocationHandle", address)
+
+    def map(self, address: int, size_bytes: int, handle: Any) -> None:
+        self._call("cuMemMap", address, size_bytes, 0, handle, 0)
+
+    def allow_access(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemSetAccess", address, size_bytes, [self._access], 1)
+
+    def unmap(self, address: int, size_bytes: int) -> None:
+        self._call("cuMemUnmap", address, size_bytes)
