@@ -67,6 +67,18 @@ def delta_arguments(delta: Delta | None) -> tuple[object, ...]:
 
 
 @triton.jit
+def _add_delta(value, up, b, mask, hidden, h, stride, rank, H_SPLITS: tl.constexpr, RANKS: tl.constexpr):
+    """``value`` [columns] with its adapter's ``h @ b.T``; of b the first ``RANKS`` ranks have been read: ``up``."""
+    down = load_h(h, stride, rank, H_SPLITS, RANKS).to(value.dtype)
+    delta = tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
+    for first in range(RANKS, rank, RANKS):
+        up = tl.load(b + first * hidden, mask[None, :], other=0.0)
+        down = load_h(h + first, stride, rank - first, H_SPLITS, RANKS).to(value.dtype)
+        delta += tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
+    return (value.to(tl.float32) + delta).to(value.dtype)
+
+
+@triton.jit
 def _norm_kernel(
     x,
     residual,
@@ -100,15 +112,10 @@ def _norm_kernel(
         up = tl.load(b + places, mask[None, :] & (rank > 0), other=0.0)
     wait_for_previous(OVERLAP)
     value = load_sum(x + row * hidden + columns, num_rows * hidden, mask, SPLITS).to(out.dtype.element_ty)
-    if H_SPLITS > 0:
-        h = h_sums + row * H_WIDTH
-        down = load_h(h, num_rows * H_WIDTH, rank, H_SPLITS, RANKS).to(value.dtype)
-        delta = tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
-        for first in range(RANKS, rank, RANKS):
-            up = tl.load(b + first * hidden + places, mask[None, :], other=0.0)
-            down = load_h(h + first, num_rows * H_WIDTH, rank - first, H_SPLITS, RANKS).to(value.dtype)
-            delta += tl.sum(down.to(tl.float32)[:, None] * up.to(tl.float32), 0)
-        value = (value.to(tl.float32) + delta).to(value.dtype)
+    if H_SPLITS > 0:  # noqa: SIM102 - without adapters there is no rank
+        if rank > 0:
+            h, stride = h_sums + row * H_WIDTH, num_rows * H_WIDTH
+            value = _add_delta(value, up, b + places, mask, hidden, h, stride, rank, H_SPLITS, RANKS)
     if ADD:
         value += tl.load(residual + row * hidden + columns, mask, other=0.0)
         tl.store(residual + row * hidden + columns, value, mask)

@@ -1,7 +1,7 @@
 """Every row's own LoRA adapter in two kernels: shrink (``h = x @ a.T``), then expand (``out += h @ b.T``).
 
 They serve batches of many rows. With few rows, and so little work, the launches would cost more than what they do;
-``lora_beside`` then shrinks beside the product, and the kernel that reads the product expands.
+``lora_shrink`` then shrinks in the product's own launch, and the kernel that reads the product expands.
 
 Neighbouring rows of one adapter form runs. A run is cut where the row number is a multiple of 16, and each piece reads
 its adapter once (grouped gather as in Punica, Chen et al., section 4, and S-LoRA). The input features are split over

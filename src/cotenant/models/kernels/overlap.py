@@ -9,10 +9,8 @@ A kernel takes part by ``start_next`` and by ``wait_for_previous``, the latter b
 a kernel writes. In each kernel at least one program waits: so a kernel that is done means that all before it are.
 ``overlap`` gives the arguments of the launch; launched otherwise, a kernel waits for everything before it, as usual.
 
-Where ``start_next`` stands matters twice. The programs that it lets in take room from the kernel's own that are not
-there yet. And if it comes after ``wait_for_previous``, the next kernel may read what was there before this one without
-waiting for it; it must then wait at its end, for the sake of whoever comes after it. It may also write before it waits,
-but only to memory that nothing before it uses: allocate that while all that the kernel before reads and writes is held.
+Where ``start_next`` stands matters: the programs that it lets in take room from those of the kernel's own that are not
+there yet.
 
 FlashInfer's kernels are links of the same chain on these devices: they let the next kernel begin, and wait before they
 read queries, keys and values.

@@ -27,6 +27,20 @@ def rounded_product(x, y):
 
 
 @triton.jit
+def _add_deltas(low, high, low_up, high_up, b, taken, size, half, h, stride, rank, H_SPLITS: tl.constexpr):
+    """Both halves of heads with their adapter's ``h @ b.T``; of b the first 16 ranks have been read."""
+    down = load_h(h, stride, rank, H_SPLITS, 16).to(low.dtype).to(tl.float32)[:, None, None]
+    low_delta = tl.sum(down * low_up.to(tl.float32), 0)
+    high_delta = tl.sum(down * high_up.to(tl.float32), 0)
+    for first in range(16, rank, 16):
+        more = load_h(h + first, stride, rank - first, H_SPLITS, 16)
+        down = more.to(low.dtype).to(tl.float32)[:, None, None]
+        low_delta += tl.sum(down * tl.load(b + first * size, taken, other=0.0).to(tl.float32), 0)
+        high_delta += tl.sum(down * tl.load(b + first * size + half, taken, other=0.0).to(tl.float32), 0)
+    return (low.to(tl.float32) + low_delta).to(low.dtype), (high.to(tl.float32) + high_delta).to(high.dtype)
+
+
+@triton.jit
 def _rope_kernel(
     qkv,
     positions,
@@ -77,22 +91,15 @@ def _rope_kernel(
     source = qkv + token * size + head * HEAD_DIM + lane
     low = load_sum(source, num_tokens * size, inside, SPLITS).to(query.dtype.element_ty)
     high = load_sum(source + HEAD_DIM // 2, num_tokens * size, inside, SPLITS).to(query.dtype.element_ty)
-    if H_SPLITS > 0:
-        # All heads of a program belong to one module.
-        first_head = tl.program_id(1) * HEADS
-        module = (first_head >= NUM_HEADS).to(tl.int32) + (first_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
-        h = h_sums + token * H_WIDTH + module * rank
-        down = load_h(h, num_tokens * H_WIDTH, rank, H_SPLITS, 16).to(low.dtype).to(tl.float32)[:, None, None]
-        low_delta = tl.sum(down * low_up.to(tl.float32), 0)
-        high_delta = tl.sum(down * high_up.to(tl.float32), 0)
-        for first in range(16, rank, 16):
-            more = load_h(h + first, num_tokens * H_WIDTH, rank - first, H_SPLITS, 16)
-            down = more.to(low.dtype).to(tl.float32)[:, None, None]
-            low_delta += tl.sum(down * tl.load(b + first * size + places, taken, other=0.0).to(tl.float32), 0)
-            high_up = tl.load(b + first * size + HEAD_DIM // 2 + places, taken, other=0.0)
-            high_delta += tl.sum(down * high_up.to(tl.float32), 0)
-        low = (low.to(tl.float32) + low_delta).to(low.dtype)
-        high = (high.to(tl.float32) + high_delta).to(high.dtype)
+    if H_SPLITS > 0:  # noqa: SIM102 - without adapters there is no rank
+        if rank > 0:
+            # All heads of a program belong to one module.
+            first_head = tl.program_id(1) * HEADS
+            module = (first_head >= NUM_HEADS).to(tl.int32) + (first_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
+            h, stride = h_sums + token * H_WIDTH + module * rank, num_tokens * H_WIDTH
+            low, high = _add_deltas(
+                low, high, low_up, high_up, b + places, taken, size, HEAD_DIM // 2, h, stride, rank, H_SPLITS
+            )
     start_next(OVERLAP)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     new_low, new_high = low, high

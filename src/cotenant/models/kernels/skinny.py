@@ -1,8 +1,8 @@
 """The product of a few rows with a large matrix. It is bound by reading the matrix once, and libraries tuned for large
 products read it more slowly.
 
-Adapters ride along: the launch that follows computes each row's ``x @ a.T`` while the product runs, and whatever kernel
-reads the product next adds ``h @ b.T``.
+Adapters ride along: the launch's last programs compute each row's ``x @ a.T``, filling what the product's own leave
+idle at the end, and whatever kernel reads the product next adds ``h @ b.T``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from cotenant.models.kernels.lora import Delta
-from cotenant.models.kernels.lora_beside import shrink_beside
+from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, shrink_arguments, shrink_beside, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
 
@@ -67,7 +67,7 @@ def choose_tiling(num_rows: int, num_out: int, num_in: int) -> Tiling | None:
 
 
 def _choose_split_tiling(rows: int, num_out: int, num_in: int) -> Tiling | None:
-    """Small enough for two programs on a multiprocessor and an adapter's beside them; the input is split where there
+    """Small enough for two programs on a multiprocessor; the input is split where there
     would be fewer programs than that."""
     if num_out % 64 or num_in % 128:
         return None
@@ -106,7 +106,7 @@ def skinny_product(
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     tiling = _tiling_of(x, weight)
     assert tiling.splits == 1, "parts of a product have no room in a finished one"
-    _launch(x, weight, bias, out, tiling, beside=False)
+    _launch(x, weight, bias, out, tiling, None)
     return out
 
 
@@ -120,8 +120,9 @@ def unfinished_product(
     tiling = _tiling_of(x, weight)
     shape = (tiling.splits, x.shape[0], weight.shape[0])
     sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
-    _launch(x, weight, bias, sums, tiling, beside=adapters is not None)
-    return Unfinished(sums, x.dtype, None if adapters is None else shrink_beside(x, adapters))
+    shrink = None if adapters is None else shrink_beside(x, adapters)
+    _launch(x, weight, bias, sums, tiling, shrink)
+    return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
 
 def _tiling_of(x: torch.Tensor, weight: torch.Tensor) -> Tiling:
@@ -131,12 +132,18 @@ def _tiling_of(x: torch.Tensor, weight: torch.Tensor) -> Tiling:
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tiling: Tiling, *, beside: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiling: Tiling,
+    shrink: Shrink | None,
 ) -> None:
-    """Write the product to ``out`` [splits, rows, out]. ``beside``: the launch that follows is ``shrink_beside``."""
+    """Write the product to ``out`` [splits, rows, out], and what ``shrink`` is of."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     stage_bytes = (tiling.rows + tiling.columns) * tiling.depth * x.element_size()
-    _skinny_kernel[(num_out // tiling.columns * tiling.splits,)](
+    num_programs = num_out // tiling.columns * tiling.splits
+    _skinny_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -144,12 +151,13 @@ def _launch(
         num_rows,
         num_out,
         num_in,
+        *shrink_arguments(shrink),
         HAS_BIAS=bias is not None,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
         SPLITS=tiling.splits,
-        BESIDE=beside,
+        **(NO_SHRINK if shrink is None else shrink.constants),
         num_warps=tiling.num_warps,
         num_stages=max(1, min(tiling.num_stages, _shared_bytes(x.device) // stage_bytes)),
         **overlap(x.device),
@@ -172,24 +180,62 @@ def _skinny_kernel(
     num_rows,
     num_out,
     num_in,
+    slots,
+    ranks,
+    stack,
+    slot_stride,
+    offset,
+    h_sums,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    BESIDE: tl.constexpr,
+    H_SPLITS: tl.constexpr,
+    H_WIDTH: tl.constexpr,
+    H_MODULES: tl.constexpr,
+    H_RANKS: tl.constexpr,
+    H_DEPTH: tl.constexpr,
+    H_SPAN: tl.constexpr,
+    H_STAGES: tl.constexpr,
+    H_PIECE: tl.constexpr,
+    H_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    start_next(OVERLAP)
     program = tl.program_id(0)
+    num_programs = (num_out // COLUMNS) * SPLITS
+    if H_SPLITS == 0 or program < num_programs:
+        wait_for_previous(OVERLAP)
+        _product(x, weight, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH, SPLITS)
+    else:
+        shrink_part(
+            x, slots, ranks, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
+            H_WIDTH, H_MODULES, H_RANKS, H_DEPTH, H_SPAN, H_STAGES, H_PIECE, H_ROWS, OVERLAP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    num_out,
+    num_in,
+    program,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A block of columns of ``out``, or what a part of the input features gives of it."""
     split = program % SPLITS
     column = (program // SPLITS) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
     depth = tl.multiple_of(split * (num_in // SPLITS), DEPTH) + tl.arange(0, DEPTH)
-    if not BESIDE:
-        start_next(OVERLAP)
-    wait_for_previous(OVERLAP)
-    if BESIDE:  # what begins now may rely on it that all before this kernel is done
-        start_next(OVERLAP)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in range(0, num_in // SPLITS, DEPTH):
         # Nobody reads the matrix again before the next step, so it need not displace what is read again.
