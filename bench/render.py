@@ -67,7 +67,7 @@ SECTIONS = (
     Section(
         "resize_h200.json",
         "On a GPU: the KV cache grows and shrinks under load",
-        "With three other servers and trainers on the host.",
+        "With a trainer on the other GPU of the host.",
     ),
     Section("soak_cpu.json", "Half an hour of everything at once"),
     Section(
@@ -75,13 +75,14 @@ SECTIONS = (
         "On a GPU: training alone, beside PEFT",
         "`python bench/compare_finetune.py --json bench/results/finetune_h200.json`: each row is a process of its own, "
         "one after the other on one machine; the fastest size of micro-batch of each is in bold. Memory is at its "
-        "peak, weights included. From before the backward pass of a layer's MLP was cut in two.",
+        "peak, weights included.",
     ),
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
         "Micro-batches of 2,048 tokens, while three other servers and trainers ran on the host. From before the "
-        "backward pass of a layer's MLP was cut in two.",
+        "backward pass of a layer's MLP was cut in two and before unmapped memory was kept for other arenas; "
+        "`require` was measured until memory was unmapped.",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(

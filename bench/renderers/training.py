@@ -41,7 +41,8 @@ def _libraries_text(results: Sequence[Result]) -> str:
 
 def _cuts(results: Sequence[Result]) -> list[str]:
     """A row for each result that says what a step cut into tasklets takes longer than an uncut one."""
-    header = ["", "micro-batch", "layers captured", "cut / uncut step", "asked for, GiB", "unmapped, GiB", "mean, ms"]
+    header = ["", "micro-batch", "layers captured", "cut / uncut step", "asked for, GiB", "unmapped, GiB", "in, ms"]
+    header.append("another's, ms")
     rows = []
     for result in results:
         if "uncut" not in result:
@@ -49,14 +50,18 @@ def _cuts(results: Sequence[Result]) -> list[str]:
         row = [*_names(result), "yes" if result["captured"] else "no", f"{result['uncut']['difference']:+.2%}"]
         require = result["require"]
         if require is None:
-            rows.append([*row, "-", "-", "-"])
+            rows.append([*row, "-", "-", "-", "-"])
             continue
         unmapped = require["unmapped_mib"]["p50"] / 1024
-        rows.append([*row, f"{require['num_bytes'] / 2**30:.1f}", f"{unmapped:.2f}", f"{require['mean_ms']:.2f}"])
+        row += [f"{require['num_bytes'] / 2**30:.1f}", f"{unmapped:.2f}"]
+        if "unmapped_ms" in require:
+            rows.append([*row, f"{require['unmapped_ms']['p50']:.2f}", f"{require['mean_ms']:.2f}"])
+        else:
+            rows.append([*row, f"{require['latency_ms']['p50']:.2f}", "-"])
     text = (
         "How much longer a step takes whose tasklets are launched one by one than one whose micro-batches are launched "
-        "whole, in pairs; and what `require` unmapped in the middle of a backward pass, and how long it took until "
-        "another arena had it, cleared:"
+        "whole, in pairs; what `require` unmapped in the middle of a backward pass, and in how long (median); and how "
+        "long it took until another arena had it, cleared (mean):"
     )
     return [text, table(header, rows)] if rows else []
 
