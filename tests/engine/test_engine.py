@@ -30,6 +30,38 @@ def test_staggered_arrivals_give_the_tokens_of_transformers(small) -> None:
         assert outputs[request.request_id] == small.greedy(request.prompt, 12)
 
 
+def test_chunks_of_one_token_are_no_decodes(small) -> None:
+    """A back end keeps one plan of attention for a batch's decodes and one for its chunks; and not every chunk
+    chooses a token."""
+    engine = small.engine()
+    requests = [small.request(small.prompt(9, seed), max_tokens=20) for seed in range(3)]
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    for _ in range(4):
+        for output in engine.step():
+            outputs[output.request_id] += output.token_ids
+    cached = small.prompt(9)[:8] + small.prompt(1, seed=3)  # two pages and one token more
+    for late in ([small.prompt(1)], [small.prompt(1, seed=1), small.prompt(9)[:8] + small.prompt(1, seed=2)], [cached]):
+        requests += [small.request(prompt, max_tokens=20) for prompt in late]
+        for request in requests[-len(late) :]:
+            outputs[request.request_id] = []
+            engine.add(request)
+        step = engine.schedule()
+        assert [segment.is_decode for segment in step.host.segments] == [True, False]
+        assert step.host.segments[1].counts == (1,) * len(late)
+        engine.launch(step)
+        for output in engine.collect().outputs:
+            outputs[output.request_id] += output.token_ids
+    for request_id, found in small.run(engine).items():
+        outputs[request_id] += small.tokens(found)
+    for request in requests:
+        assert outputs[request.request_id] == small.greedy(request.prompt, 20)
+    engine.add(small.request(small.prompt(1), max_tokens=0))
+    engine.add(small.request(small.prompt(1, seed=1), max_tokens=2))
+    assert not engine.schedule().host.is_decode
+
+
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("budget", [3, 7, 256])
 def test_chunked_prefill(small, page_tokens: int, budget: int) -> None:

@@ -23,7 +23,7 @@ from peft import PeftModel
 
 from cotenant.config import LoraConfig
 from cotenant.core.job import LINEAR_MODULES
-from cotenant.core.request import AdapterRef, Request
+from cotenant.core.request import AdapterRef, Request, SequenceOutput
 from cotenant.engine.flight import OnlineStep
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.models.loading import load_decoder
@@ -98,6 +98,42 @@ def test_adapters_of_several_ranks_beside_each_other(model: Model, rounding: flo
             reference = PeftModel.from_pretrained(reference, ref.path)
         mine = [one for one in requests if one.adapter == ref]
         _assert_near_greedy(Model(model.folder, reference), mine, outputs, 2 * rounding)
+
+
+# Short prompts.
+
+
+@pytest.mark.parametrize("is_captured", [True, False], ids=["captured", "eager"])
+def test_chunks_of_one_token_beside_decodes(model: Model, rounding: float, is_captured: bool) -> None:
+    """Prompts of one token, and others of which the cache leaves one: attention of decodes and of chunks is planned
+    apart, however alike they look."""
+    online = Overlapped(model.decoder(torch.bfloat16), page_tokens=PAGE_TOKENS)
+    if is_captured:
+        online.capture(GRAPH_SIZES)
+    shared = prompt(2 * PAGE_TOKENS, 99)
+    requests = [request(prompt(20 + 7 * index, index), 60) for index in range(6)] + [request([*shared, 5], 60)]
+    outputs: Outputs = {one.request_id: [] for one in requests}
+    for one in requests:
+        online.engine.add(one)
+    for _ in range(8):
+        _keep(online.iterate(), outputs)
+    for index in range(6):
+        late = request(prompt(1, index) if index % 2 else [*shared, 10 + index], 12)
+        requests.append(late)
+        outputs[late.request_id] = []
+        online.engine.add(late)
+        for _ in range(3):
+            _keep(online.iterate(), outputs)
+    while online.engine.has_work:
+        _keep(online.iterate(), outputs)
+    mixed = [step.host.segments for step in online.steps if len(step.host.segments) == 2]
+    assert sum(max(chunks.counts) == 1 for _, chunks in mixed) == 6
+    _assert_near_greedy(model, requests, outputs, rounding)
+
+
+def _keep(found: Sequence[SequenceOutput], outputs: Outputs) -> None:
+    for output in found:
+        outputs[output.request_id].append(output)
 
 
 # What is drawn.

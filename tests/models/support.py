@@ -175,6 +175,7 @@ class PagedCache:
             tuple(sequence.num_done for sequence, _ in work),
             torch.tensor(tables),
             torch.tensor(slots),
+            is_decode=all(count == 1 for _, count in work),
         )
         return segment, ids, positions
 

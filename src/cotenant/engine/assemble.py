@@ -33,15 +33,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class HostSegment:
-    """Sequences that attend together, and their pages."""
+    """Sequences that attend together, and their pages. Chunks are no decodes, not even those of one token: see
+    ``PagedSegment``."""
 
     counts: tuple[int, ...]  # new tokens of each sequence
     contexts: tuple[int, ...]  # tokens that its part of the cache holds after this batch
     tables: IntArray  # [sequences, pages], padded
-
-    @property
-    def is_decode(self) -> bool:
-        return max(self.counts) == 1
+    is_decode: bool
 
     def page_counts(self, page_tokens: int) -> IntArray:
         """Pages that hold each sequence's context. [sequences]"""
@@ -104,7 +102,8 @@ def assemble(plan: BatchPlan, tables: BlockTables) -> HostBatch:
     counts: list[int] = []
     entries: list[Entry] = []
     segments: list[HostSegment] = []
-    for members in (_by_adapter((sequence, 1) for sequence in plan.decodes), _by_adapter(plan.chunks)):
+    decodes = _by_adapter((sequence, 1) for sequence in plan.decodes)
+    for members in (decodes, _by_adapter(plan.chunks)):
         if not members:
             continue
         contexts = []
@@ -119,7 +118,8 @@ def assemble(plan: BatchPlan, tables: BlockTables) -> HostBatch:
             counts.append(count)
             contexts.append(first + count)
         rows = tables.rows(seats[-len(members) :], max(contexts))
-        segments.append(HostSegment(tuple(counts[-len(members) :]), tuple(contexts), rows))
+        new = tuple(counts[-len(members) :])
+        segments.append(HostSegment(new, tuple(contexts), rows, is_decode=members is decodes))
     where = np.array(positions, dtype=np.int64)
     seat_of = np.repeat(np.array(seats), counts)
     return HostBatch(
@@ -159,7 +159,8 @@ def send(host: HostBatch, device: torch.device, last_tokens: torch.Tensor) -> Ba
         size, num_tokens = segment.tables.size, sum(segment.counts)
         tables = sent[place : place + size].view(segment.tables.shape)
         pages = page_lists(segment, host.page_tokens, device) if device.type == "cuda" else None
-        segments.append(PagedSegment(segment.counts, segment.contexts, tables, slots[row : row + num_tokens], pages))
+        written = slots[row : row + num_tokens]
+        segments.append(PagedSegment(segment.counts, segment.contexts, tables, written, segment.is_decode, pages))
         row, place = row + num_tokens, place + size
     return Batch(token_ids, positions, tuple(segments), host.spans())
 

@@ -139,7 +139,8 @@ class CudaRunner:
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
 
     def _capture(self, size: int, with_adapters: bool, pool: Any) -> _Captured:
-        segment = HostSegment((1,) * size, (1,) * size, np.zeros((size, 1), dtype=np.int64))  # page 0 is always there
+        tables = np.zeros((size, 1), dtype=np.int64)  # page 0 is always there
+        segment = HostSegment((1,) * size, (1,) * size, tables, is_decode=True)
         fields = _blank_fields(size)
         tokens, indices, adapters = self._views(size)
         wrapper = self._attention.captured_decode(
@@ -268,6 +269,7 @@ class CudaRunner:
                 wrapper = self._attention.plan_prefill(segment.counts, page_lists)
             wrappers.append((slice(row, row + sum(segment.counts)), wrapper))
             place, row = place + len(pages), row + sum(segment.counts)
+        assert len({id(wrapper) for _, wrapper in wrappers}) == len(wrappers), "a wrapper holds one plan"
 
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             for part, wrapper in wrappers:

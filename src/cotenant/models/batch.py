@@ -33,7 +33,8 @@ class PagedSegment:
 
     Each sequence brings ``query_lengths[i]`` new tokens, which are its last ones: after they are written to the cache
     it holds ``context_lengths[i]`` tokens in all. Its token at position p lies in page
-    ``block_tables[i, p // page_tokens]``, row ``p % page_tokens``. A decode segment has only ones in ``query_lengths``.
+    ``block_tables[i, p // page_tokens]``, row ``p % page_tokens``. A decode segment has only ones in ``query_lengths``,
+    and so may a segment of chunks; a batch has at most one of either, since a back end keeps one plan of each kind.
     ``pages`` says the same as ``block_tables`` to attention back ends that want it so.
     """
 
@@ -41,15 +42,12 @@ class PagedSegment:
     context_lengths: tuple[int, ...]
     block_tables: torch.Tensor  # [sequences, max_pages], int64, padded with any valid page
     slots: torch.Tensor  # [tokens], int64: page * page_tokens + row, where each new token's K and V go
+    is_decode: bool
     pages: PageLists | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lengths)
-
-    @property
-    def is_decode(self) -> bool:
-        return max(self.query_lengths) == 1
 
 
 @dataclass(frozen=True, slots=True)
