@@ -216,6 +216,31 @@ def test_a_cache_that_the_device_has_no_memory_for_stays_as_it_is(caplog: pytest
     cache.check_integrity()
 
 
+def test_no_memory_to_move_pages_with_costs_no_page(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = create_cache(32)
+    for owner in range(32):
+        cache.tensor[list(cache.pool.allocate(owner, 1))] = owner
+    for owner in range(0, 32, 2):  # every chunk is half full
+        cache.pool.free(owner)
+    cache.resize(16)
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("nothing left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_copy", fail)
+        assert cache.step(1 << 30) == Resized(done=True), "the target is given up"
+    assert (cache.num_pages, cache.pool.num_free) == (32, 16)
+    assert "stays at 32 pages and does not shrink to 16: nothing left" in caplog.text
+    cache.check_integrity()
+    cache.resize(16)
+    assert cache.step(1 << 30).done
+    assert all((cache.tensor[list(cache.pool.pages(owner))] == owner).all() for owner in range(1, 32, 2))
+    cache.check_integrity()
+
+
 def test_what_does_not_fit_is_said_and_what_fits_is_done() -> None:
     cache = create_cache(32)
     cache.pool.allocate(1, 12)

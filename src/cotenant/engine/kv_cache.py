@@ -114,6 +114,8 @@ class KvCache:
         num_held = self.pool.num_pages - self.pool.num_free
         kept = max(wanted, self._chunks_for(num_held))
         moves = self._shrink(num_chunks - kept) if kept < num_chunks else {}
+        if moves is None:
+            return Resized(done=True)
         return Resized(kept == self._target, moves, max(0, num_held - self._pages_in(wanted)))
 
     def _grow(self, count: int) -> None:
@@ -122,23 +124,33 @@ class KvCache:
             self._arena.map(chunks)
         except torch.OutOfMemoryError as error:
             self._chunks.give_back(KV, chunks)
-            wanted, self._target = self._target, len(self._chunks.owned(KV))
-            logger.warning(
-                "the KV cache stays at %d pages and does not grow to %d: %s",
-                self.num_pages,
-                self._pages_in(wanted),
-                error,
-            )
+            self._give_up("grow", error)
             return
         self.pool.add(self._pages_of(chunks))
 
-    def _shrink(self, count: int) -> dict[int, int]:
-        """Give ``count`` chunks back; the free pages elsewhere are enough for the pages in use that must move."""
+    def _give_up(self, wanted: str, error: torch.OutOfMemoryError) -> None:
+        target, self._target = self._target, len(self._chunks.owned(KV))
+        logger.warning(
+            "the KV cache stays at %d pages and does not %s to %d: %s",
+            self.num_pages,
+            wanted,
+            self._pages_in(target),
+            error,
+        )
+
+    def _shrink(self, count: int) -> dict[int, int] | None:
+        """Give ``count`` chunks back; the free pages elsewhere are enough for the pages in use that must move. None if
+        there is no memory to copy those with."""
         chunks = self._cheapest(count)
         pages = self._pages_of(chunks)
         old = [page for page in pages if self.pool.is_used(page)]
         moves = dict(zip(old, self.pool.reserve(len(old), frozenset(pages)), strict=True))
-        self._copy(moves)
+        try:
+            self._copy(moves)
+        except torch.OutOfMemoryError as error:
+            self.pool.release(moves.values())
+            self._give_up("shrink", error)
+            return None
         for source, target in moves.items():
             self.pool.move(source, target)
         self.pool.withdraw(pages)
