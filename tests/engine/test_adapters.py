@@ -139,6 +139,33 @@ def test_a_request_whose_adapter_is_being_read_holds_nobody_up(small, refs, monk
     assert small.tokens(outputs) == alone(small, slow_one.prompt, refs[1], 3)
 
 
+def test_what_pushes_a_planned_adapter_out_makes_a_new_plan(small, refs, monkeypatch) -> None:
+    """Host memory has room for three. Two are ready and planned; before they are admitted two others have been read."""
+    may_go_on = threading.Event()
+
+    def read(folder: Path, *args: object) -> LoraAdapter:
+        if folder.name in (refs[2].name, refs[3].name):
+            assert may_go_on.wait(60)
+        return read_adapter(folder, *args)
+
+    monkeypatch.setattr(adapters, "read_adapter", read)
+    engine = small.engine(max_loras=2, max_cpu_loras=3)
+    requests = [small.request(small.prompt(9), 4, adapter=ref) for ref in refs]
+    for request in requests:
+        engine.add(request)
+    cache = engine._adapters.cache
+    for ref in refs[:2]:
+        cache.wait(ref)
+    assert engine.next_shape() is not None
+    may_go_on.set()
+    for ref in refs[2:]:
+        cache.wait(ref)
+    outputs = run(small, engine)
+    assert [small.tokens(outputs[request.request_id]) for request in requests] == [
+        alone(small, small.prompt(9), ref, 4) for ref in refs
+    ]
+
+
 def test_a_bad_adapter_is_refused_and_others_run_on(small, refs, tmp_path) -> None:
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "adapter_config.json").write_text("not json")

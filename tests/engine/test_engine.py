@@ -242,6 +242,28 @@ def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
     assert small.tokens([one for one in outputs if one.request_id == kept.request_id]) == small.greedy(kept.prompt, 8)
 
 
+def test_a_prompt_that_is_not_finite_is_noticed_where_nothing_is_generated(small, monkeypatch) -> None:
+    """Also where hidden states are kept only on request, as on a GPU."""
+    engine = small.engine()
+    forward = engine._runner.forward
+
+    def forward_fast(host, interval, *, keep_hidden):
+        forwarded = forward(host, interval, keep_hidden=keep_hidden)
+        return forwarded if keep_hidden else forwarded._replace(hidden=None)
+
+    monkeypatch.setattr(engine._runner, "forward", forward_fast)
+    embedding = small.decoder.weights.embedding
+    row = embedding[7].clone()
+    embedding[7] = float("nan")
+    try:
+        engine.add(small.request((7,) * 9, max_tokens=0))
+        (output,) = engine.step()
+    finally:
+        embedding[7] = row
+    assert output.finish_reason is FinishReason.ABORT
+    assert not engine.kv_cache.isnan().any()
+
+
 def test_rows_of_a_fused_segment_are_ignored(small) -> None:
     engine = small.engine()
     request = small.request(small.prompt(7), 4)

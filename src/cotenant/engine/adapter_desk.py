@@ -74,14 +74,14 @@ class AdapterDesk:
         the reason, and whether a plan made before may be out of date."""
         refs = dict.fromkeys(sequence.request.adapter for sequence in waiting) if self.is_used else {}
         failures: dict[AdapterRef, InvalidInputError] = {}
-        all_ready = True
+        all_ready, some_left = True, False
         for ref in itertools.islice(refs, self.cache.max_read_ahead):
             error = None if ref is None else self.cache.failure(ref)
             if ref is not None and error is not None:
                 failures[ref] = error
             elif ref is not None:
-                self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
+                some_left |= self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
                 all_ready &= self.cache.is_ready(ref, in_use)
-        has_changed = not (all_ready and self._all_were_ready)
+        has_changed = some_left or not (all_ready and self._all_were_ready)
         self._all_were_ready = all_ready
         return failures, has_changed

@@ -84,18 +84,20 @@ class AdapterCache:
 
     # Into host memory.
 
-    def prefetch(self, ref: AdapterRef) -> None:
-        """Begin to read an adapter unless it is at hand, and count it as just used. Returns at once.
+    def prefetch(self, ref: AdapterRef) -> bool:
+        """Begin to read an adapter unless it is at hand, and count it as just used. Returns at once, and whether others
+        have left host memory for what was read meanwhile.
 
         What is read later may push out what was read ahead and not used yet. To keep it, call this again in every
         iteration, for the first ``max_read_ahead`` adapters that are waited for. A failure that ``failure`` has told is
         forgotten.
         """
-        self._settle()
+        some_left = self._settle()
         self._touch(ref)
         if ref not in self._host and ref not in self._readings:
             self._failures.pop(ref, None)
             self._readings[ref] = self.read(ref)
+        return some_left
 
     def is_ready(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> bool:
         """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``.
@@ -207,17 +209,18 @@ class AdapterCache:
         self._touch(ref)
         return self._host[ref]
 
-    def _settle(self) -> None:
-        """Move what has been read to host memory; the least recently used that are in no slot leave it."""
+    def _settle(self) -> bool:
+        """Move what has been read to host memory; the least recently used that are in no slot leave it. Whether any
+        did."""
         for ref, reading in list(self._readings.items()):
             if reading.done() and not isinstance(prepared := reading.result(), InvalidInputError):
                 self._host[ref] = prepared
                 del self._readings[ref]
-        num_over = len(self._host) - self.max_cpu_loras
-        if num_over > 0:
-            evictable = [ref for ref in self._recency if ref in self._host and ref not in self._slots]
-            for ref in evictable[:num_over]:
-                del self._host[ref], self._recency[ref]
+        num_over = max(0, len(self._host) - self.max_cpu_loras)
+        leaving = [ref for ref in self._recency if ref in self._host and ref not in self._slots][:num_over]
+        for ref in leaving:
+            del self._host[ref], self._recency[ref]
+        return bool(leaving)
 
     def _touch(self, ref: AdapterRef) -> None:
         self._recency[ref] = None

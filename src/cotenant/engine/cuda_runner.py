@@ -104,6 +104,7 @@ class CudaRunner:
     def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
         if not enforce_eager:
             self.capture(choose_graph_sizes(self._max_num_seqs, graph_sizes))
+        self._attention.kernels.wait("fa2")
         self._attention.kernels.compile_the_rest()
 
     @torch.no_grad()
@@ -128,6 +129,7 @@ class CudaRunner:
         """Run steps without attention of sizes that between them have every kernel compiled."""
         start = time.perf_counter()
         for size in sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}):
+            self._inputs.zero_()  # what another size left there is no token and no position
             tokens, _, adapters = self._views(size)
             tokens.slots.fill_(-1)
             adapters[0].fill_(-1)

@@ -385,9 +385,13 @@ class OnlineEngine:
         """All that comes before the choice of tokens: the batch on its way, and its logits."""
         host = step.host
         interval = Interval(self._decoder.device)
-        scores_prompt = any(entry.sequence.prompt_logprobs is not None for entry in host.entries)
+        # Of a request that generates nothing no sampler sees whether its numbers are finite.
+        keep_hidden = any(
+            entry.sequence.prompt_logprobs is not None or entry.sequence.request.sampling.max_tokens == 0
+            for entry in host.entries
+        )
         if hidden is None:
-            logits, hidden = self._runner.forward(host, interval, keep_hidden=scores_prompt)
+            logits, hidden = self._runner.forward(host, interval, keep_hidden=keep_hidden)
         else:
             interval.begin()
             logits = sampled_logits(self._decoder, host, hidden)

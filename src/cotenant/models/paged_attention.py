@@ -22,6 +22,7 @@ from cotenant.models.spec import ModelSpec
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 256 * 1024 * 1024
 _QUERY_TILES = (16, 64, 128)  # rows of a tile: a key head's queries of several tokens
+_MOST_MULTIPROCESSORS = 192
 
 
 def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
@@ -37,12 +38,15 @@ def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> b
 
 def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     """What FlashInfer may ask for. A captured decode step always splits its contexts, and keeps a partial result in
-    float32 for each tile of queries that its batch size could have (``PrefillPlan`` in its scheduler.cuh)."""
+    float32 for each tile of queries that its batch size could have; prompts are split over two tiles for each
+    multiprocessor at most (``PrefillPlan`` in its scheduler.cuh)."""
     group = spec.num_heads // spec.num_kv_heads
     tile = next((size for size in _QUERY_TILES if size >= group), _QUERY_TILES[-1])
     num_tiles = -(-max_num_seqs * group // tile) + max_num_seqs
-    partial = spec.num_heads * num_tiles * tile * (spec.head_dim + 1) * 4
-    return max(_WORKSPACE_BYTES, partial + (1 << 20))
+    row_bytes = (spec.head_dim + 1) * 4
+    decodes = spec.num_heads * num_tiles * tile * row_bytes
+    prompts = group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILES[-1] * row_bytes
+    return max(_WORKSPACE_BYTES, decodes + (1 << 20), prompts + (1 << 20))
 
 
 class PagedAttention:
