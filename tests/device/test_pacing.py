@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -119,3 +120,28 @@ def test_somebody_who_is_asked_is_asked_often(simulation: Simulation, asked: boo
     waited_s = simulation.now_s - start_s
     assert waited_s < 6e-3 if asked else waited_s > 15e-3
     assert len(times_s) == (5 if asked else 0)
+
+
+def test_whoever_is_asked_is_asked_often_although_tasklets_are_late(simulation: Simulation) -> None:
+    simulation.run(FORWARD, 1e-3, 40)
+    for _ in range(2):
+        simulation.launch(FORWARD, 500e-3)
+    asked_s = [simulation.now_s]
+
+    def interrupted() -> bool:
+        asked_s.append(simulation.now_s)
+        return False
+
+    simulation.queue.wait_for_room(interrupted)
+    assert simulation.now_s > 0.49
+    assert max(later - earlier for earlier, later in itertools.pairwise(asked_s)) < 2e-3
+
+
+def test_a_disturbed_measurement_is_not_waited_for(simulation: Simulation) -> None:
+    """A shape that once took 300 ms, for others were at work, takes one."""
+    simulation.run(FORWARD, 300e-3, 2)
+    simulation.queue.wait_for_room()
+    simulation.now_s = max(simulation.now_s, simulation.busy_until_s)
+    start_s = simulation.now_s
+    simulation.run(FORWARD, 1e-3, 30)
+    assert simulation.now_s - start_s < 0.3

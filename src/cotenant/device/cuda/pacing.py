@@ -23,8 +23,8 @@ _MOST_SHAPES = 1000  # that are remembered
 _GROWTH, _DECLINE = 0.05, 0.3
 # A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
 _UNUSUAL_LAUNCH_S = 5e-3
-# How long a sleep may be while somebody wants to be asked.
-_LONGEST_SLEEP_S = 1e-3
+# How long a sleep may be while somebody wants to be asked, and while nobody does: what is expected may be wrong.
+_LONGEST_SLEEP_S, _LONGEST_UNASKED_SLEEP_S = 1e-3, 20e-3
 
 
 @dataclass(slots=True)
@@ -72,12 +72,13 @@ class TaskletQueue:
                 return
             if interrupted is not None and interrupted():
                 return
-            if interrupted is not None and left_s > _LONGEST_SLEEP_S:
-                time.sleep(_LONGEST_SLEEP_S)
+            longest_s = _LONGEST_UNASKED_SLEEP_S if interrupted is None else _LONGEST_SLEEP_S
+            if left_s > longest_s:
+                time.sleep(longest_s)
                 self.collect()
                 continue
             overdue_s = -0.1 * left_s  # others may be at work beside it: the longer it takes, the longer it will
-            time.sleep(max(left_s, overdue_s, _SHORTEST_SLEEP_S))
+            time.sleep(max(left_s, min(overdue_s, longest_s), _SHORTEST_SLEEP_S))
             if left_s > 0.0 and len(self._in_flight) == 2 and self._in_flight[0].end.query():
                 # It is time: what there is to note of the one that has ended can wait until the next is launched.
                 self._ended.append(self._in_flight.popleft())
