@@ -64,8 +64,9 @@ class Device(Protocol):
     def memory_bytes(self) -> tuple[int, int]:
         """(free, total) bytes of the memory that tensors live in; what torch keeps unused for later tensors is free."""
 
-    def release_kept_memory(self) -> None:
-        """Give back the memory that arenas have kept for one another. An arena that finds no memory does so itself."""
+    def release_kept_memory(self) -> bool:
+        """Give back the memory that arenas have kept for one another, and say whether there was any. An arena that
+        finds no memory does so itself."""
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> Arena:
         """Addresses for ``num_bytes``, rounded up to whole chunks, with no memory under them yet.

@@ -136,12 +136,14 @@ class Activations:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
         self._device.synchronize()
         self._frames.clear()
+        self._refreshing = None
+        if self._pool is not None:  # torch gives a pool's memory back once no graph is left, and it has none afterwards
+            self._pool = torch.cuda.graph_pool_handle()
         self._arena.unmap(self._arena.mapped)
         self._device.release_kept_memory()
 
     def close(self) -> None:
         self.drop()
-        self._refreshing = None
         self._arena.close()
 
 

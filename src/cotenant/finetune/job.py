@@ -111,11 +111,11 @@ class TrainingJob:
             if self._training is not None:
                 self._begin(self._training)
         except OSError as error:
-            self._files.close()
+            self.close()
             failure = as_write_error(error)
             raise CotenantError(failure.message, code=failure.code) from error
         except BaseException:
-            self._files.close()
+            self.close()
             raise
 
     # What the job is and where it stands

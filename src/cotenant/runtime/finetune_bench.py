@@ -150,14 +150,14 @@ class FinetuneBench:
         return {"num_samples": num_samples, "latency_ms": spread(latencies_ms), "noticed_ms": spread(noticed_ms)}
 
     def discard(self, num_samples: int) -> dict[str, Any]:
-        """From the call, at a random moment, to the micro-batch in flight being given up: the device idle, and its
-        memory there for another."""
+        """From a random moment, as in ``suspend``, to the micro-batch in flight being given up: the device idle, and
+        its memory there for another."""
         latencies_ms = []
         for _ in range(num_samples):
-            self._run_until_random_moment()
+            start_s = self._run_until_random_moment()
             while not self._trainer.in_flight:  # between two micro-batches
                 self._run_tasklet()
-            start_s = time.perf_counter()
+                start_s = time.perf_counter()
             self._device.wait_for_tasklets()
             self._trainer.discard()
             latencies_ms.append((time.perf_counter() - start_s) * 1e3)

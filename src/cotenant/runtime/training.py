@@ -142,10 +142,11 @@ class TrainingTenant:
         return shape
 
     def discard(self) -> bool:
-        """Drop the micro-batch in flight to give its memory back, and what lies ready for the next. False if there was
-        neither."""
+        """Drop the micro-batch in flight to give its memory back, and what lies ready for the next or was kept of it.
+        False if there was none of these."""
+        released = self._device.release_kept_memory()
         if self._job is None or not (self._job.in_flight or self._job.mapped_bytes):
-            return False
+            return released
         logger.warning("job %s gives up its micro-batch in flight: memory is short", self._job_id)
         self._device.synchronize()
         self._job.discard_all()

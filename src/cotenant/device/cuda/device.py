@@ -79,8 +79,8 @@ class CudaDevice:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return free + cached, total
 
-    def release_kept_memory(self) -> None:
-        self._memory.release()
+    def release_kept_memory(self) -> bool:
+        return self._memory.release() > 0
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)

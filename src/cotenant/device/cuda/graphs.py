@@ -19,6 +19,14 @@ def capture_graph(run: Callable[[], None], pool: Any, *, warm_up: bool = True) -
     """
     if warm_up:
         run()
+    try:
+        return _capture(run, pool)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()  # torch gives nothing back while a graph is captured, and a capture runs nothing
+        return _capture(run, pool)
+
+
+def _capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     collects = gc.isenabled()
     gc.disable()

@@ -34,10 +34,6 @@ class PhysicalMemory:
             self._opened = _Driver(self.device)
         return self._opened
 
-    @property
-    def kept_bytes(self) -> int:
-        return sum(size_bytes * len(handles) for size_bytes, handles in self._kept.items())
-
     def granularity_bytes(self) -> int:
         """What sizes are multiples of. Raises InvalidInputError without ``cuda.bindings``, as ``reserve`` does."""
         return self._driver.granularity_bytes()
@@ -65,15 +61,19 @@ class PhysicalMemory:
 
     def unmap(self, address: int, size_bytes: int, *, keep: bool) -> None:
         """The driver unmaps what was mapped in one call, no more and no less. ``keep``: for the next ``map``."""
-        if keep:
-            self._kept[size_bytes].append(self._driver.retain(address))
+        handle = self._driver.retain(address) if keep else None
         self._driver.unmap(address, size_bytes)
+        if handle is not None:
+            self._kept[size_bytes].append(handle)
 
-    def release(self) -> None:
-        """Give all kept memory back to the driver."""
-        for handles in self._kept.values():
+    def release(self) -> int:
+        """Give all kept memory back to the driver: how many bytes."""
+        num_bytes = 0
+        for size_bytes, handles in self._kept.items():
             while handles:
                 self._driver.release(handles.pop())
+                num_bytes += size_bytes
+        return num_bytes
 
 
 class _Driver:

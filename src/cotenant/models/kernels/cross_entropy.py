@@ -18,6 +18,7 @@ def _cross_entropy_kernel(logits, targets, scales, losses, correct, vocab, BLOCK
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     target = tl.load(targets + row).to(tl.int32)
+    target_logit = tl.load(logits + target).to(tl.float32)  # before any of the row is overwritten
     highest = float("-inf")
     total = 0.0
     best = 0
@@ -30,7 +31,7 @@ def _cross_entropy_kernel(logits, targets, scales, losses, correct, vocab, BLOCK
         total = total * tl.exp(highest - new_highest) + tl.sum(tl.exp(values - new_highest), 0)
         highest = new_highest
     log_total = highest + tl.log(total)
-    tl.store(losses + row, log_total - tl.load(logits + target).to(tl.float32))
+    tl.store(losses + row, log_total - target_logit)
     tl.store(correct + row, (best == target).to(tl.int8))
     scale = tl.load(scales + row)
     for start in range(0, vocab, BLOCK):
