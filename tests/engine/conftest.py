@@ -137,6 +137,10 @@ class SmallModel:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
+    return make_small(tmp_path_factory.mktemp("small-model"))
+
+
+def make_small(folder: Path) -> SmallModel:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -152,6 +156,5 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
         bos_token_id=None,
     )
     reference = LlamaForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("small-model")
     reference.save_pretrained(folder)
     return SmallModel(folder, reference)

@@ -1,0 +1,271 @@
+"""The GPU's runner on the CPU, over stand-ins for what only a GPU has: batches of all kinds against each request alone.
+
+Run in a process of its own, for the stand-ins take the places of modules. A wrapper of FlashInfer is as strict as its
+contract: it keeps its last plan alone, takes exactly the rows of that plan, and writes those and no others. Graphs run
+what they captured; kernels are plain torch; what nobody writes is NaN.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+# The kernels, in plain torch.
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return weight * functional.rms_norm(x, x.shape[-1:], None, epsilon)
+
+
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return _norm(residual.add_(x), weight, epsilon)
+
+
+def _embed(ids: torch.Tensor, last_tokens: torch.Tensor, seats: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    assert (seats >= 0).all()
+    return table[torch.where(ids < 0, last_tokens[seats.long()], ids.long())]
+
+
+def _silu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=1)
+    return functional.silu(gate) * up
+
+
+def _rope_and_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    cache: torch.Tensor,
+    num_heads: int,
+    epsilon: float,
+) -> torch.Tensor:
+    assert qk_norm is None
+    assert (positions >= 0).all()
+    _, _, page_tokens, num_kv_heads, head_dim = cache.shape
+    heads = qkv.view(len(qkv), -1, head_dim)
+    low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
+    cos, sin = (part[:, None] for part in table[positions.long()].chunk(2, dim=1))
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    kept = slots >= 0
+    places = slots[kept].long()
+    assert len(places.unique()) == len(places), "two rows write one slot"
+    cache[:, 0][places // page_tokens, places % page_tokens] = rotated[kept, num_heads:]
+    cache[:, 1][places // page_tokens, places % page_tokens] = heads[kept, num_heads + num_kv_heads :]
+    return rotated[:, :num_heads].contiguous()
+
+
+# FlashInfer's wrappers.
+
+
+class _Wrapper:
+    def _keep(self, starts: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
+        assert all(part.dtype == torch.int32 for part in (indptr, pages, last))
+        assert len(pages) >= int(indptr[-1])
+        self._plan = (starts.tolist(), indptr, pages, last)
+
+    def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        starts, indptr, pages, last = self._plan
+        assert len(query) == starts[-1], f"{len(query)} rows, planned for {starts[-1]}"
+        for index, (first, stop) in enumerate(itertools.pairwise(starts)):
+            mine = pages[int(indptr[index]) : int(indptr[index + 1])].long()
+            length = (len(mine) - 1) * cache[0].shape[1] + int(last[index])
+            keys, values = (part[mine].flatten(0, 1)[:length].transpose(0, 1)[None] for part in cache)
+            seen = torch.ones(stop - first, length, dtype=torch.bool).tril(length - (stop - first))
+            found = functional.scaled_dot_product_attention(
+                query[first:stop].transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True
+            )
+            out[first:stop] = found[0].transpose(0, 1)
+        return out
+
+
+class _DecodeWrapper(_Wrapper):
+    def __init__(self, workspace: torch.Tensor, layout: str, use_cuda_graph: bool = False, **options: Any) -> None:
+        names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+        self._buffers = [options[name] for name in names] if use_cuda_graph else None
+
+    def plan(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, **__: Any) -> None:
+        parts = [indptr, indices, last]
+        if self._buffers is not None:
+            assert len(last) == len(self._buffers[2]), "a captured wrapper is for one batch size"
+            for buffer, part in zip(self._buffers, parts, strict=True):
+                buffer[: len(part)].copy_(part.clone())
+            parts = self._buffers
+        self._keep(torch.arange(len(last) + 1), *parts)
+
+
+class _PrefillWrapper(_Wrapper):
+    def __init__(self, workspace: torch.Tensor, layout: str, backend: str) -> None:
+        pass
+
+    def plan(
+        self, starts: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, **__: Any
+    ) -> None:
+        self._keep(starts, indptr, indices, last)
+
+
+# Their places.
+
+
+def _put(name: str, **content: Any) -> None:
+    sys.modules[name] = module = ModuleType(name)
+    module.__dict__.update(content)
+
+
+class _Graph:
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = torch.no_grad()(run)
+
+
+def _capture(run: Callable[[], None], pool: object, *, warm_up: bool = True) -> _Graph:
+    run()
+    return _Graph(run)
+
+
+def install() -> None:
+    kernels = "cotenant.models.kernels."
+    _put(kernels + "elementwise", add_rms_norm=_add_norm, embed=_embed, rms_norm=_norm, silu_and_multiply=_silu)
+    _put(kernels + "rope", rope_and_cache=_rope_and_cache)
+    _put(kernels + "skinny", Unfinished=type(None), fits_unfinished=lambda x, w: False, unfinished_product=None)
+    _put(
+        "flashinfer",
+        BatchDecodeWithPagedKVCacheWrapper=_DecodeWrapper,
+        BatchPrefillWithPagedKVCacheWrapper=_PrefillWrapper,
+    )
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+    torch.cuda.Event = lambda *_: SimpleNamespace(record=nothing, synchronize=nothing)  # type: ignore[misc,assignment]
+    torch.cuda.synchronize = nothing
+    torch.cuda.graph_pool_handle = nothing  # type: ignore[assignment]
+    empty_like = torch.empty_like
+    torch.empty_like = lambda like, **_: empty_like(like).fill_(float("nan"))
+
+    from cotenant.device.cuda import graphs
+    from cotenant.models import paged_attention
+
+    graphs.capture_graph = _capture  # type: ignore[assignment]
+    turns = iter(range(1 << 30))
+    paged_attention.prepare = lambda *_: SimpleNamespace(  # type: ignore[assignment,return-value]
+        wait=nothing, compile_the_rest=nothing, is_ready=lambda backend: next(turns) % 3 == 0
+    )
+    paged_attention.workspace_bytes = lambda *_: 16
+
+
+# What is compared.
+
+
+def _engine(small: Any, page_tokens: int, budget: int) -> Any:
+    from cotenant.config import BatchConfig, LoraConfig
+    from cotenant.engine.engine import OnlineEngine
+
+    return OnlineEngine(
+        small.decoder,
+        160 // page_tokens + 8,
+        page_tokens,
+        BatchConfig(max_num_seqs=10, max_num_batched_tokens=budget),
+        96,
+        LoraConfig(max_loras=6, max_lora_rank=8),
+        (),
+    )
+
+
+def _on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
+    from cotenant.engine import cuda_runner
+    from cotenant.models.lora_stacks import LoraStacks
+
+    adapters = engine._adapters.cache
+    adapters.stacks = LoraStacks(small.decoder.spec, 6, 8, torch.device("cpu"), torch.float32)
+    cuda_runner._PIECE_SIZES = (8, 16, 32)  # type: ignore[assignment]
+    cuda_runner.CudaRunner._compile = lambda self, sizes: None  # type: ignore[method-assign]
+    cache, last_tokens = engine._cache.tensor, engine._sampler.last_tokens
+    runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
+    if sizes:
+        runner.capture(sizes)
+    engine._runner = runner
+    return engine
+
+
+def _requests(small: Any, refs: Sequence[Any], rng: random.Random) -> list[Any]:
+    shared = small.prompt(16, 1)
+    requests = []
+    for index in range(26):
+        own = small.prompt(rng.choice([1, 1, 2, 5, 9, 17, 30]), index)
+        behind = shared[: rng.choice([4, 8, 16])] + small.prompt(rng.choice([1, 1, 3]), index)
+        adapter = refs[rng.randrange(len(refs))] if rng.random() < 0.7 else None
+        requests.append(
+            small.request(
+                own if rng.random() < 0.6 else behind,
+                rng.choice([0, 1, 3, 9, 25]),
+                priority=rng.choice([0, 0, 1]),
+                adapter=adapter,
+                **({"prompt_logprobs": 1} if rng.random() < 0.1 else {}),
+            )
+        )
+    return requests
+
+
+def _alone(small: Any, request: Any) -> list[int]:
+    engine, tokens = _engine(small, 4, 64), []
+    engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+    return tokens
+
+
+def _run(engine: Any, requests: Sequence[Any], rng: random.Random, num_ahead: int) -> dict[str, list[int]]:
+    """Tokens by request, but for those that were aborted on the way."""
+    waiting, tokens = list(requests), {request.request_id: [] for request in requests}  # type: ignore[var-annotated]
+    while waiting or engine.has_work:
+        for _ in range(rng.choice([0, 0, 1, 3])):
+            if waiting:
+                engine.add(waiting.pop())
+        if rng.random() < 0.03 and engine.views():
+            aborted = rng.choice(engine.views()).request_id
+            engine.abort([aborted])
+            del tokens[aborted]
+        for output in engine.iterate(num_ahead).outputs:
+            if output.request_id in tokens:
+                tokens[output.request_id] += output.token_ids
+    engine.check_integrity()
+    return tokens
+
+
+def main() -> None:
+    from engine.conftest import make_small
+
+    small = make_small(Path(tempfile.mkdtemp()))
+    folder = Path(tempfile.mkdtemp())
+    refs = [small.make_adapter(folder, f"adapter-{seed}", seed) for seed in range(8)]
+    plain, expected = small.decoder.attention, {}
+    for sizes in ((), (1, 2, 4), (1, 2, 4, 8, 10)):
+        for page_tokens, budget, num_ahead in ((4, 48, 1), (16, 20, 1), (1, 90, 0)):
+            rng = random.Random(page_tokens)
+            requests = _requests(small, refs, rng)
+            small.decoder.attention = plain
+            for request in requests:
+                key = (request.prompt, request.adapter, request.sampling.max_tokens)
+                if key not in expected:
+                    expected[key] = _alone(small, request)
+            engine = _on_gpus_runner(small, _engine(small, page_tokens, budget), sizes)
+            found = _run(engine, requests, rng, num_ahead)
+            for request in requests:
+                key = (request.prompt, request.adapter, request.sampling.max_tokens)
+                if request.request_id in found:
+                    assert found[request.request_id] == expected[key], (sizes, page_tokens, request)
+            print(sizes, page_tokens, len(found), "requests agree", flush=True)
+
+
+if __name__ == "__main__":
+    install()
+    main()

@@ -1,0 +1,24 @@
+"""What the host does for the GPU's runner, where there is no GPU: see runner_on_cpu.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def test_batches_of_all_kinds_give_what_each_request_gives_alone() -> None:
+    folders = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    run = subprocess.run(
+        [sys.executable, str(FOLDER / "runner_on_cpu.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("requests agree") == 9
