@@ -10,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,7 +218,8 @@ class AdapterCache:
                 self._host[ref] = prepared
                 del self._readings[ref]
         num_over = max(0, len(self._host) - self.max_cpu_loras)
-        leaving = [ref for ref in self._recency if ref in self._host and ref not in self._slots][:num_over]
+        idle = (ref for ref in self._recency if ref in self._host and ref not in self._slots)
+        leaving = list(islice(idle, num_over))
         for ref in leaving:
             del self._host[ref], self._recency[ref]
         return bool(leaving)
