@@ -62,7 +62,8 @@ SECTIONS = (
         "engine_h200.json",
         "On a GPU: steps and prompts, beside vLLM",
         "`python bench/compare_engines.py --json bench/results/engine_h200.json --vllm-site DIR`: one after the other "
-        "on one H200, while other GPUs of the host were busy. vLLM was not asked for adapters.",
+        "on one H200, while other GPUs of the host were busy. vLLM was not asked for adapters. Steps with "
+        "adapters are from before a product's own launch computed the adapters' part.",
     ),
     Section(
         "resize_h200.json",
@@ -75,14 +76,15 @@ SECTIONS = (
         "On a GPU: training alone, beside PEFT",
         "`python bench/compare_finetune.py --json bench/results/finetune_h200.json`: each row is a process of its own, "
         "one after the other on one machine; the fastest size of micro-batch of each is in bold. Memory is at its "
-        "peak, weights included.",
+        "peak, weights included. A discard was counted from when the host looked, shortly before a tasklet's end.",
     ),
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
         "Micro-batches of 2,048 tokens, while three other servers and trainers ran on the host. From before the "
         "backward pass of a layer's MLP was cut in two and before unmapped memory was kept for other arenas; "
-        "`require` was measured until memory was unmapped.",
+        "`require` was measured until memory was unmapped, a discard from when the host looked, shortly before a "
+        "tasklet's end.",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
