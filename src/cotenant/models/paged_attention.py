@@ -20,7 +20,7 @@ from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 256 * 1024 * 1024
+WORKSPACE_BYTES = 256 * 1024 * 1024
 _QUERY_TILES = (16, 64, 128)  # rows of a tile: a key head's queries of several tokens
 _MOST_MULTIPROCESSORS = 192
 
@@ -46,7 +46,7 @@ def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     row_bytes = (spec.head_dim + 1) * 4
     decodes = spec.num_heads * num_tiles * tile * row_bytes
     prompts = group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILES[-1] * row_bytes
-    return max(_WORKSPACE_BYTES, decodes + (1 << 20), prompts + (1 << 20))
+    return max(WORKSPACE_BYTES, decodes + (1 << 20), prompts + (1 << 20))
 
 
 class PagedAttention:

@@ -9,7 +9,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device
 from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
-from cotenant.models.paged_attention import workspace_bytes
+from cotenant.models.paged_attention import WORKSPACE_BYTES, workspace_bytes
 from cotenant.models.spec import ModelSpec
 
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
@@ -44,8 +44,8 @@ def num_pages(
         most = min(useful, total // size)
         training = 0 if config.coexecution.policy == "inference-only" else training_bytes(spec, tasklet_tokens, dtype)
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
-        many_seqs = workspace_bytes(spec, batch.max_num_seqs) - workspace_bytes(spec, 1)
-        own = _SERVING_BYTES + many_seqs + stacks + serving_bytes(spec, batch, dtype)
+        workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
+        own = _SERVING_BYTES + workspace + stacks + serving_bytes(spec, batch, dtype)
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))
     else:
