@@ -165,18 +165,7 @@ def install() -> None:
 
 
 def _engine(small: Any, page_tokens: int, budget: int) -> Any:
-    from cotenant.config import BatchConfig, LoraConfig
-    from cotenant.engine.engine import OnlineEngine
-
-    return OnlineEngine(
-        small.decoder,
-        160 // page_tokens + 8,
-        page_tokens,
-        BatchConfig(max_num_seqs=10, max_num_batched_tokens=budget),
-        96,
-        LoraConfig(max_loras=6, max_lora_rank=8),
-        (),
-    )
+    return small.engine(160 // page_tokens + 8, page_tokens, 10, budget, max_model_len=96, max_loras=6)
 
 
 def _on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:

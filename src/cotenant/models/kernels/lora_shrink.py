@@ -29,9 +29,10 @@ class Shrink(NamedTuple):
     constants: dict[str, int]  # of the kernel
 
 
-def shrink_beside(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
-    """``x @ a.T`` for ``x`` [rows, in], as partial sums."""
+def plan_shrink(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
+    """Room for ``x @ a.T`` of ``x`` [rows, in] as partial sums, and how the launch is to compute them."""
     num_rows, num_in = x.shape
+    assert x.is_contiguous()
     ranks = 16 * triton.next_power_of_2(adapters.num_modules)
     depth, stages = _TURNS[ranks]
     while num_in % depth:

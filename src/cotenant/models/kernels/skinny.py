@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import driver
 
 from cotenant.models.kernels.lora import Delta
-from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, shrink_arguments, shrink_beside, shrink_part
+from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
 
@@ -120,7 +120,7 @@ def unfinished_product(
     tiling = _tiling_of(x, weight)
     shape = (tiling.splits, x.shape[0], weight.shape[0])
     sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
-    shrink = None if adapters is None else shrink_beside(x, adapters)
+    shrink = None if adapters is None else plan_shrink(x, adapters)
     _launch(x, weight, bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
