@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from cotenant.device.arena import count_chunks, runs
+from cotenant.device.arena import count_chunks
 from cotenant.device.cuda.physical_memory import PhysicalMemory
 
 
@@ -26,7 +26,7 @@ class CudaArena:
         self._address, self._mapped = reservation.address, reservation.mapped
         # torch asks the driver whose memory this is, and the driver knows only of mapped memory. The tensor holds the
         # reservation and not the arena, or the two would keep each other alive.
-        self._map([0])
+        self._with_kept_memory(lambda: self._map_chunk(0))
         self._bytes = torch.as_tensor(reservation, device=self._device)  # [num_chunks * chunk_bytes]
         self._unmap([0])
 
@@ -38,9 +38,7 @@ class CudaArena:
         wanted = set(chunks)
         assert wanted.issubset(range(self.num_chunks)), f"chunks outside 0 to {self.num_chunks - 1}: {sorted(wanted)}"
         assert self._mapped.isdisjoint(wanted), f"chunks {sorted(self._mapped & wanted)} are mapped already"
-        self._map(wanted)
-        for run in runs(wanted):
-            self._bytes[run.start * self.chunk_bytes : run.stop * self.chunk_bytes].zero_()
+        self._with_kept_memory(lambda: self._map(wanted))
 
     def unmap(self, chunks: Iterable[int], *, keep: bool = False) -> None:
         unwanted = set(chunks)
@@ -55,27 +53,25 @@ class CudaArena:
         torch.cuda.synchronize(self._device)
         self._unmap(self.mapped)
 
-    def _map(self, chunks: Collection[int]) -> None:
-        """Map these chunks or none of them. Memory that arenas or torch's allocator keep for later is given back before
-        giving up."""
+    def _with_kept_memory(self, attempt: Callable[[], None]) -> None:
+        """If it finds no memory, once more with what arenas and torch's allocator have kept for later."""
         try:
-            self._try_map(chunks)
+            attempt()
         except torch.OutOfMemoryError:
             self._memory.release()
             torch.cuda.empty_cache()
-            self._try_map(chunks)
+            attempt()
 
-    def _try_map(self, chunks: Collection[int]) -> None:
-        done: list[int] = []
+    def _map(self, chunks: Collection[int]) -> None:
+        """Map these chunks or none of them. Each is cleared while the next is mapped: to map one takes the host about
+        as long as to clear one takes the device."""
         try:
             for chunk in sorted(chunks):
-                self._memory.map(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
-                self._mapped.add(chunk)
-                done.append(chunk)
-            for run in runs(chunks):
-                self._memory.allow_access(self._address + run.start * self.chunk_bytes, len(run) * self.chunk_bytes)
+                self._map_chunk(chunk)
+                self._bytes[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes].zero_()
         except BaseException as error:
-            self._unmap(done)
+            torch.cuda.current_stream(self._device).synchronize()
+            self._unmap(self._mapped.intersection(chunks))
             if isinstance(error, torch.OutOfMemoryError):
                 free, total = torch.cuda.mem_get_info(self._device)
                 raise torch.OutOfMemoryError(
@@ -83,6 +79,12 @@ class CudaArena:
                     f"{free >> 20} MiB free of {total >> 20} MiB"
                 ) from error
             raise
+
+    def _map_chunk(self, chunk: int) -> None:
+        address = self._address + chunk * self.chunk_bytes
+        self._memory.map(address, self.chunk_bytes)
+        self._mapped.add(chunk)
+        self._memory.allow_access(address, self.chunk_bytes)
 
     def _unmap(self, chunks: Iterable[int], *, keep: bool = False) -> None:
         _unmap(self._memory, self._address, self.chunk_bytes, self._mapped, chunks, keep=keep)
