@@ -12,12 +12,13 @@ import torch
 import transformers
 
 from cotenant.config import ModelConfig
-from cotenant.core.job import LINEAR_MODULES
+from cotenant.core.job import LINEAR_MODULES, Hyperparameters
 from cotenant.device import Device, create_device
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.finetune.activations import Activations, can_capture
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.objective import CrossEntropy
+from cotenant.finetune.optimizer import Optimizer
 from cotenant.finetune.step import TrainingStep
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
@@ -101,15 +102,18 @@ def _gradient(
     The step runs three times: at first eagerly, then it is captured, then replayed."""
     device: Device = create_device(decoder.device.type)
     adapter = _adapter(decoder)
+    optimizer = Optimizer(adapter.named_parameters(), Hyperparameters())
     memory = None
     if activations:
         assert can_capture(decoder, adapter)
-        memory = Activations(decoder, adapter, device, 256, recompute=recompute)
+        memory = Activations(decoder, adapter, optimizer.gradient, device, 256, recompute=recompute)
     dataset = _dataset(lengths)
     for _ in range(3):
-        gradient = _run_step(
+        optimizer.gradient.zero_()
+        _run_step(
             decoder, adapter, device, dataset, memory, recompute=recompute, discards=discards, takes_memory=takes_memory
         )
+        gradient = optimizer.gradient.cpu()
     if memory is not None:
         memory.close()
     return gradient
@@ -125,7 +129,7 @@ def _run_step(
     recompute: bool,
     discards: int,
     takes_memory: bool,
-) -> torch.Tensor:
+) -> None:
     step = TrainingStep(
         decoder, adapter, dataset, list(range(len(dataset))), step_index=0, seed=0, max_tasklet_tokens=256,
         recompute=recompute, objective=CrossEntropy(), activations=memory,
@@ -141,9 +145,6 @@ def _run_step(
         device.wait_for_room()
         device.run_tasklet(step.run_tasklet)
     device.synchronize()
-    gradient = torch.cat([matrix.grad.flatten().cpu() for matrix in adapter.parameters() if matrix.grad is not None])
-    step.close()
-    return gradient
 
 
 def _take(device: Device, memory: Activations, *, drop: bool) -> None:

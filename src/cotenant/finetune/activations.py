@@ -7,6 +7,7 @@ has needed since some was given away; that is taken from the top.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +18,7 @@ from cotenant.device.cuda.graphs import capture_graph
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers, Frame, frame_bytes, rows_for
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.state import TrainingState
 from cotenant.finetune.tasklets import LossFunction
 from cotenant.models import flash_attention
 from cotenant.models.decoder import Decoder
@@ -42,30 +44,39 @@ def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
 
 
 class Activations:
-    """For micro-batches of at most ``max_tokens`` tokens, whose layers keep what ``recompute`` says, or less. Where
-    ``device`` is no GPU, nothing is captured, and the same functions run eagerly."""
+    """For micro-batches of at most ``max_tokens`` tokens, whose layers keep what ``recompute`` says, or less; their
+    gradients are added to ``gradient``, see ``TrainingPack``. Where ``device`` is no GPU, nothing is captured, and the
+    same functions run eagerly."""
 
     def __init__(
-        self, decoder: Decoder, adapter: LoraAdapter, device: Device, max_tokens: int, *, recompute: bool
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        gradient: torch.Tensor,
+        device: Device,
+        max_tokens: int,
+        *,
+        recompute: bool,
     ) -> None:
         self._decoder = decoder
         self._device = device
-        self._pack = TrainingPack(adapter, decoder.dtype)
+        self._pack = TrainingPack(adapter, decoder.dtype, gradient)
         self._bytes: dict[tuple[int, bool], int] = {}
         self._arena = device.create_arena(self.bytes_for(max_tokens, recompute=recompute), CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
-        self._refreshing: torch.cuda.CUDAGraph | None = None
+        self._refreshing: dict[int, torch.cuda.CUDAGraph] = {}  # by layer
+        self._num_fresh = 0  # layers, from the first on, that know of the adapter's weights as they are
 
     @classmethod
     def for_job(
-        cls, decoder: Decoder, adapter: LoraAdapter, device: Device, max_tokens: int, *, recompute: bool
+        cls, decoder: Decoder, state: TrainingState, device: Device, max_tokens: int, *, recompute: bool
     ) -> Activations | None:
         """None for a job whose layers cannot be captured."""
-        if not can_capture(decoder, adapter):
+        if not can_capture(decoder, state.adapter):
             return None
-        return cls(decoder, adapter, device, max_tokens, recompute=recompute)
+        return cls(decoder, state.adapter, state.optimizer.gradient, device, max_tokens, recompute=recompute)
 
     @property
     def chunk_bytes(self) -> int:
@@ -93,15 +104,22 @@ class Activations:
             self._bytes[num_rows, recompute] = found
         return found
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """The adapter's weights have changed. Called on the stream of the tasklets."""
-        if self._pool is None:
-            self._pack.refresh()
+        """The adapter's weights have changed. Each layer takes them over when its next forward runs: all at once would
+        be as long as several tasklets."""
+        self._num_fresh = 0
+
+    def _refresh_layer(self, layer: int) -> None:
+        if layer < self._num_fresh:
             return
-        if self._refreshing is None:
-            self._refreshing = capture_graph(self._pack.refresh, self._pool)
-        self._refreshing.replay()
+        self._num_fresh = layer + 1
+        refresh = self._pack.layers[layer].refresh
+        if self._pool is None:
+            refresh()
+            return
+        if layer not in self._refreshing:
+            self._refreshing[layer] = capture_graph(refresh, self._pool)
+        self._refreshing[layer].replay()
 
     def begin(self, micro_batch: MicroBatch, *, recompute: bool) -> CapturedPass:
         """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
@@ -122,7 +140,7 @@ class Activations:
             self._frames[key] = layers
         self._frames.move_to_end(key)
         layers.load(micro_batch)
-        return CapturedPass(self._decoder, self._pack, layers, micro_batch)
+        return CapturedPass(self._decoder, self._pack, layers, micro_batch, self._refresh_layer)
 
     def give_back(self, num_kept: int) -> None:
         """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what was launched; the device keeps
@@ -136,7 +154,7 @@ class Activations:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
         self._device.synchronize()
         self._frames.clear()
-        self._refreshing = None
+        self._refreshing.clear()
         if self._pool is not None:  # torch gives a pool's memory back once no graph is left, and it has none afterwards
             self._pool = torch.cuda.graph_pool_handle()
         self._arena.unmap(self._arena.mapped)
@@ -150,16 +168,27 @@ class Activations:
 class CapturedPass:
     """As ``TrainingPass``, in parts of layers, at fixed addresses."""
 
-    def __init__(self, decoder: Decoder, pack: TrainingPack, layers: CapturedLayers, micro_batch: MicroBatch) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pack: TrainingPack,
+        layers: CapturedLayers,
+        micro_batch: MicroBatch,
+        refresh: Callable[[int], None],
+    ) -> None:
+        """``refresh``: makes a layer ready for its forward."""
         self._decoder = decoder
         self._pack = pack
         self._layers = layers
+        self._refresh = refresh
         self.micro_batch = micro_batch
         self._layer = 0  # whose forward runs, and after the loss the number of layers whose backward has not
 
     @torch.no_grad()
     def run(self, kind: TaskletKind) -> None:
         """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
+        if kind is FORWARD_PARTS[0]:
+            self._refresh(self._layer)
         if kind is BACKWARD_PARTS[0]:
             self._layer -= 1
         self._layers.run(kind, self._layer)

@@ -97,7 +97,8 @@ class Evaluation:
         """None where no token counts, so there is nothing to measure."""
         if weight <= 0:
             return None
-        return _Figures(float(self._sums.weighted_nll) / weight, self._sums.accuracy())
+        weighted_nll, accuracy = self._sums.read()
+        return _Figures(weighted_nll / weight, accuracy)
 
     def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         self._sums += evaluation_loss(self._decoder, hidden, micro_batch)

@@ -9,9 +9,9 @@ from cotenant.finetune.loss import chunk_bytes
 from cotenant.models.attention import MOST_PADDED
 from cotenant.models.spec import ModelSpec
 
-# In float32: the weight, its gradient in the micro-batch, over the step and clipped, and the optimizer's two moments.
+# In float32: the weight, its gradient in the micro-batch and over the step, and the optimizer's two moments.
 # In half precision: the weight as captured layers read it; up to three modules share a matrix of as many blocks.
-_STATE_BYTES_PER_WEIGHT = 6 * 4 + 3 * 2
+_STATE_BYTES_PER_WEIGHT = 5 * 4 + 3 * 2
 _MIB = 1 << 20
 
 

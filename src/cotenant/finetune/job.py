@@ -324,7 +324,7 @@ class TrainingJob:
         activations = None
         if device is not None:
             most = max(max_tasklet_tokens, order.longest)
-            activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
+            activations = Activations.for_job(decoder, state, device, most, recompute=hyper.gradient_checkpointing)
         trainer = Trainer(
             decoder,
             state,

@@ -57,6 +57,12 @@ class LossSums:
         """Share of the target tokens that were the most likely token."""
         return float(self.num_correct) / max(1, self.num_targets)
 
+    def read(self, *others: torch.Tensor) -> tuple[float, ...]:
+        """``weighted_nll``, ``accuracy()``, and the values of ``others`` []. Waits for the device once."""
+        tensors = torch.stack([tensor.double() for tensor in (self.weighted_nll, self.num_correct, *others)])
+        weighted_nll, num_correct, *values = tensors.tolist()
+        return weighted_nll, num_correct / max(1, self.num_targets), *values
+
 
 @torch.no_grad()
 def loss_and_gradient(

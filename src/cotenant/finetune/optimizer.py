@@ -14,7 +14,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """``torch.optim.AdamW`` over named float32 weights. ``step`` is the one place where training state changes.
 
-    The weights become views of one tensor, so that a step is a few launches, however many weights there are.
+    The weights become views of one tensor, and their gradients of ``gradient``, zeros at first, in the order in which
+    they are given: so a step is a few launches, however many weights there are. Whoever computes gradients adds them
+    there; a step leaves zeros.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], hyper: Hyperparameters) -> None:
@@ -23,10 +25,12 @@ class Optimizer:
         weights = list(self._parameters.values())
         self._sizes = [weight.numel() for weight in weights]
         self._all = torch.nn.Parameter(torch.cat([weight.detach().flatten() for weight in weights]))
-        for weight, part in zip(weights, self._split(self._all.detach()), strict=True):
+        self.gradient = torch.zeros_like(self._all.detach())  # [elements of all weights]
+        self._all.grad = self.gradient
+        parts = zip(weights, self._split(self._all.detach()), self._split(self.gradient), strict=True)
+        for weight, part, gradient in parts:
             weight.data = part
-        self._gradient = torch.zeros_like(self._all.detach())
-        self._gradients = self._split(self._gradient)
+            weight.grad = gradient
         self._adamw = torch.optim.AdamW(
             [self._all],
             lr=hyper.learning_rate,
@@ -37,35 +41,25 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def clip(self, gradient_scale: float = 1.0) -> float:
-        """Take over the accumulated gradient, and undo ``gradient_scale``, a power of 2 that it was computed with. Then
-        scale it to a norm of at most ``max_grad_norm`` (0: leave it), and return the norm it had. A weight without
-        gradient counts as one with gradient 0.
+    def clip(self, gradient_scale: float = 1.0) -> torch.Tensor:
+        """Undo ``gradient_scale``, a power of 2 that the gradient was computed with. Then scale it to a norm of at most
+        ``max_grad_norm`` (0: leave it), and return the norm it had, [].
 
         A norm that is not finite means that the gradient is lost; do not ``step`` then.
         """
-        given = [weight.grad for weight in self._parameters.values()]
-        if any(other is None for other in given):
-            self._gradient.zero_()
-        targets = [mine for mine, other in zip(self._gradients, given, strict=True) if other is not None]
-        if targets:
-            torch._foreach_copy_(targets, [other for other in given if other is not None])
         if gradient_scale != 1.0:
-            self._gradient /= gradient_scale
-        norm = torch.linalg.vector_norm(self._gradient)
+            self.gradient /= gradient_scale
+        norm: torch.Tensor = torch.linalg.vector_norm(self.gradient)
         if self._max_grad_norm > 0:
-            self._gradient *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        return float(norm)
+            self.gradient *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
 
     def step(self, learning_rate: float) -> None:
-        """Apply the gradient that ``clip`` took over, and drop it."""
+        """Apply the gradient, and begin a new one."""
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
-        self._all.grad = self._gradient
         self._adamw.step()
-        self._all.grad = None
-        for weight in self._parameters.values():
-            weight.grad = None
+        self.gradient.zero_()
 
     def moments(self) -> dict[str, torch.Tensor]:
         """References to the first and second moments, by ``<moment>.<weight's name>``; empty before the first step."""

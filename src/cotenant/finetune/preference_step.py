@@ -15,10 +15,9 @@ from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
-from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.finetune.preference import PreferenceLoss, PreferenceObjective, Scores, score, split_pairs
-from cotenant.finetune.step import TrainingStep
+from cotenant.finetune.step import StepFigures, TrainingStep
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
@@ -87,15 +86,9 @@ class PreferenceStep:
     def started(self) -> bool:
         return self._reference.started or self._step.started
 
-    @property
-    def loss(self) -> float:
-        """The mean of the pairs' losses."""
-        return self._step.loss
-
-    @property
-    def sums(self) -> LossSums:
-        """Of the chosen answers' tokens, once all losses have run."""
-        return self._step.sums
+    def figures(self, grad_norm: torch.Tensor) -> StepFigures:
+        """The mean of the pairs' losses; the accuracy is that of the chosen answers' tokens."""
+        return self._step.figures(grad_norm)
 
     @property
     def next_forward_layer(self) -> int | None:
@@ -120,10 +113,6 @@ class PreferenceStep:
     def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
         """As of ``TrainingStep``. The reference keeps no layer's activations, so its micro-batches stay as they are."""
         self._step.limit(max_tasklet_tokens, recompute=recompute)
-
-    def close(self) -> None:
-        self._reference.discard()
-        self._step.close()
 
     def preference(self) -> PreferenceMetrics | None:
         """The step's rewards. Waits for the device."""

@@ -27,7 +27,7 @@ class TrainingState:
         self.step = 0
         self.trained_tokens = 0
         self._fingerprint = fingerprint
-        self._parameters = _named_parameters(adapter)
+        self._parameters = adapter.named_parameters()
         self.optimizer = Optimizer(self._parameters, spec.hyperparameters)
 
     def snapshot(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> Snapshot:
@@ -72,15 +72,6 @@ def fingerprint(spec: JobSpec, dataset: Dataset) -> str:
     changed = {name: given[name] for name in sorted(given) if given[name] != defaults[name]}
     settings = msgspec.json.encode((spec.base_model, changed))
     return hashlib.sha256(settings + dataset.digest().encode()).hexdigest()
-
-
-def _named_parameters(adapter: LoraAdapter) -> dict[str, torch.Tensor]:
-    """The adapter's matrices by the names that checkpoints use."""
-    return {
-        f"{layer}.{module}.{matrix}": tensor
-        for (layer, module), pair in adapter.weights.items()
-        for matrix, tensor in zip(("A", "B"), pair, strict=True)
-    }
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

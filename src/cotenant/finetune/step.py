@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,15 @@ from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, loss_
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """``loss``: the objective's mean; ``accuracy``: the share of target tokens that were the most likely token."""
+
+    loss: float
+    accuracy: float
+    grad_norm: float
 
 
 class TrainingStep:
@@ -61,7 +71,7 @@ class TrainingStep:
         self.total_weight = objective.total_weight(dataset, examples)
         self.gradient_scale = _gradient_scale(decoder.dtype, self.total_weight)
         self.num_tokens = sum(shape.num_tokens for shape in self._micro_batches)
-        self.sums = LossSums.zero(decoder.device)  # of the micro-batches done
+        self._sums = LossSums.zero(decoder.device)  # of the micro-batches done
         self._current_sums = LossSums.zero(decoder.device)
 
     @property
@@ -87,10 +97,11 @@ class TrainingStep:
         """Whether there are activations that a discard would free."""
         return self._pass is not None
 
-    @property
-    def loss(self) -> float:
-        """The objective's mean over the micro-batches done; 0 for a step without weight."""
-        return float(self.sums.weighted_nll) / self.total_weight if self.total_weight > 0 else 0.0
+    def figures(self, grad_norm: torch.Tensor) -> StepFigures:
+        """Of the micro-batches done. Waits for the device, once. ``grad_norm``: []."""
+        weighted_nll, accuracy, norm = self._sums.read(grad_norm)
+        # A step without weight has loss 0.
+        return StepFigures(weighted_nll / self.total_weight if self.total_weight > 0 else 0.0, accuracy, norm)
 
     @property
     def next_forward_layer(self) -> int | None:
@@ -160,12 +171,6 @@ class TrainingStep:
         self._cursor = self._new_cursor()
         self._cursor.seek(run, within)
 
-    def close(self) -> None:
-        """Drop the gradients of the micro-batches done too: nobody will take this step."""
-        self.discard()
-        for parameter in self._adapter.parameters():
-            parameter.grad = None
-
     def _current_pass(self) -> TrainingPass | CapturedPass:
         index = self._cursor.run // self._runs_per_micro_batch
         if self._pass is None:
@@ -197,7 +202,7 @@ class TrainingStep:
         if self._cursor.run // self._runs_per_micro_batch != micro_batch:
             assert self._pass is not None
             self._pass.commit()
-            self.sums += self._current_sums
+            self._sums += self._current_sums
             self._pass = None
 
     def _new_cursor(self) -> Cursor:

@@ -281,11 +281,9 @@ class Trainer:
             self._step.limit(self._budget.max_tokens, recompute=self._recomputes)
 
     def close(self) -> None:
-        """Let go of the step in flight and of whom ``on_step`` belongs to: else the two would keep each other alive,
-        and the memory would wait for the garbage collector."""
+        """Let go of the micro-batch in flight and of whom ``on_step`` belongs to: else the two would keep each other
+        alive, and the memory would wait for the garbage collector."""
         self.discard()
-        if self._step is not None:
-            self._step.close()
         if self._activations is not None:
             self._activations.close()
         self._on_step = _ignore
@@ -328,16 +326,17 @@ class Trainer:
     def _run_optimizer(self, step: TrainingStep | PreferenceStep) -> None:
         state = self._state
         number = state.step + 1
-        loss = step.loss
-        grad_norm = state.optimizer.clip(step.gradient_scale)
+        figures = step.figures(state.optimizer.clip(step.gradient_scale))
+        loss, grad_norm = figures.loss, figures.grad_norm
         # The norm before the last layer makes a loss out of what has overflowed; its gradient tells.
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise TrainingError(
                 f"The loss is not finite at step {number}, or its gradient is not: "
                 f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}."
             )
+        preference = step.preference() if isinstance(step, PreferenceStep) else None
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
-        state.optimizer.step(rate)
+        state.optimizer.step(rate)  # nothing waits for it: the next step is made meanwhile
         state.step = number
         state.trained_tokens += step.num_tokens
         self._progress.trained(step.num_tokens, step.num_forward_tokens)
@@ -346,11 +345,11 @@ class Trainer:
             step=number,
             epoch=number / self._order.steps_per_epoch,
             train_loss=loss,
-            train_mean_token_accuracy=step.sums.accuracy(),
+            train_mean_token_accuracy=figures.accuracy,
             learning_rate=rate,
             grad_norm=grad_norm,
             tokens=step.num_tokens,
-            preference=step.preference() if isinstance(step, PreferenceStep) else None,
+            preference=preference,
         )
         if self._evaluation is None:
             self._finish_step(metrics)

@@ -153,8 +153,20 @@ class LoraAdapter:
         return self._scales[layer, module]
 
     def parameters(self) -> list[torch.Tensor]:
-        """All matrices, A before B, in a fixed order."""
-        return [matrix for pair in self.weights.values() for matrix in pair]
+        """All matrices, as ``named_parameters`` orders them."""
+        return list(self.named_parameters().values())
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        """All matrices by the names that checkpoints use, in the order in which training lays them out: by layers and
+        groups of modules, a group's A's before its B's."""
+        return {
+            f"{layer}.{module}.{matrix}": self.weights[layer, module][("A", "B").index(matrix)]
+            for layer in range(self.spec.num_layers)
+            for modules in MODULE_GROUPS
+            for matrix in ("A", "B")
+            for module in modules
+            if (layer, module) in self.weights
+        }
 
     def snapshot(self) -> LoraAdapter:
         """A copy on the CPU that later training steps leave alone, and that does not require grad."""

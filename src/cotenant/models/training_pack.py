@@ -80,6 +80,11 @@ class PackedLayer:
         """The sum of the ranks of each group with LoRA, by its first module."""
         return {first: len(group.a) for first, group in self._groups.items()}
 
+    def refresh(self) -> None:
+        """Take the weights over as they are now: the products read copies."""
+        for group in self._groups.values():
+            group.refresh()
+
     def linear(
         self,
         x: torch.Tensor,
@@ -122,58 +127,42 @@ class PackedLayer:
 
 
 class _Gradients:
-    """Float32 gradients of an adapter's weights, as views of two tensors laid out alike: those of the micro-batch
-    in flight, and those of the step. So adding the one to the other is one launch."""
+    """Float32 gradients of a micro-batch at an adapter's weights, in the order of ``LoraAdapter.parameters``."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        num_elements = sum(weight.numel() for weight in weights)
-        device = weights[0].device
-        self.micro_batch, self.step = torch.zeros(num_elements, device=device), torch.zeros(num_elements, device=device)
-        self.weights: list[torch.Tensor] = []  # those that have their place
-        self.of_step: list[torch.Tensor] = []  # of each
-        self._end = 0
+        self._weights = list(weights)
+        self.all = torch.zeros(sum(weight.numel() for weight in weights), device=weights[0].device)
+        self._num_placed = self._end = 0
 
     def place(self, *weights: torch.Tensor) -> torch.Tensor:
-        """Room for the gradients of weights [rows, columns], one below the other: that of the micro-batch."""
+        """Where those of the next weights [rows, columns] are, one below the other."""
         start = self._end
         for weight in weights:
-            self.weights.append(weight)
-            self.of_step.append(self.step[self._end : self._end + weight.numel()].view(weight.shape))
+            assert weight is self._weights[self._num_placed], "the order is that of the adapter's parameters"
+            self._num_placed += 1
             self._end += weight.numel()
-        return self.micro_batch[start : self._end].view(-1, weights[0].shape[1])
+        return self.all[start : self._end].view(-1, weights[0].shape[1])
 
 
 class TrainingPack:
-    """The float32 weights of a trainable adapter in ``dtype``, and two sets of gradients: of the micro-batch in flight,
-    which ``layers`` write, and of those of the step that are committed, which are the weights' ``grad``."""
+    """The float32 weights of a trainable adapter in ``dtype``, and the gradients of the micro-batch in flight, which
+    ``layers`` write. Those of the step are added up in ``gradient``, which is laid out as ``adapter.parameters()``."""
 
-    def __init__(self, adapter: LoraAdapter, dtype: torch.dtype) -> None:
-        self._gradients = _Gradients(adapter.parameters())
+    def __init__(self, adapter: LoraAdapter, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        self._gradient = gradient
+        self._of_micro_batch = _Gradients(adapter.parameters())
         layers = []
         for layer in range(adapter.spec.num_layers):
             groups = {}
             for modules in MODULE_GROUPS:
                 if any((layer, module) in adapter.weights for module in modules):
-                    groups[modules[0]] = _pack_group(adapter, layer, modules, dtype, self._gradients)
+                    groups[modules[0]] = _pack_group(adapter, layer, modules, dtype, self._of_micro_batch)
             layers.append(groups)
-        self._groups = [group for groups in layers for group in groups.values()]
         self.layers = tuple(map(PackedLayer, layers))
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take the weights over: captured graphs read them as they are now."""
-        for group in self._groups:
-            group.refresh()
 
     def commit(self) -> None:
-        """Add the micro-batch's gradients to the weights'."""
-        gradients = self._gradients
-        if gradients.weights[0].grad is not None:
-            gradients.step += gradients.micro_batch
-            return
-        gradients.step.copy_(gradients.micro_batch)
-        for weight, gradient in zip(gradients.weights, gradients.of_step, strict=True):
-            weight.grad = gradient
+        """Add the micro-batch's gradients to the step's."""
+        self._gradient += self._of_micro_batch.all
 
 
 def _pack_group(

@@ -81,8 +81,10 @@ class FinetuneBench:
         spec = JobSpec("bench", resolved.name, "", "", None, "bench", hyper)
         adapter = new_adapter(spec, decoder)
         most = max(self._tasklet_tokens, self._order.longest)
-        self._activations = Activations.for_job(decoder, adapter, device, most, recompute=hyper.gradient_checkpointing)
         self._state = TrainingState(adapter, spec, fingerprint(spec, dataset))
+        self._activations = Activations.for_job(
+            decoder, self._state, device, most, recompute=hyper.gradient_checkpointing
+        )
         self._trainer = _trainer(
             decoder,
             self._state,
