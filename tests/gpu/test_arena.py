@@ -11,6 +11,7 @@ import torch
 
 from cotenant.device import create_device
 from cotenant.device.arena import Arena
+from cotenant.device.cuda.graphs import capture_graph
 from cotenant.engine.kv_cache import KvCache, Resized
 from cotenant.models.spec import ModelSpec
 
@@ -266,3 +267,20 @@ def test_a_cache_that_cannot_grow_stays_as_it_was(caplog: pytest.LogCaptureFixtu
     assert cache.step(GIB).done
     assert cache.num_pages == 128
     assert (cache.tensor[cache.pool.pages(1)[0]] == 3).all()
+
+
+def test_what_a_graph_needs_is_not_free() -> None:
+    device = create_device("cuda")
+    numbers = torch.ones(1 << 26, device="cuda")
+
+    def run() -> None:
+        numbers.add_(numbers * 2)  # 256 MiB that only the graph's own launches may use again
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = device.memory_bytes()[0]
+        graph = capture_graph(run, torch.cuda.graph_pool_handle(), warm_up=False)
+        assert before - device.memory_bytes()[0] >= 256 * MIB
+        del graph

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cotenant.config import BatchConfig, LoraConfig
-from cotenant.core.plan import Mode, Plan
+from cotenant.core.plan import JobView, Mode, Plan
 from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
@@ -39,7 +39,10 @@ class Bench:
         self.engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
         self.updates: list[FromWorker] = []
         self.updates: list[FromWorker] = []
-        self.training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, self.updates.append)
+        self.now_s = 0.0
+        self.training = TrainingTenant(
+            device, decoder, None, support.TASKLET_TOKENS, self.updates.append, clock=lambda: self.now_s
+        )
         self.training.start(support.make_spec(folder / "job"))
         self.executor = Executor(device, decoder, self.engine, self.training)
         self.emitted: list[SequenceOutput] = []
@@ -192,8 +195,13 @@ def test_a_cancel_during_a_pause_is_what_is_answered(bench: Bench) -> None:
 
 
 def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    bench.pause()
+    short = support.random_examples(18, longest=10)
+    bench.training.start(support.make_spec(tmp_path / "short", short, batch_size=9))
+    before = bench.training.view()
+    assert before is not None
     bench.run(Plan(run_online=False, num_tasklets=3, mode=Mode.TEMPORAL))
     bench.engine.add(request("r", [5, 6, 7], 2))
     decoder = bench.engine._decoder
@@ -210,3 +218,15 @@ def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
     view = bench.training.view()
     assert view is not None, "the job goes on"
     assert view.upcoming[0].count == 3, "from the beginning of its step"
+    assert _largest(view) < _largest(before), "and with less memory"
+    bench.now_s += 3600
+    bench.training.publish()
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    later = bench.training.view()
+    assert later is not None
+    assert _largest(later) > _largest(view), "until it has not been short for a while"
+
+
+def _largest(view: JobView) -> int:
+    """Tokens of the largest micro-batch in the step."""
+    return max(run.shape.num_tokens for run in view.upcoming if run.shape.kind is TaskletKind.FORWARD)

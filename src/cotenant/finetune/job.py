@@ -224,6 +224,11 @@ class TrainingJob:
     def release(self, num_bytes: int) -> None:
         self._running.trainer.release(num_bytes)
 
+    @property
+    def left_bytes(self) -> int:
+        """What a ``require`` could ask for."""
+        return self._running.trainer.left_bytes
+
     # Reporting and stopping
 
     def take_updates(self) -> list[FromWorker]:

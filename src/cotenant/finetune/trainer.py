@@ -149,6 +149,11 @@ class Trainer:
         return self._budget.max_tokens
 
     @property
+    def left_bytes(self) -> int:
+        """Memory of activations that was not given away."""
+        return self._budget.left_bytes
+
+    @property
     def _full_every(self) -> int:
         """Evaluations of the whole validation set: after so many steps, beside those at the ends of epochs."""
         return self._hyper.eval_steps if self._hyper.selects else 0

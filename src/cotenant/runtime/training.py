@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPause
 
 logger = logging.getLogger(__name__)
 
+# When serving runs out of memory: the share of its activations that a job goes without from then on, and how long.
+_SHORTAGE_SHARE = 4
+_SHORTAGE_S = 60.0
+
 
 class TrainingTenant:
     """Starts, suspends and ends jobs. An error in a job ends that job, never the worker."""
@@ -33,21 +38,27 @@ class TrainingTenant:
         send: Callable[[FromWorker], None],
         *,
         limit_is_fixed: bool = True,
+        serving_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``limit_is_fixed``: the user chose ``max_tasklet_tokens``; if not, a job may take a smaller number that suits
-        the device better."""
+        the device better. ``serving_bytes``: of the device's free memory, what batches need while they run."""
         self._is_ready: Callable[[], bool] = lambda: True
         self._device = device
         self._decoder = decoder
         self._tokenizer_folder = tokenizer_folder
         self._max_tasklet_tokens = max_tasklet_tokens
         self._limit_is_fixed = limit_is_fixed
+        self._serving_bytes = serving_bytes
+        self._clock = clock
         self._send = send
         self._job: TrainingJob | None = None
         self._job_id = ""
         self._tokens_before = 0
         self._tokens_at_start = 0
         self._ending: type[JobPaused] | type[JobCancelled] | None = None
+        self._withheld_bytes = 0  # from the job, since memory was short
+        self._withheld_until_s = 0.0
         self.at_step_end = False
 
     def wait_for(self, is_ready: Callable[[], bool]) -> None:
@@ -92,7 +103,9 @@ class TrainingTenant:
             return
         try:
             # On a CPU other programs' memory comes and goes, and so does what counts as free.
-            free_bytes = self._device.memory_bytes()[0] if self._device.torch_device.type == "cuda" else None
+            free_bytes = None
+            if self._device.torch_device.type == "cuda":
+                free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes)
             job = TrainingJob(
                 self._decoder,
                 spec,
@@ -143,13 +156,16 @@ class TrainingTenant:
 
     def discard(self) -> bool:
         """Drop the micro-batch in flight to give its memory back, and what lies ready for the next or was kept of it.
-        False if there was none of these."""
+        For a while micro-batches are smaller then: the next would else take all of it again. False if there was
+        nothing to give."""
         released = self._device.release_kept_memory()
         if self._job is None or not (self._job.in_flight or self._job.mapped_bytes):
             return released
         logger.warning("job %s gives up its micro-batch in flight: memory is short", self._job_id)
         self._device.synchronize()
         self._job.discard_all()
+        self._withheld_bytes += self._job.require(self._job.left_bytes // _SHORTAGE_SHARE)
+        self._withheld_until_s = self._clock() + _SHORTAGE_S
         return True
 
     def begin_fused(self) -> FusedInput:
@@ -173,9 +189,13 @@ class TrainingTenant:
         self._forget()
 
     def publish(self) -> None:
-        """Send what the job has to say; forget it once it has ended, or has stopped and its checkpoint is on disk."""
+        """Send what the job has to say; forget it once it has ended, or has stopped and its checkpoint is on disk. Give
+        it back what it went without, if memory has not been short for a while."""
         if self._job is None:
             return
+        if self._withheld_bytes and self._ending is None and self._clock() >= self._withheld_until_s:
+            self._job.release(self._withheld_bytes)
+            self._withheld_bytes = 0
         for update in self._job.take_updates():
             self._send(update)
         if not self._job.done and (self._ending is None or self._job.writing):
@@ -204,6 +224,7 @@ class TrainingTenant:
         self._job.close()
         self._job = None
         self._ending = None
+        self._withheld_bytes = 0
 
 
 def _code_and_message(error: Exception) -> tuple[str, str]:

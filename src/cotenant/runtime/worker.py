@@ -29,6 +29,7 @@ from cotenant.runtime.build import build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.sizing import serving_bytes
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
 from cotenant.wire.channel import WorkerChannel
@@ -53,6 +54,7 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
         serving.tasklet_tokens,
         channel.send,
         limit_is_fixed=config.coexecution.tasklet_tokens is not None,
+        serving_bytes=serving_bytes(resolved.spec, config.batch.resolved(device.torch_device.type), decoder.dtype),
     )
     executor = Executor(device, decoder, engine, training)
     default_slo = calibrate(engine, executor, predictor, resolved.spec.vocab_size, max_model_len)

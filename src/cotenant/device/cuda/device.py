@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -76,11 +77,16 @@ class CudaDevice:
 
     def memory_bytes(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return free + cached, total
+        return free + sum(_unused_bytes(segment) for segment in torch.cuda.memory_snapshot()), total
 
     def release_kept_memory(self) -> bool:
         return self._memory.release() > 0
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)
+
+
+def _unused_bytes(segment: dict[str, Any]) -> int:
+    """Of a piece of memory that torch's allocator holds, what other tensors may have: nothing, if it is a graph's."""
+    is_graphs = segment["segment_pool_id"] != (0, 0)
+    return 0 if is_graphs else int(segment["total_size"]) - int(segment["allocated_size"])
