@@ -166,22 +166,19 @@ class FinetuneBench:
         return {"num_samples": num_samples, "latency_ms": spread(latencies_ms)}
 
     def require(self, num_samples: int, num_bytes: int) -> dict[str, Any] | None:
-        """From ``require(num_bytes)``, at a random moment of a backward pass, to another arena having so much memory,
-        cleared; ``unmapped_ms`` is how much of that passed until it was unmapped. It is then released, and training
-        goes on. None where activations do not lie in an arena."""
+        """From a random moment of a backward pass, as in ``suspend``, at which ``num_bytes`` are wanted, to another
+        arena having so much memory, cleared; ``unmapped_ms`` is how much of that passed until it was unmapped. It is
+        then released, and training goes on. None where activations do not lie in an arena."""
         if self._activations is None:
             return None
         chunk_bytes = self._activations.chunk_bytes
         taker = self._device.create_arena(num_bytes, chunk_bytes)
         latencies_ms, unmapped_ms, unmapped_mib = [], [], []
         for _ in range(num_samples):
-            self._run_until_random_moment()
-            for _ in range(self._random.randrange(self._decoder.spec.num_layers)):
-                self._run_tasklet()
+            start_s = self._run_until_random_moment()
             while self._next_kind() not in _BACKWARD_KINDS:
-                self._run_tasklet()
+                start_s = self._run_until_random_moment()
             before = self._activations.mapped_bytes
-            start_s = time.perf_counter()
             given = self._trainer.require(num_bytes)
             unmapped_ms.append((time.perf_counter() - start_s) * 1e3)
             unmapped = before - self._activations.mapped_bytes
