@@ -63,7 +63,13 @@ SECTIONS = (
         "On a GPU: steps and prompts, beside vLLM",
         "`python bench/compare_engines.py --json bench/results/engine_h200.json --vllm-site DIR`: one after the other "
         "on one H200, while other GPUs of the host were busy. vLLM was not asked for adapters. Steps with "
-        "adapters are from before a product's own launch computed the adapters' part.",
+        "adapters are from before a product's own launch computed the adapters' part; the next section has newer ones.",
+    ),
+    Section(
+        "engine_adapters_h200.json",
+        "On a GPU: steps with adapters",
+        "Each sequence of a batch has one of 8 or 64 adapters of rank 16 on all linear layers, in turn. A soak of "
+        "another server ran on the other GPU of the host.",
     ),
     Section(
         "resize_h200.json",
@@ -71,6 +77,11 @@ SECTIONS = (
         "With a trainer on the other GPU of the host.",
     ),
     Section("soak_cpu.json", "Half an hour of everything at once"),
+    Section(
+        "soak_h200.json",
+        "The same on a GPU, for five minutes",
+        "Most of the load is prompts, up to 8,192 tokens; 8 adapters share 4 slots.",
+    ),
     Section(
         "finetune_h200.json",
         "On a GPU: training alone, beside PEFT",
@@ -81,10 +92,8 @@ SECTIONS = (
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
-        "Micro-batches of 2,048 tokens, while three other servers and trainers ran on the host. From before the "
-        "backward pass of a layer's MLP was cut in two and before unmapped memory was kept for other arenas; "
-        "`require` was measured until memory was unmapped, a discard from when the host looked, shortly before a "
-        "tasklet's end.",
+        "Micro-batches of 2,048 tokens, two in a step. `stop` and `require` come at random moments; what was required "
+        "counts as given once another arena has mapped and cleared it.",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
