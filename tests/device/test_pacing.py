@@ -41,19 +41,25 @@ class Simulation:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=lambda: self.now_s, sleep=self._sleep))
-        self.queue = pacing.TaskletQueue(object())  # type: ignore[arg-type]
+        self.queue = pacing.TaskletQueue(self)  # type: ignore[arg-type]
+
+    def wait_stream(self, other: SimpleNamespace) -> None:
+        """As the stream itself: what is launched from now on begins after the other stream's work."""
+        self.busy_until_s = max(self.busy_until_s, other.busy_until_s)
 
     def _sleep(self, seconds: float) -> None:
         self.num_sleeps += 1
         self.now_s += seconds + _OVERSLEPT_S
 
-    def launch(self, shape: TaskletShape, device_s: float, host_s: float = 60e-6) -> None:
+    def launch(
+        self, shape: TaskletShape, device_s: float, host_s: float = 60e-6, behind: SimpleNamespace | None = None
+    ) -> None:
         def run() -> TaskletShape:
             self.now_s += host_s
             self.busy_until_s = max(self.busy_until_s, self.now_s) + device_s
             return shape
 
-        self.queue.launch(run)
+        self.queue.launch(run, behind)  # type: ignore[arg-type]
 
     def run(self, shape: TaskletShape, device_s: float, count: int) -> list[float]:
         """So many tasklets; how long before the end of the one in flight each was launched (negative: after it)."""
@@ -145,3 +151,21 @@ def test_a_disturbed_measurement_is_not_waited_for(simulation: Simulation) -> No
     start_s = simulation.now_s
     simulation.run(FORWARD, 1e-3, 30)
     assert simulation.now_s - start_s < 0.3
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_behind_a_batch_the_next_launches_are_as_well_timed(simulation: Simulation, is_busy: bool) -> None:
+    """However late the host comes back to it, and whether or not a tasklet was still in flight before the batch."""
+    simulation.run(FORWARD, 1.2e-3, 20)
+    if not is_busy:
+        simulation.now_s = simulation.busy_until_s + 1e-3
+        simulation.queue.collect()
+    for _ in range(5):
+        batch = SimpleNamespace(busy_until_s=max(simulation.now_s, simulation.busy_until_s) + 6e-3)
+        simulation.launch(FORWARD, 1.2e-3, behind=batch)
+        assert simulation.busy_until_s == pytest.approx(batch.busy_until_s + 1.2e-3)
+        simulation.now_s = batch.busy_until_s + 0.4e-3  # tokens are read and sent
+        leads_s = simulation.run(FORWARD, 1.2e-3, 6)
+        assert all(0.0 < lead_s < 250e-6 for lead_s in leads_s), leads_s
+    reported = simulation.queue.take_finished()
+    assert max(tasklet.elapsed_ms for tasklet in reported) < 1.3, "to wait for a batch is no part of a tasklet's time"

@@ -45,8 +45,9 @@ class Device(Protocol):
         """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
         ``interrupted``, asked meanwhile, says yes."""
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
-        """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before."""
+    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
+        """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before.
+        ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for."""
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order; without those whose time was the host's, which was

@@ -28,7 +28,8 @@ Emit = Callable[[list[SequenceOutput]], None]
 class Executor:
     """Runs one iteration at a time.
 
-    ``emit`` gets the online outputs the moment they are known, before any tasklet beside the batch starts.
+    ``emit`` gets the online outputs the moment they are known, before any tasklet beside the batch starts; where the
+    device runs behind the host, the first one begins as the batch ends.
     ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there.
     """
 
@@ -51,9 +52,12 @@ class Executor:
         if not (alone and plan.run_online and self._device.overlaps):
             collected = self._collect(emit, 0)
         if plan.run_online:
-            fused, latest = self._run_online(plan, emit, 1 if alone and self._device.overlaps else 0)
-            collected = latest or collected
+            fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
+            runs_ahead = is_launched and self._device.overlaps
+            if runs_ahead and num_launched < plan.num_tasklets:
+                num_launched += self._launch_behind(plan, interrupted)
+            collected = self._collect(emit, 1 if alone and runs_ahead else 0) or collected
         online_end = time.perf_counter()
         num_launched += self._run_tasklets(plan, num_launched, interrupted)
         end = time.perf_counter()
@@ -81,13 +85,13 @@ class Executor:
             emit(collected.outputs)
         return collected
 
-    def _run_online(self, plan: Plan, emit: Emit, num_left: int) -> tuple[TaskletRun | None, Collected | None]:
-        """Launch the next batch and collect until ``num_left`` batches are in flight."""
+    def _launch_online(self, plan: Plan) -> tuple[TaskletRun | None, bool]:
+        """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was."""
         fused = None
         with self._device.online():
             step = self._engine.schedule()
         if step is None:
-            return None, self._collect(emit, 0)
+            return None, False
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
                 hidden, fused = self._forward(step, plan.num_fused)
@@ -95,7 +99,15 @@ class Executor:
         else:
             with self._device.online():
                 self._launch(step)
-        return fused, self._collect(emit, num_left)
+        return fused, True
+
+    def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
+        """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
+        and hands them on. The number of tasklets launched."""
+        if not self._training.runnable or (plan.interruptible and interrupted()):
+            return 0
+        self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
+        return 1
 
     def _launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
         try:

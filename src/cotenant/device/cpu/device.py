@@ -40,7 +40,7 @@ class CpuDevice:
     def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
         return
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
+    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
         start = time.perf_counter()
         shape = launch()
         self._finished.append(FinishedTasklet(shape, (time.perf_counter() - start) * 1e3))

@@ -54,12 +54,12 @@ class CudaDevice:
     def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
         self._tasklets.wait_for_room(interrupted)
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape]) -> None:
+    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
         if not self._default.query():
             self._best_effort.wait_stream(self._default)
         torch.cuda.set_stream(self._best_effort)  # in microseconds, where torch.cuda.stream takes tens of them
         try:
-            self._tasklets.launch(launch)
+            self._tasklets.launch(launch, behind=self._online if behind_online else None)
         finally:
             torch.cuda.set_stream(self._default)
 

@@ -29,8 +29,12 @@ _LONGEST_SLEEP_S, _LONGEST_UNASKED_SLEEP_S = 1e-3, 20e-3
 
 @dataclass(slots=True)
 class _InFlight:
+    """``before``: the end of the one before, if that was still in flight. ``waits``: the tasklet begins later than
+    that, behind another stream's work; then there always is a ``before``."""
+
     shape: TaskletShape
-    before: torch.cuda.Event | None  # the end of the one before, if that was still in flight
+    before: torch.cuda.Event | None
+    waits: bool
     start: torch.cuda.Event
     end: torch.cuda.Event
     launched_s: float
@@ -53,15 +57,22 @@ class TaskletQueue:
         self._last_end_s = 0.0
         self._events: list[torch.cuda.Event] = []  # to be used again
 
-    def launch(self, launch: Callable[[], TaskletShape]) -> None:
-        """Launch a tasklet. The stream is the current one."""
+    def launch(self, launch: Callable[[], TaskletShape], behind: torch.cuda.Stream | None = None) -> None:
+        """Launch a tasklet. The stream is the current one. ``behind``: it waits for what was launched there."""
         before = self._in_flight[-1].end if self._in_flight else None
         start, end = self._event(), self._event()
+        if behind is not None:
+            if before is None:
+                before = self._event()
+                before.record(self._stream)
+                self._last_end_s = time.perf_counter()
+            self._stream.wait_stream(behind)
         start.record(self._stream)
         launched_s = time.perf_counter()
         shape = launch()
         end.record(self._stream)
-        self._in_flight.append(_InFlight(shape, before, start, end, launched_s, time.perf_counter() - launched_s))
+        launch_s = time.perf_counter() - launched_s
+        self._in_flight.append(_InFlight(shape, before, behind is not None, start, end, launched_s, launch_s))
 
     def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes."""
@@ -120,5 +131,8 @@ class TaskletQueue:
         """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
         first = self._in_flight[0]
         start_s = first.launched_s if first.before is None else self._last_end_s
+        if first.waits and first.before is not None:
+            has_begun = first.start.query()
+            start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
         expected_ms = sum(self._expected_ms.get(each.shape, 0.0) for each in self._in_flight)
         return start_s + expected_ms / 1e3 - time.perf_counter()
