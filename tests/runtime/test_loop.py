@@ -58,7 +58,7 @@ def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path
     predictor = LatencyPredictor("test", "test")
     executor = Executor(device, decoder, engine, training)
     loop = WorkerLoop(
-        channel,  # type: ignore[arg-type]
+        channel,
         engine,
         training,
         create_policy(policy, predictor),
@@ -98,7 +98,7 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
     predictor = LatencyPredictor("test", "test")
     loop = WorkerLoop(
-        channel,  # type: ignore[arg-type]
+        channel,
         engine,
         training,
         create_policy(policy, predictor),

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from cotenant.cli.bench_colocate import colocate
 from cotenant.cli.bench_engine import engine
 from cotenant.cli.bench_finetune import finetune
 from cotenant.cli.output import fail, write_json
@@ -27,6 +28,7 @@ _SECRET_FLAGS = ("--api-key", "--header")
 bench_app = typer.Typer(help="Measure a server, or the engine or training by itself.", no_args_is_help=True)
 bench_app.command()(engine)
 bench_app.command()(finetune)
+bench_app.command()(colocate)
 
 
 @bench_app.command()

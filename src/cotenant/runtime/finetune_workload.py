@@ -1,10 +1,12 @@
-"""What `cotenant bench finetune` trains."""
+"""What `cotenant bench finetune` and `cotenant bench colocate` train."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from cotenant.core.job import Hyperparameters
 from cotenant.finetune.dataset import Dataset
@@ -57,7 +59,20 @@ def flop_per_token(spec: ModelSpec, *, only_multiplied: bool = False) -> int:
 
 def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
     """Sequences of random tokens; all but the first of each count in the loss."""
-    num_tokens = _STEPS_PER_EPOCH * workload.tokens_per_step
+    return Dataset(*_random_tokens(workload, vocab_size, _STEPS_PER_EPOCH), workload.seq_len)
+
+
+def write_random_dataset(path: Path, workload: Workload, vocab_size: int, steps_per_epoch: int) -> None:
+    """The same as a file of tokenised examples, with so many steps in an epoch."""
+    token_ids, weights, offsets = _random_tokens(workload, vocab_size, steps_per_epoch)
+    save_file({"token_ids": token_ids, "weights": weights, "offsets": offsets}, path)
+
+
+def _random_tokens(
+    workload: Workload, vocab_size: int, steps_per_epoch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, weights, and where examples begin, as ``Dataset`` takes them."""
+    num_tokens = steps_per_epoch * workload.tokens_per_step
     generator = torch.Generator().manual_seed(0)
     least = workload.seq_len if workload.min_len is None else workload.min_len
     most_sequences = num_tokens // least
@@ -67,4 +82,4 @@ def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
     num_tokens = int(ends[-1])
     token_ids = torch.randint(0, vocab_size, (num_tokens,), generator=generator, dtype=torch.int32)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
-    return Dataset(token_ids, torch.ones(num_tokens), offsets, workload.seq_len)
+    return token_ids, torch.ones(num_tokens), offsets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import Protocol
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import IterationRecord, Plan, Slo, Snapshot
@@ -17,7 +18,6 @@ from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.slack import decode_slack_ms
-from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import (
     AbortRequests,
     AdapterFailed,
@@ -26,6 +26,7 @@ from cotenant.wire.messages import (
     CancelJob,
     Drain,
     Drained,
+    FromWorker,
     LoadAdapter,
     Outputs,
     PauseJob,
@@ -42,6 +43,21 @@ _IDLE_WAIT_S = 0.05
 _BUSY_WAIT_S = 0.001
 
 
+class Channel(Protocol):
+    """Where messages come from and go to; ``WorkerChannel`` is one."""
+
+    def send(self, message: FromWorker) -> None: ...
+
+    def receive(self) -> list[ToWorker]:
+        """All messages that are here now."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until a message can be received, at most ``timeout_s``. True if there is one."""
+
+    def pending(self) -> bool:
+        """True if a message can be received now."""
+
+
 class WorkerLoop:
     """Owns nothing but the order of things. Ends after a ``Drain``, or when the API process is gone.
 
@@ -50,7 +66,7 @@ class WorkerLoop:
 
     def __init__(
         self,
-        channel: WorkerChannel,
+        channel: Channel,
         engine: OnlineEngine,
         training: TrainingTenant,
         policy: Policy,
@@ -79,10 +95,15 @@ class WorkerLoop:
     def run(self) -> None:
         """Iterate until there is nothing more to serve."""
         while not self._finished:
-            snapshot = self._observe()
-            plan = self._policy.plan(snapshot)
-            record = self._executor.execute(plan, self._emit, self._channel.pending)
-            self._publish(record, snapshot, plan)
+            self.iterate()
+
+    def iterate(self) -> IterationRecord:
+        """One iteration, and what it did."""
+        snapshot = self._observe()
+        plan = self._policy.plan(snapshot)
+        record = self._executor.execute(plan, self._emit, self._channel.pending)
+        self._publish(record, snapshot, plan)
+        return record
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():

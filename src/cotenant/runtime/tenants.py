@@ -1,0 +1,85 @@
+"""Both tenants on one device, put together from the configuration, with what plans, runs and predicts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cotenant.config import ServerConfig
+from cotenant.core.plan import Slo
+from cotenant.finetune.optimizer import warm_up
+from cotenant.models.decoder import Decoder
+from cotenant.models.products import has_triton
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.build import Serving, build_serving
+from cotenant.runtime.calibration import calibrate
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.loop import Channel, WorkerLoop
+from cotenant.runtime.sizing import serving_bytes
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import create_policy
+from cotenant.wire.messages import FromWorker
+
+_CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """``default_slo``: the targets where none are given. ``can_fuse``: training forwards may run in decode steps."""
+
+    serving: Serving
+    training: TrainingTenant
+    executor: Executor
+    predictor: LatencyPredictor
+    default_slo: Slo
+    can_fuse: bool
+
+    def loop(self, channel: Channel, policy: str, slo: Slo) -> WorkerLoop:
+        """Raises InvalidInputError for an unknown policy."""
+        return WorkerLoop(
+            channel,
+            self.serving.engine,
+            self.training,
+            create_policy(policy, self.predictor),
+            self.executor,
+            self.predictor,
+            slo,
+            self.can_fuse,
+            sizes_chunks=self.serving.device.overlaps,
+        )
+
+
+def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> Tenants:
+    """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
+    and torch.OutOfMemoryError."""
+    serving = build_serving(config)
+    device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
+    predictor = LatencyPredictor(device.name, serving.resolved.name)
+    training = TrainingTenant(
+        device,
+        decoder,
+        serving.resolved.folder,
+        serving.tasklet_tokens,
+        send,
+        limit_is_fixed=config.coexecution.tasklet_tokens is not None,
+        serving_bytes=serving_bytes(spec, config.batch.resolved(device.torch_device.type), decoder.dtype),
+    )
+    executor = Executor(device, decoder, engine, training)
+    slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)
+    if device.torch_device.type != "cpu":
+        slo = _CUDA_SLO
+    if config.coexecution.policy != "inference-only":
+        warm_up()
+        training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
+    fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
+    return Tenants(serving, training, executor, predictor, slo, fuse)
+
+
+def _compile_training(decoder: Decoder) -> Callable[[], bool]:
+    """Begin to compile the kernels that jobs will need, where there are any; whether that is over."""
+    if decoder.device.type != "cuda" or not has_triton():
+        return lambda: True
+    from cotenant.models.kernels.precompile import TrainingKernels
+
+    kernels = TrainingKernels(decoder.spec, decoder.dtype)
+    return lambda: kernels.ready
