@@ -12,7 +12,7 @@ from pathlib import Path
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
-POLICIES = ("multitask", "temporal", "whole-step", "inference-only")
+POLICIES = ("multitask", "adaptive", "temporal", "whole-step", "inference-only")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)
@@ -152,6 +152,8 @@ class CoExecutionConfig:
     policy: str = "multitask"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
+    slo_itl_ms: float | None = None
+    slo_attainment: float = 0.99
     tasklet_tokens: int | None = None
     fuse: bool | None = None
 
@@ -159,10 +161,17 @@ class CoExecutionConfig:
         _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
         _require(self.slo_ttft_ms is None or self.slo_ttft_ms > 0, "slo-ttft-ms", "must be positive")
         _require(self.slo_tpot_ms is None or self.slo_tpot_ms > 0, "slo-tpot-ms", "must be positive")
+        _require(self.slo_itl_ms is None or self.slo_itl_ms > 0, "slo-itl-ms", "must be positive")
+        _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
 
     def slo(self, default: Slo) -> Slo:
-        return Slo(self.slo_ttft_ms or default.ttft_ms, self.slo_tpot_ms or default.tpot_ms)
+        return Slo(
+            self.slo_ttft_ms or default.ttft_ms,
+            self.slo_tpot_ms or default.tpot_ms,
+            self.slo_itl_ms,
+            self.slo_attainment,
+        )
 
 
 @dataclass(frozen=True, slots=True)

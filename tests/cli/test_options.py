@@ -41,7 +41,8 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_queue": 5, "max_loras": 2,
         "enable_prefix_caching": False, "quantization": "fp8", "max_cpu_loras": 6, "enforce_eager": True,
         "cuda_graph_sizes": [1, 4], "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal",
-        "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81,
+        "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
+        "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81,
         "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
     }  # fmt: skip
     assert set(given) == set(FLAGS)

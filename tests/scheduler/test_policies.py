@@ -4,55 +4,94 @@ from __future__ import annotations
 
 import pytest
 
+from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import BatchShape, JobView, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Plan, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
-from taught import BACKWARD, DECODE, taught_predictor
+from taught import BACKWARD, DECODE, FORWARD, taught_predictor
 
 JOB = JobView("job", (TaskletRun(BACKWARD, 6), TaskletRun(TaskletShape(TaskletKind.OPTIMIZER, 0), 1)))
 RUNNING = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
 WAITING = RequestView("w", arrival_s=99.9, num_prompt_tokens_left=64)
 
 
-def plan(policy: str, *, batch: BatchShape, requests: tuple[RequestView, ...], job: JobView | None = JOB) -> Plan:
-    snapshot = Snapshot(100.0, Slo(100.0, 20.0), batch, requests, job)
+def plan(
+    policy: str,
+    *,
+    batch: BatchShape,
+    requests: tuple[RequestView, ...],
+    job: JobView | None = JOB,
+    margin: float = 0.9,
+    can_fuse: bool = False,
+) -> Plan:
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), batch, requests, job, can_fuse, margin)
     return create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
 
 
 def test_every_policy_serves_alone_when_there_is_no_job() -> None:
-    for name in ("multitask", "temporal", "whole-step", "inference-only"):
+    for name in POLICIES:
         assert plan(name, batch=DECODE, requests=(RUNNING,), job=None).run_online
         assert plan(name, batch=DECODE, requests=(RUNNING,), job=None).num_tasklets == 0
 
 
-def test_multitask_takes_tasklets_along_with_a_decode_step() -> None:
-    decided = plan("multitask", batch=DECODE, requests=(RUNNING,))
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_tasklets_are_taken_along_with_a_decode_step(policy: str) -> None:
+    decided = plan(policy, batch=DECODE, requests=(RUNNING,))
     assert decided.run_online
     assert 0 < decided.num_tasklets <= 7
     assert decided.interruptible
 
 
-def test_multitask_suspends_training_for_a_prefill_and_for_those_who_wait() -> None:
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_training_is_suspended_for_a_prefill_and_for_those_who_wait(policy: str) -> None:
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)
-    assert plan("multitask", batch=prefill, requests=(RUNNING, WAITING)).num_tasklets == 0
-    assert plan("multitask", batch=DECODE, requests=(RUNNING, WAITING)).num_tasklets == 0
+    assert plan(policy, batch=prefill, requests=(RUNNING, WAITING)).num_tasklets == 0
+    assert plan(policy, batch=DECODE, requests=(RUNNING, WAITING)).num_tasklets == 0
 
 
-def test_multitask_gives_nothing_when_a_request_is_late() -> None:
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_nothing_runs_beside_a_step_when_a_request_is_late(policy: str) -> None:
     late = RequestView("l", arrival_s=90.0, first_token_s=90.1, num_generated=3)
-    assert plan("multitask", batch=DECODE, requests=(RUNNING, late)).num_tasklets == 0
+    assert plan(policy, batch=DECODE, requests=(RUNNING, late)).num_tasklets == 0
 
 
-def test_multitask_knows_nothing_and_harms_nobody() -> None:
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_who_knows_nothing_harms_nobody(policy: str) -> None:
     snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (RUNNING,), JOB)
-    decided = create_policy("multitask", LatencyPredictor("h", "m")).plan(snapshot)
+    decided = create_policy(policy, LatencyPredictor("h", "m")).plan(snapshot)
     assert (decided.run_online, decided.num_tasklets) == (True, 0)
 
 
+def test_adaptive_aims_as_closely_as_requests_so_far_have_taught() -> None:
+    upcoming = JobView("job", (TaskletRun(BACKWARD, 100),))
+    # The token after next is its sixth: due five gaps of 20 ms after the first, 100 ms from now; two steps take 4 ms.
+    fresh = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=4)
+    counts = [
+        plan("adaptive", batch=DECODE, requests=(fresh,), job=upcoming, margin=margin).num_tasklets
+        for margin in (0.51, 0.9)
+    ]
+    assert counts == [(51 - 4) // 2, (60 - 2) // 2], "of 2 ms each; at most the longest gap of three targets"
+
+
+@pytest.mark.parametrize(("inside_ms", "mode"), [(0.2, Mode.FUSED), (4.0, Mode.TEMPORAL)])
+def test_adaptive_fuses_forwards_when_that_gets_training_further(inside_ms: float, mode: Mode) -> None:
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    for _ in range(10):
+        predictor.observe(
+            IterationRecord(DECODE, Mode.FUSED, 2.0 + inside_ms, 2.0 + inside_ms, fused=TaskletRun(FORWARD, 1))
+        )
+    job = JobView("job", (TaskletRun(FORWARD, 8), TaskletRun(BACKWARD, 8)))
+    request = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=1)
+    snapshot = Snapshot(100.0, Slo(100.0, 6.0), DECODE, (request,), job, can_fuse=True)
+    decided = create_policy("adaptive", predictor).plan(snapshot)
+    assert decided.mode is mode
+    assert decided.num_tasklets > 0
+
+
 def test_with_nobody_to_serve_all_but_inference_only_train() -> None:
-    for name in ("multitask", "temporal"):
+    for name in ("multitask", "adaptive", "temporal"):
         assert plan(name, batch=BatchShape(), requests=()).num_tasklets == 7
     assert plan("whole-step", batch=BatchShape(), requests=()).until_step_end
     idle = plan("inference-only", batch=BatchShape(), requests=())

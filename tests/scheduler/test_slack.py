@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.core.plan import RequestView, Slo
-from cotenant.scheduler.slack import MAX_GAP_TARGETS, SAFETY, decode_slack_ms
+from cotenant.core.plan import MAX_GAP_TARGETS, RequestView, Slo
+from cotenant.scheduler.slack import SAFETY, decode_slack_ms
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
 
@@ -30,6 +32,8 @@ def test_the_most_urgent_request_decides() -> None:
 def test_the_gap_between_two_tokens_is_capped_whatever_was_saved_up() -> None:
     slack = decode_slack_ms((running(10.0, 1000),), SLO, now_s=10.08, step_ms=1.0)
     assert slack == MAX_GAP_TARGETS * SLO.tpot_ms - 1.0
+    shorter = decode_slack_ms((running(10.0, 1000),), replace(SLO, itl_ms=12.0), now_s=10.08, step_ms=1.0)
+    assert shorter == 11.0
 
 
 @given(

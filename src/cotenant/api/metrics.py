@@ -166,6 +166,7 @@ class _WorkerCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_cache_usage)
         yield self._gauge("model_ready", "1 while the worker has the model loaded.", self._worker.ready is not None)
         yield self._gauge("slack_ms", "Online slack before the last iteration.", stats.slack_ms)
+        yield self._gauge("slo_margin_ratio", "Share of the TPOT target that `adaptive` aims at.", stats.margin)
         yield self._gauge(
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
         )

@@ -31,7 +31,7 @@ _TTFT_SLO_MS = 500.0
 def colocate(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     policies: Annotated[str, typer.Option(help="What `--policy` of `cotenant serve` takes, one row each.")] = (
-        "multitask,temporal,whole-step,inference-only"
+        "adaptive,multitask,temporal,whole-step,inference-only"
     ),
     slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
     slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Of requests of a trace.")] = _TTFT_SLO_MS,

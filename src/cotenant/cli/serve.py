@@ -48,6 +48,8 @@ def serve(
     policy: Annotated[str | None, option("policy")] = None,
     slo_ttft_ms: Annotated[float | None, option("slo-ttft-ms")] = None,
     slo_tpot_ms: Annotated[float | None, option("slo-tpot-ms")] = None,
+    slo_itl_ms: Annotated[float | None, option("slo-itl-ms")] = None,
+    slo_attainment: Annotated[float | None, option("slo-attainment")] = None,
     tasklet_tokens: Annotated[int | None, option("tasklet-tokens")] = None,
     fuse: Annotated[bool | None, option("fuse")] = None,
     host: Annotated[str | None, option("host")] = None,

@@ -7,13 +7,24 @@ from enum import StrEnum
 
 from cotenant.core.tasklet import TaskletRun
 
+# A gap between two tokens may be this many TPOT targets long, if nothing else is said.
+MAX_GAP_TARGETS = 3.0
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The online tenant's targets. ``ttft_ms``: arrival to first token; ``tpot_ms``: mean gap after it."""
+    """The online tenant's targets. ``ttft_ms``: arrival to first token; ``tpot_ms``: mean gap after it; ``itl_ms``: any
+    gap that best-effort work is planned into (None: three times ``tpot_ms``). ``attainment``: the share of requests
+    that should meet them."""
 
     ttft_ms: float
     tpot_ms: float
+    itl_ms: float | None = None
+    attainment: float = 0.99
+
+    @property
+    def max_gap_ms(self) -> float:
+        return MAX_GAP_TARGETS * self.tpot_ms if self.itl_ms is None else self.itl_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +72,8 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a policy may look at. ``batch`` is what the online engine would run next if asked."""
+    """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
+    of the TPOT target to be aimed at, by what came of requests so far."""
 
     now_s: float
     slo: Slo
@@ -69,6 +81,7 @@ class Snapshot:
     requests: tuple[RequestView, ...] = ()
     job: JobView | None = None
     can_fuse: bool = False
+    margin: float = 0.9
 
 
 class Mode(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cotenant.core.plan import BatchShape, IterationRecord
+from cotenant.core.plan import BatchShape, IterationRecord, Mode
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.records import RecordCache
@@ -67,13 +67,16 @@ class LatencyPredictor:
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self.error_ratio: float | None = None
 
-    def batch_ms(self, batch: BatchShape) -> float | None:
-        """An online batch alone (``l_d0`` for a decode step)."""
+    def batch_ms(self, batch: BatchShape, *, beside_training: bool = False) -> float | None:
+        """An online batch alone (``l_d0`` for a decode step); ``beside_training``: in an iteration with tasklets, until
+        its tokens are known. It may have to wait for the end of the tasklet before it."""
         if batch.empty:
             return 0.0
-        record = self._records.find(self._group(batch), ("batch", _batch_key(batch)))
-        if record is not None:
-            return record.cautious_ms
+        names = ("shared batch", "batch") if beside_training else ("batch", "shared batch")
+        for name in names:
+            record = self._records.find(self._group(batch), (name, _batch_key(batch)))
+            if record is not None:
+                return record.cautious_ms
         return self._batch_model.predict(_batch_features(batch)) if self._batch_model.ready else None
 
     def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
@@ -117,7 +120,8 @@ class LatencyPredictor:
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration."""
         if not record.batch.empty and record.fused is None:
-            self._records.add(self._group(record.batch), ("batch", _batch_key(record.batch)), record.online_ms)
+            name = "batch" if record.mode is Mode.NONE else "shared batch"
+            self._records.add(self._group(record.batch), (name, _batch_key(record.batch)), record.online_ms)
             self._batch_model.update(_batch_features(record.batch), record.online_ms)
         if record.fused is not None:
             self._observe_fused(record)

@@ -39,6 +39,8 @@ class Executor:
         self._engine = engine
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
+        self._predictions: deque[float | None] = deque()  # of the batches in flight
+        self._predicted_ms: float | None = None  # of the batch that was collected last
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
@@ -46,11 +48,11 @@ class Executor:
         On a device that runs behind the host, a plan without tasklets leaves its batch in flight: the tokens that go
         out are those of the batch before, and the record is about that one. Such a batch's time is the device's own.
         """
-        start = time.perf_counter()
         alone = plan.num_tasklets == 0 and not plan.until_step_end
         fused, num_launched, collected = None, 0, None
         if not (alone and plan.run_online and self._device.overlaps):
-            collected = self._collect(emit, 0)
+            collected = self._collect(emit, 0)  # of an iteration before
+        start = time.perf_counter()
         if plan.run_online:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
@@ -71,7 +73,8 @@ class Executor:
             predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and collected is not None else None,
         )
         if alone and self._device.overlaps and collected is not None:
-            return replace(record, online_ms=collected.device_ms, total_ms=collected.device_ms)
+            device_ms = collected.device_ms
+            return replace(record, online_ms=device_ms, total_ms=device_ms, predicted_ms=self._predicted_ms)
         return record
 
     def _collect(self, emit: Emit, num_left: int) -> Collected | None:
@@ -80,6 +83,7 @@ class Executor:
         while self._engine.num_in_flight > num_left:
             with self._device.online():
                 collected = self._engine.collect()
+            self._predicted_ms = self._predictions.popleft()
             if collected.gap_ms is not None:
                 self.gaps_ms.append(collected.gap_ms)
             emit(collected.outputs)
@@ -99,6 +103,7 @@ class Executor:
         else:
             with self._device.online():
                 self._launch(step)
+        self._predictions.append(plan.predicted_ms)
         return fused, True
 
     def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Plan, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -17,6 +18,7 @@ from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.chunking import prompt_budget
+from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms
 from cotenant.wire.messages import (
     AbortRequests,
@@ -86,6 +88,7 @@ class WorkerLoop:
         self._can_fuse = can_fuse
         self._sizes_chunks = sizes_chunks
         self._stats = LoopStats()
+        self._margin = Margin(slo.attainment)
         self._next_stats_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
@@ -101,7 +104,8 @@ class WorkerLoop:
         """One iteration, and what it did."""
         snapshot = self._observe()
         plan = self._policy.plan(snapshot)
-        record = self._executor.execute(plan, self._emit, self._channel.pending)
+        views = {request.request_id: request for request in snapshot.requests}
+        record = self._executor.execute(plan, lambda outputs: self._emit(outputs, views), self._channel.pending)
         self._publish(record, snapshot, plan)
         return record
 
@@ -120,6 +124,7 @@ class WorkerLoop:
             requests=requests,
             job=self._training.view(),
             can_fuse=self._can_fuse,
+            margin=self._margin.value,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
@@ -148,7 +153,9 @@ class WorkerLoop:
         step_ms = self._predictor.batch_ms(snapshot.batch)
         has_slack = not snapshot.batch.empty and step_ms is not None
         slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None
-        message = self._stats.message(self._engine, self._executor, self._training, self._predictor, slack_ms)
+        message = self._stats.message(
+            self._engine, self._executor, self._training, self._predictor, slack_ms, self._margin.value
+        )
         self._channel.send(message)
         if os.getppid() != self._parent_pid:
             logger.error("the API process is gone; the worker exits")
@@ -166,9 +173,14 @@ class WorkerLoop:
             self._training.publish()
         self._channel.wait(_IDLE_WAIT_S)
 
-    def _emit(self, outputs: list[SequenceOutput]) -> None:
+    def _emit(self, outputs: list[SequenceOutput], views: Mapping[str, RequestView]) -> None:
         if outputs:
             self._channel.send(Outputs(tuple(outputs)))
+            now_s = time.time()
+            for output in outputs:
+                view = views.get(output.request_id)
+                if view is not None:
+                    self._margin.note(view, len(output.token_ids), now_s, self._slo, output.finish_reason is not None)
 
     def _handle(self, message: ToWorker) -> None:
         match message:

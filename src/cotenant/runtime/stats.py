@@ -42,6 +42,7 @@ class LoopStats:
         training: TrainingTenant,
         predictor: LatencyPredictor,
         slack_ms: float | None,
+        margin: float,
     ) -> Stats:
         gaps_ms = executor.gaps_ms
         return Stats(
@@ -57,6 +58,7 @@ class LoopStats:
             online_busy_s=self._online_busy_ms / 1e3,
             mode=self._mode.value,
             slack_ms=slack_ms,
+            margin=margin,
             prediction_error_ratio=predictor.error_ratio,
             job_id=training.job_id,
             prefix_cache_queries=engine.num_queried_tokens,

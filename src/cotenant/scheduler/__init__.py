@@ -5,6 +5,7 @@ from __future__ import annotations
 from cotenant.core.errors import InvalidInputError
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy
+from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.inference_only import InferenceOnlyPolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
 from cotenant.scheduler.policies.temporal import TemporalPolicy
@@ -15,6 +16,7 @@ def create_policy(name: str, predictor: LatencyPredictor) -> Policy:
     """The policy of this name (`--policy`). Raises InvalidInputError for an unknown one."""
     policies: dict[str, Policy] = {
         "multitask": MultitaskPolicy(predictor),
+        "adaptive": AdaptivePolicy(predictor),
         "inference-only": InferenceOnlyPolicy(),
         "whole-step": WholeStepPolicy(),
         "temporal": TemporalPolicy(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from cotenant.core.plan import RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.slack import MAX_GAP_TARGETS
 
 # Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
 _STEP_SHARE = 0.9
@@ -22,7 +21,7 @@ GRAIN = 64
 
 def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float) -> float:
     """How long the next step may take for those who are running."""
-    least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, MAX_GAP_TARGETS * slo.tpot_ms
+    least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
     slacks_ms = [
         (request.first_token_s - now_s) * 1e3 + request.num_generated * _STEP_SHARE * slo.tpot_ms
         for request in requests

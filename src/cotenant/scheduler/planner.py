@@ -1,16 +1,18 @@
-"""How many tasklets fit: LLMStation section 4.2."""
+"""How many tasklets fit beside a decode step."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape
-from cotenant.core.tasklet import TaskletKind, TaskletRun
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import CoRun, LatencyPredictor
 
 
 def tasklet_budget(slo_ms: float, num_decodes: int, corun: CoRun) -> int:
-    """Equation 1: the most tasklets that may run with ``num_decodes`` decode steps that must be done in ``slo_ms``.
+    """LLMStation's Equation 1 (section 4.2): the most tasklets that may run with ``num_decodes`` decode steps that must
+    be done in ``slo_ms``.
 
     N_p ≤ (SLO_d − N_d,all · l_d0) · l_d / ((l_d − l_d0) · l_p). Where tasklets cost the decode step nothing
     (l_d = l_d0), they still have to end within the time: N_p · l_p ≤ SLO_d.
@@ -54,3 +56,59 @@ def plan_tasklets(
         if count < run.count:
             break
     return total, num_fused, slack_ms - left_ms
+
+
+class Filling(NamedTuple):
+    """``num_tasklets``, the first ``num_fused`` of them inside the step. Together they add ``added_ms`` to it;
+    ``alone_ms`` is what they take by themselves: how far training gets."""
+
+    num_tasklets: int
+    num_fused: int
+    added_ms: float
+    alone_ms: float
+
+
+def fill(
+    predictor: LatencyPredictor,
+    batch: BatchShape,
+    upcoming: tuple[TaskletRun, ...],
+    slack_ms: float,
+    *,
+    fuse: bool = False,
+) -> Filling:
+    """As many of the next tasklets as ``slack_ms`` has room for beside one decode step; with ``fuse`` leading forward
+    layers run inside it. A shape that was never measured gets one tasklet, and no other with it: so it is measured."""
+    count = num_fused = 0
+    added_ms = alone_ms = 0.0
+    costs: dict[tuple[TaskletShape, bool], tuple[float, float] | None] = {}
+    for run in upcoming:
+        fused = fuse and count == num_fused and run.shape.kind is TaskletKind.FORWARD
+        key = (run.shape, fused)
+        if key not in costs:
+            costs[key] = _cost(predictor, batch, run.shape, fused=fused)
+        cost = costs[key]
+        if cost is None:
+            return (
+                Filling(1, int(fused), 0.0, 0.0)
+                if count == 0 and slack_ms > 0
+                else Filling(count, num_fused, added_ms, alone_ms)
+            )
+        each_added_ms, each_alone_ms = cost
+        room = run.count if each_added_ms <= 0 else math.floor((slack_ms - added_ms) / each_added_ms)
+        num_taken = max(0, min(run.count, room))
+        count += num_taken
+        num_fused += num_taken if fused else 0
+        added_ms += num_taken * each_added_ms
+        alone_ms += num_taken * each_alone_ms
+        if num_taken < run.count:
+            break
+    return Filling(count, num_fused, added_ms, alone_ms)
+
+
+def _cost(
+    predictor: LatencyPredictor, batch: BatchShape, shape: TaskletShape, *, fused: bool
+) -> tuple[float, float] | None:
+    """What a tasklet adds to a step, and what it takes alone; None while one of them is not known."""
+    added_ms = predictor.tasklet_ms(shape, beside=batch, fused=fused)
+    alone_ms = predictor.tasklet_ms(shape)
+    return None if added_ms is None or alone_ms is None else (added_ms, alone_ms)

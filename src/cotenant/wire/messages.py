@@ -182,6 +182,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and running totals since the worker started, sent a few times a second.
 
     ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
+    ``margin``: the share of the TPOT target that a policy which learns it aims at.
     ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
     """
 
@@ -200,6 +201,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     online_busy_s: float = 0.0
     mode: str = "none"
     slack_ms: float | None = None
+    margin: float | None = None
     prediction_error_ratio: float | None = None
     job_id: str | None = None
 
