@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,12 +11,16 @@ from cotenant.core.plan import RequestView, Slo
 from cotenant.scheduler.margin import Margin
 
 TARGET = Slo(ttft_ms=500.0, tpot_ms=10.0)
+_NAMES = itertools.count()
 
 
-def note(margin: Margin, tpot_ms: float, num_tokens: int = 21, *, is_over: bool = True) -> None:
-    """A request whose last token has just come, at this mean gap."""
-    before = RequestView("r", 0.0, first_token_s=100.0, num_generated=num_tokens - 1)
-    margin.note(before, 1, 100.0 + (num_tokens - 1) * tpot_ms / 1e3, TARGET, is_over)
+def serve(margin: Margin, tpot_ms: float, num_tokens: int = 21, *, trained_ms: float = 3.0, ends: bool = True) -> None:
+    """A request from its first token to its last, at this mean gap, ``trained_ms`` of it because of training."""
+    name = f"r{next(_NAMES)}"
+    margin.note(RequestView(name, 99.0), 1, 100.0, TARGET, is_over=False)
+    margin.trained(trained_ms * (num_tokens - 1))
+    before = RequestView(name, 99.0, first_token_s=100.0, num_generated=num_tokens - 1)
+    margin.note(before, 1, 100.0 + (num_tokens - 1) * tpot_ms / 1e3, TARGET, ends)
 
 
 @pytest.mark.parametrize("attainment", [0.9, 0.99])
@@ -26,26 +31,35 @@ def test_as_many_requests_meet_the_target_as_are_to(attainment: float) -> None:
     for _ in range(rounds):
         tpot_ms = margin.value * TARGET.tpot_ms + rng.expovariate(1.0)
         num_met += tpot_ms <= TARGET.tpot_ms
-        note(margin, tpot_ms)
+        serve(margin, tpot_ms, trained_ms=tpot_ms)
     assert num_met / rounds == pytest.approx(attainment, abs=0.01)
 
 
-def test_undisturbed_requests_are_aimed_at_closely_and_hopeless_ones_leave_half() -> None:
+def test_undisturbed_requests_are_aimed_at_closely_and_many_misses_leave_half() -> None:
     margin = Margin(0.99)
     for _ in range(1000):
-        note(margin, margin.value * TARGET.tpot_ms)
+        serve(margin, margin.value * TARGET.tpot_ms)
     assert margin.value == 0.98
     for _ in range(1000):
-        note(margin, 25.0)
+        serve(margin, 12.0)
     assert margin.value == 0.5
+
+
+@pytest.mark.parametrize(("tpot_ms", "trained_ms"), [(25.0, 3.0), (25.0, 0.0), (5.0, 0.0)])
+def test_what_training_has_no_part_in_teaches_nothing(tpot_ms: float, trained_ms: float) -> None:
+    """A miss that there would have been without it, and requests that it did not run beside."""
+    margin = Margin(0.99)
+    before = margin.value
+    serve(margin, tpot_ms, trained_ms=trained_ms)
+    assert margin.value == before
 
 
 def test_a_long_answer_is_judged_on_its_way() -> None:
     margin = Margin(0.99)
     before = margin.value
-    note(margin, 25.0, 63, is_over=False)
+    serve(margin, 12.0, 63, ends=False)
     assert margin.value == before
-    note(margin, 25.0, 64, is_over=False)
+    serve(margin, 12.0, 64, ends=False)
     assert margin.value < before
 
 

@@ -115,7 +115,7 @@ class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
-    ``tasklets``: each run of equal tasklets with its time in milliseconds; fused ones are in ``online_ms`` instead.
+    ``tasklets``: the tasklets of each shape with their time in milliseconds; fused ones are in ``online_ms`` instead.
     """
 
     batch: BatchShape

@@ -10,6 +10,7 @@ from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.records import RecordCache
 
 _ERROR_WEIGHT = 0.05
+_MOST_SAMPLES = 64  # of one shape that its kind's model learns from: they cost more than the record does
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
@@ -137,8 +138,10 @@ class LatencyPredictor:
         self._records.add(self._base_group, ("tasklet", _tasklet_key(shape)), each_ms)
         if not batch.empty:
             self._records.add(self._group(batch), ("beside", _batch_key(batch), _tasklet_key(shape)), each_ms)
-        model = self._tasklet_models.setdefault(shape.kind, OnlineLinearModel((1.0, 256.0, 256.0 * 256.0)))
-        model.update((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)), each_ms)
+        known = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
+        if known is None or known.count <= _MOST_SAMPLES:  # the model is asked for shapes without a record alone
+            model = self._tasklet_models.setdefault(shape.kind, OnlineLinearModel((1.0, 256.0, 256.0 * 256.0)))
+            model.update((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)), each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
         solo_ms = self.batch_ms(record.batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -186,12 +186,8 @@ def join(batch: Batch, piece: FusedInput) -> Batch:
 
 
 def _group(finished: list[FinishedTasklet]) -> tuple[tuple[TaskletRun, float], ...]:
-    """Neighbours of equal shape become one run with their summed time."""
-    runs: list[tuple[TaskletRun, float]] = []
+    """Tasklets of equal shape as one run with their summed time: each shape is learned from once in an iteration."""
+    times_ms: defaultdict[TaskletShape, list[float]] = defaultdict(list)
     for tasklet in finished:
-        if runs and runs[-1][0].shape == tasklet.shape:
-            run, elapsed_ms = runs[-1]
-            runs[-1] = (replace(run, count=run.count + 1), elapsed_ms + tasklet.elapsed_ms)
-        else:
-            runs.append((TaskletRun(tasklet.shape, 1), tasklet.elapsed_ms))
-    return tuple(runs)
+        times_ms[tasklet.shape].append(tasklet.elapsed_ms)
+    return tuple((TaskletRun(shape, len(times)), sum(times)) for shape, times in times_ms.items())

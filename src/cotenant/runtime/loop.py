@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Mode, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -128,6 +128,8 @@ class WorkerLoop:
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
+        if record.mode is not Mode.NONE:
+            self._margin.trained(max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0)))
         self._predictor.observe(record)
         self._stats.count(record)
         for request_id, error in self._engine.take_failures():
