@@ -63,11 +63,13 @@ class Device(Protocol):
         """The dtype for `--dtype auto` when the checkpoint names none that the device is fast at."""
 
     def memory_bytes(self) -> tuple[int, int]:
-        """(free, total) bytes of the memory that tensors live in; what torch keeps unused for later tensors is free."""
+        """(free, total) bytes of the memory that tensors live in; what torch keeps unused for later tensors, and arenas
+        for one another, is free."""
 
-    def release_kept_memory(self) -> bool:
-        """Give back the memory that arenas have kept for one another, and say whether there was any. An arena that
-        finds no memory does so itself."""
+    def release_kept_memory(self, most_bytes: int | None = None) -> bool:
+        """Give back the memory that arenas have kept for one another, and say whether there was any. It takes a
+        millisecond or more per GiB: ``most_bytes``, but at least one piece, are given back at a time; None: all. An
+        arena that finds no memory gives it back itself."""
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> Arena:
         """Addresses for ``num_bytes``, rounded up to whole chunks, with no memory under them yet.

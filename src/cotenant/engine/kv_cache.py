@@ -154,7 +154,7 @@ class KvCache:
         for source, target in moves.items():
             self.pool.move(source, target)
         self.pool.withdraw(pages)
-        self._arena.unmap(chunks)
+        self._arena.unmap(chunks, keep=True)  # to give them back to the driver would take longer than all the rest
         self._chunks.give_back(KV, chunks)
         return moves
 

@@ -77,6 +77,10 @@ class Executor:
             return replace(record, online_ms=device_ms, total_ms=device_ms, predicted_ms=self._predicted_ms)
         return record
 
+    def tidy(self) -> None:
+        """Give a piece of the memory back that one arena has kept for others and none has taken."""
+        self._device.release_kept_memory(most_bytes=1)
+
     def _collect(self, emit: Emit, num_left: int) -> Collected | None:
         """Wait for batches until no more than ``num_left`` are in flight; the last one's results."""
         collected = None

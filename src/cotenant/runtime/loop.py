@@ -152,6 +152,7 @@ class WorkerLoop:
     def _publish_progress(self, snapshot: Snapshot) -> None:
         self._next_stats_s = time.monotonic() + _STATS_EVERY_S
         self._training.publish()
+        self._executor.tidy()
         step_ms = self._predictor.batch_ms(snapshot.batch)
         has_slack = not snapshot.batch.empty and step_ms is not None
         slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None

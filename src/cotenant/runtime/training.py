@@ -102,6 +102,7 @@ class TrainingTenant:
             self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self._job_id}", 0))
             return
         try:
+            self._device.release_kept_memory()  # it counts as free, and not only arenas need some now
             # On a CPU other programs' memory comes and goes, and so does what counts as free.
             free_bytes = None
             if self._device.torch_device.type == "cuda":

@@ -62,7 +62,7 @@ class CpuDevice:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
 
-    def release_kept_memory(self) -> bool:
+    def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return False  # the operating system has it
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CpuArena:

@@ -77,10 +77,11 @@ class CudaDevice:
 
     def memory_bytes(self) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return free + sum(_unused_bytes(segment) for segment in torch.cuda.memory_snapshot()), total
+        unused = sum(_unused_bytes(segment) for segment in torch.cuda.memory_snapshot())
+        return free + unused + self._memory.kept_bytes, total
 
-    def release_kept_memory(self) -> bool:
-        return self._memory.release() > 0
+    def release_kept_memory(self, most_bytes: int | None = None) -> bool:
+        return self._memory.release(most_bytes) > 0
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)

@@ -66,11 +66,15 @@ class PhysicalMemory:
         if handle is not None:
             self._kept[size_bytes].append(handle)
 
-    def release(self) -> int:
-        """Give all kept memory back to the driver: how many bytes."""
+    @property
+    def kept_bytes(self) -> int:
+        return sum(size_bytes * len(handles) for size_bytes, handles in self._kept.items())
+
+    def release(self, most_bytes: int | None = None) -> int:
+        """Give kept memory back to the driver, all or at least ``most_bytes`` of it: how many bytes."""
         num_bytes = 0
         for size_bytes, handles in self._kept.items():
-            while handles:
+            while handles and (most_bytes is None or num_bytes < most_bytes):
                 self._driver.release(handles.pop())
                 num_bytes += size_bytes
         return num_bytes
