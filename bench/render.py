@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from renderers import serving, training
+from renderers import coexecution, serving, training
 from renderers.text import Result
 
 ROOT = Path(__file__).parent.parent
@@ -95,6 +95,12 @@ SECTIONS = (
         "Micro-batches of 2,048 tokens, two in a step. `stop` and `require` come at random moments; what was required "
         "counts as given once another arena has mapped and cleared it.",
     ),
+    Section(
+        "colocate_h200.json",
+        "On a GPU: a job beside requests, policy by policy",
+        "Through the worker's own loop in one process, without HTTP. Harvest is training's speed as a share of what it "
+        "reaches alone in the same run; the best of those that held 99% is in bold.",
+    ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
         "gpu_serving_h200.txt",
@@ -156,6 +162,7 @@ def render(section: Section, path: Path) -> list[str]:
 
 RENDERERS: dict[str, Callable[[Sequence[Result]], list[str]]] = {
     "adapter": training.adapter,
+    "colocate": coexecution.colocate,
     "convergence": training.convergence,
     "engine": serving.engine,
     "finetune": training.finetune,

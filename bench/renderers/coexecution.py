@@ -1,0 +1,57 @@
+"""Tables of a job beside a load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from renderers.text import Result, machine_text, table
+
+
+def colocate(results: Sequence[Result]) -> list[str]:
+    """One row for each load, target and policy; the best harvest among those that held 99% is in bold."""
+    parts = []
+    for result in results:
+        training = result["training"]
+        parts.append(
+            f"`{result['command']}`: {result['model']}, {result['dtype']}, on {machine_text(result)}. Training alone: "
+            f"{result['train_alone_tokens_per_s']:,.0f} tokens/s (sequences of {training['seq_len']:,}, "
+            f"{training['tokens_per_step']:,} tokens a step, rank {training['r']})."
+        )
+        header = ("load", "TPOT target, ms", "policy", "harvest", "attainment", "TTFT p50 / p99, ms", "TPOT", "ITL",
+                  "prediction error")  # fmt: skip
+        parts.append(table(header, [_row(cell, result["cells"]) for cell in result["cells"]]))
+    return parts
+
+
+def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
+    others = [other for other in cells if _held(other) and _place(other) == _place(cell)]
+    best = max((other["harvest"] for other in others), default=None)
+    harvest = f"{cell['harvest']:.1%}"
+    error = cell["prediction_error"]
+    return [
+        _load(cell),
+        f"{cell['slo']['tpot_ms']:g}",
+        f"`{cell['policy']}`",
+        f"**{harvest}**" if _held(cell) and cell["harvest"] == best else harvest,
+        f"{cell['attainment']:.1%} of {cell['num_requests']}",
+        *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
+        "-" if error is None else f"{error:.1%}",
+    ]
+
+
+def _held(cell: Result) -> bool:
+    return bool(cell["attainment"] >= 0.99)
+
+
+def _place(cell: Result) -> tuple[str, float]:
+    return _load(cell), float(cell["slo"]["tpot_ms"])
+
+
+def _load(cell: Result) -> str:
+    if cell["load"] == "steady":
+        return f"{cell['batch_size']} sequences of about {cell['context']:,}"
+    return f"{cell['format']} trace, {cell['time_scale']:g} x, {cell['duration_s']:.0f} s"
+
+
+def _pair(figures: Result | None) -> str:
+    return "-" if figures is None else f"{figures['p50']:.1f} / {figures['p99']:.1f}"
