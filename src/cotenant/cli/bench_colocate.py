@@ -111,15 +111,15 @@ def colocate(
     with ColocateBench(config, workload) as bench:
         alone = bench.alone(alone_seconds)
         console.print(f"training alone: {alone:.0f} tokens/s")
+        report = {**_report(bench, label), "train_alone_tokens_per_s": round(alone, 2), "cells": cells}
         for load, measure in _loads(bench, sizes, context, num_tokens, requests, scales):
             for tpot_ms, name in itertools.product(tpots_ms, names):
                 cell = measure(name, Slo(slo_ttft_ms, tpot_ms))
                 cells.append(_figures(load, cell, alone))
                 console.print(_line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
-        report = {**_report(bench, label), "train_alone_tokens_per_s": round(alone, 2), "cells": cells}
+                if json_path is not None:
+                    write_json(json_path, report)  # a long run that is cut off leaves what it has measured
     _print(report, console)
-    if json_path is not None:
-        write_json(json_path, report)
 
 
 _Measure = Callable[[str, Slo], "Cell"]
