@@ -102,7 +102,8 @@ SECTIONS = (
         "without HTTP. Harvest is training's speed as a share of what it reaches alone in the same "
         "run. Latencies: p50/p99.",
         "cotenant bench colocate llama-3.1-8b --load-format dummy --policies adaptive,multitask "
-        "--slo-tpot-ms 40,25,15,10 --batch-sizes 32 --context 1024 --num-tokens 384 --tasklet-tokens 2048 --alone-seconds 6",
+        "--slo-tpot-ms 40,25,15,10 --batch-sizes 32 --context 1024 --num-tokens 384 --tasklet-tokens 2048 "
+        "--alone-seconds 6",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(

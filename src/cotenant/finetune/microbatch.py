@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cotenant.device.upload import upload
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.order import pack
 from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
@@ -64,7 +65,7 @@ def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None,
     targets_at = weights.nonzero().squeeze(1)  # [targets]
     positions = torch.cat([torch.arange(length) for length in lengths])
     numbers = [token_ids, positions, targets_at - 1, token_ids[targets_at]]
-    on_device = _moved(torch.cat(numbers), device).split([len(part) for part in numbers])
+    on_device = upload(torch.cat(numbers), device).split([len(part) for part in numbers])
     segment = TrainingSegment(lengths)
     batch = Batch(
         token_ids=on_device[0],
@@ -78,10 +79,5 @@ def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None,
         segment=segment,
         rows=on_device[2],
         targets=on_device[3],
-        weights=_moved(weights[targets_at], device),
+        weights=upload(weights[targets_at], device),
     )
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """To a GPU without waiting for what was launched there before."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

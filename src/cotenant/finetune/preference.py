@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from cotenant.core.job import PreferenceMetrics
+from cotenant.device.upload import upload
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums, token_losses, token_losses_and_gradients
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
@@ -119,7 +120,7 @@ class PreferenceObjective:
         sums = _chosen_sums(self._dataset, micro_batch, nll, correct)
         sums.weighted_nll = self._loss.losses(policy, reference).sum()
         slopes = self._loss.slopes(policy, reference).flatten() / total_weight  # [sequences]
-        counts = torch.tensor(_counts(self._dataset, micro_batch), device=slopes.device)
+        counts = upload(torch.tensor(_counts(self._dataset, micro_batch)), slopes.device)
         per_token = (
             -torch.repeat_interleave(slopes, counts, output_size=len(nll)).float() * micro_batch.weights
         )  # [targets]

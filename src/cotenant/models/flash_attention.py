@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from cotenant.device.upload import upload
 from cotenant.models.batch import TrainingSegment
 
 _MAX_HEAD_DIM = 128
@@ -43,7 +44,7 @@ class Sequences:
         lengths, longest = segment.lengths, max(segment.lengths)
         if is_uniform(lengths, sliding_window, device):
             return cls(len(lengths), longest, None)
-        starts = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        starts = upload(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
         return cls(len(lengths), longest, starts)
 
 
