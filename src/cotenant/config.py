@@ -201,6 +201,7 @@ class ServerConfig:
     api: ApiConfig = ApiConfig()
     data_dir: str = str(DEFAULT_DATA_DIR)
     log_level: str = "info"
+    trace_file: str | None = None
 
     def __post_init__(self) -> None:
         _require(self.log_level in LOG_LEVELS, "log-level", f"must be one of {', '.join(LOG_LEVELS)}")

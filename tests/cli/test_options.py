@@ -44,6 +44,7 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
         "tasklet_tokens": 64, "fuse": False, "host": "::1", "port": 81,
         "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
+        "trace_file": "trace.json",
     }  # fmt: skip
     assert set(given) == set(FLAGS)
     by_flags = build_config("tiny", given, None)

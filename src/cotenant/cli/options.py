@@ -113,6 +113,7 @@ _ALL_FLAGS = (
     Flag("api-key", ApiConfig, "api_key", "Key that /v1 asks for; or set COTENANT_API_KEY."),
     Flag("max-upload-bytes", ApiConfig, "max_upload_bytes", "Largest file that can be uploaded."),
     Flag("data-dir", ServerConfig, "data_dir", "Folder of files, jobs and adapters."),
+    Flag("trace-file", ServerConfig, "trace_file", "Write a Chrome trace of the worker here."),
     Flag("log-level", ServerConfig, "log_level", f"{', '.join(LOG_LEVELS)}."),
 )
 FLAGS = {flag.key: flag for flag in _ALL_FLAGS}
@@ -157,6 +158,8 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     lora_config = LoraConfig(**sections[LoraConfig])
     _check_lora_names(model_config, lora_config)
     server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
+    if server.get("trace_file") is not None:
+        server["trace_file"] = str(Path(server["trace_file"]).expanduser().resolve())
     return ServerConfig(
         model=model_config,
         cache=CacheConfig(**sections[CacheConfig]),

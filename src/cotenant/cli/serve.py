@@ -58,6 +58,7 @@ def serve(
     max_upload_bytes: Annotated[int | None, option("max-upload-bytes")] = None,
     data_dir: Annotated[str | None, option("data-dir")] = None,
     log_level: Annotated[str | None, option("log-level")] = None,
+    trace_file: Annotated[str | None, option("trace-file")] = None,
 ) -> None:
     """Serve MODEL over HTTP: requests, and fine-tuning jobs beside them."""
     run(build_config(model, context.params, config))

@@ -15,10 +15,12 @@ from cotenant.device.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class FinishedTasklet:
-    """A tasklet whose work has ended on the device, and how long it took there."""
+    """A tasklet whose work has ended on the device, how long it took there, and when it ended, on the host's
+    time.perf_counter."""
 
     shape: TaskletShape
     elapsed_ms: float
+    end_s: float
 
 
 class Device(Protocol):

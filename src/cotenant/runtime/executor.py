@@ -20,6 +20,7 @@ from cotenant.finetune.job import FusedInput
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
+from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
@@ -33,8 +34,16 @@ class Executor:
     ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there.
     """
 
-    def __init__(self, device: Device, decoder: Decoder, engine: OnlineEngine, training: TrainingTenant) -> None:
+    def __init__(
+        self,
+        device: Device,
+        decoder: Decoder,
+        engine: OnlineEngine,
+        training: TrainingTenant,
+        trace: Trace | None = None,
+    ) -> None:
         self._device = device
+        self._trace = trace
         self._decoder = decoder
         self._engine = engine
         self._training = training
@@ -63,12 +72,15 @@ class Executor:
         online_end = time.perf_counter()
         num_launched += self._run_tasklets(plan, num_launched, interrupted)
         end = time.perf_counter()
+        finished = self._device.finished_tasklets()
+        if self._trace is not None:
+            self._trace.tasklets(finished)
         record = IterationRecord(
             batch=BatchShape() if collected is None else collected.shape,
             mode=plan.mode,
             online_ms=0.0 if collected is None else (online_end - start) * 1e3,
             total_ms=(end - start) * 1e3,
-            tasklets=_group(self._device.finished_tasklets()),
+            tasklets=_group(finished),
             fused=fused,
             predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and collected is not None else None,
         )
@@ -88,6 +100,8 @@ class Executor:
             with self._device.online():
                 collected = self._engine.collect()
             self._predicted_ms = self._predictions.popleft()
+            if self._trace is not None:
+                self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
             if collected.gap_ms is not None:
                 self.gaps_ms.append(collected.gap_ms)
             emit(collected.outputs)

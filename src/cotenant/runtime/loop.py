@@ -15,6 +15,7 @@ from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.stats import LoopStats
+from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.chunking import prompt_budget
@@ -77,6 +78,7 @@ class WorkerLoop:
         slo: Slo,
         can_fuse: bool,
         sizes_chunks: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         self._channel = channel
         self._engine = engine
@@ -87,6 +89,7 @@ class WorkerLoop:
         self._slo = slo
         self._can_fuse = can_fuse
         self._sizes_chunks = sizes_chunks
+        self._trace = trace
         self._stats = LoopStats()
         self._margin = Margin(slo.attainment)
         self._next_stats_s = 0.0
@@ -99,14 +102,23 @@ class WorkerLoop:
         """Iterate until there is nothing more to serve."""
         while not self._finished:
             self.iterate()
+        if self._trace is not None:
+            self._trace.close()
 
     def iterate(self) -> IterationRecord:
         """One iteration, and what it did."""
+        begins_s = [time.perf_counter()]
         snapshot = self._observe()
+        begins_s.append(time.perf_counter())
         plan = self._policy.plan(snapshot)
+        begins_s.append(time.perf_counter())
         views = {request.request_id: request for request in snapshot.requests}
         record = self._executor.execute(plan, lambda outputs: self._emit(outputs, views), self._channel.pending)
+        begins_s.append(time.perf_counter())
         self._publish(record, snapshot, plan)
+        if self._trace is not None:
+            self._trace.iteration([*begins_s, time.perf_counter()], plan, record)
+            self._trace.flush()
         return record
 
     def _observe(self) -> Snapshot:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from cotenant.config import ServerConfig
 from cotenant.core.plan import Slo
@@ -16,6 +17,7 @@ from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import Channel, WorkerLoop
 from cotenant.runtime.sizing import serving_bytes
+from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
 from cotenant.wire.messages import FromWorker
@@ -33,6 +35,7 @@ class Tenants:
     predictor: LatencyPredictor
     default_slo: Slo
     can_fuse: bool
+    trace: Trace | None
 
     def loop(self, channel: Channel, policy: str, slo: Slo) -> WorkerLoop:
         """Raises InvalidInputError for an unknown policy."""
@@ -46,12 +49,14 @@ class Tenants:
             slo,
             self.can_fuse,
             sizes_chunks=self.serving.device.overlaps,
+            trace=self.trace,
         )
 
 
 def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> Tenants:
     """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
     and torch.OutOfMemoryError."""
+    trace = None if config.trace_file is None else Trace(Path(config.trace_file))
     serving = build_serving(config)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
     predictor = LatencyPredictor(device.name, serving.resolved.name)
@@ -64,7 +69,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         limit_is_fixed=config.coexecution.tasklet_tokens is not None,
         serving_bytes=serving_bytes(spec, config.batch.resolved(device.torch_device.type), decoder.dtype),
     )
-    executor = Executor(device, decoder, engine, training)
+    executor = Executor(device, decoder, engine, training, trace)
     slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)
     if device.torch_device.type != "cpu":
         slo = _CUDA_SLO
@@ -72,7 +77,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         warm_up()
         training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
-    return Tenants(serving, training, executor, predictor, slo, fuse)
+    return Tenants(serving, training, executor, predictor, slo, fuse, trace)
 
 
 def _compile_training(decoder: Decoder) -> Callable[[], bool]:

@@ -43,7 +43,8 @@ class CpuDevice:
     def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
         start = time.perf_counter()
         shape = launch()
-        self._finished.append(FinishedTasklet(shape, (time.perf_counter() - start) * 1e3))
+        end = time.perf_counter()
+        self._finished.append(FinishedTasklet(shape, (end - start) * 1e3, end))
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []

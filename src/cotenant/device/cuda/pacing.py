@@ -110,19 +110,19 @@ class TaskletQueue:
 
     def _take_note(self, done: _InFlight) -> None:
         elapsed_ms = done.start.elapsed_time(done.end)
-        if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
-            self._finished.append(FinishedTasklet(done.shape, elapsed_ms))
-            known_ms = self._expected_ms.pop(done.shape, elapsed_ms)
-            share = _GROWTH if elapsed_ms > known_ms else _DECLINE
-            self._expected_ms[done.shape] = known_ms + share * (elapsed_ms - known_ms)
-            if len(self._expected_ms) > _MOST_SHAPES:
-                del self._expected_ms[next(iter(self._expected_ms))]
         if done.before is None:
             self._last_end_s = done.launched_s + elapsed_ms / 1e3
         else:
             self._last_end_s += done.before.elapsed_time(done.end) / 1e3
             self._events.append(done.before)
         self._events.append(done.start)
+        if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
+            self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s))
+            known_ms = self._expected_ms.pop(done.shape, elapsed_ms)
+            share = _GROWTH if elapsed_ms > known_ms else _DECLINE
+            self._expected_ms[done.shape] = known_ms + share * (elapsed_ms - known_ms)
+            if len(self._expected_ms) > _MOST_SHAPES:
+                del self._expected_ms[next(iter(self._expected_ms))]
 
     def _event(self) -> torch.cuda.Event:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)

@@ -1,0 +1,118 @@
+"""A Chrome trace of the worker: what the loop, the online lane and the best-effort lane did when.
+
+Opened in chrome://tracing or Perfetto. The format is a JSON array whose end may be missing, so events are appended as
+they come, and what a crash leaves can be read. Times are the host's; a batch and a tasklet end when the host is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import BatchShape, IterationRecord, Plan
+from cotenant.device.base import FinishedTasklet
+
+logger = logging.getLogger(__name__)
+
+_PROCESS = 1
+_FLUSH_EVERY_S = 1.0
+_IDLE_MS = 0.1  # an iteration without a batch or tasklets that was shorter has done nothing
+
+
+class Track(IntEnum):
+    """A row of the picture."""
+
+    LOOP = 1
+    ONLINE = 2
+    BEST_EFFORT = 3
+
+
+_NAMES = {Track.LOOP: "loop", Track.ONLINE: "online lane", Track.BEST_EFFORT: "best-effort lane"}
+
+
+class Trace:
+    """Begins a file anew; one that is there is renamed, with ``.old`` behind its name. Times are seconds on
+    time.perf_counter's clock."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises InvalidInputError if the file cannot be written."""
+        try:
+            if path.exists():
+                path.replace(path.with_name(path.name + ".old"))
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise InvalidInputError(f"--trace-file: {path} cannot be written: {error}", param="trace-file") from error
+        self._is_over = False
+        self._encoder = msgspec.json.Encoder()
+        self._buffer = bytearray(b"[\n")
+        self._start_s = self._flushed_s = time.perf_counter()
+        self._add({"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "cotenant worker"}})
+        for track, name in _NAMES.items():
+            self._add({"ph": "M", "pid": _PROCESS, "tid": track, "name": "thread_name", "args": {"name": name}})
+
+    def span(self, track: Track, name: str, start_s: float, end_s: float, **arguments: object) -> None:
+        """Something took from ``start_s`` to ``end_s``."""
+        self._add(
+            {
+                "ph": "X",
+                "pid": _PROCESS,
+                "tid": track,
+                "name": name,
+                "ts": round((start_s - self._start_s) * 1e6, 1),
+                "dur": round(max(0.0, end_s - start_s) * 1e6, 1),
+                "args": arguments,
+            }
+        )
+
+    def iteration(self, begins_s: Sequence[float], plan: Plan, record: IterationRecord) -> None:
+        """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end."""
+        if record.batch.empty and not record.tasklets and record.total_ms < _IDLE_MS:
+            return
+        planned = {"mode": plan.mode.value, "tasklets": plan.num_tasklets, "fused": plan.num_fused}
+        predicted = {"predicted_ms": record.predicted_ms, "total_ms": round(record.total_ms, 3)}
+        for name, start_s, end_s in zip(
+            ("observe", "plan", "execute", "publish"), begins_s[:-1], begins_s[1:], strict=True
+        ):
+            self.span(Track.LOOP, name, start_s, end_s, **(planned | predicted if name == "execute" else {}))
+
+    def batch(self, shape: BatchShape, end_s: float, device_ms: float) -> None:
+        """A batch whose tokens the host has at ``end_s``."""
+        parts = [f"prefill {shape.prefill_tokens}"] if shape.prefill_tokens else []
+        parts += [f"decode {shape.num_decode}"] if shape.num_decode else []
+        arguments = {"context_tokens": shape.context_tokens, "adapters": shape.num_adapters}
+        self.span(Track.ONLINE, ", ".join(parts), end_s - device_ms / 1e3, end_s, **arguments)
+
+    def tasklets(self, finished: Sequence[FinishedTasklet]) -> None:
+        for tasklet in finished:
+            name, tokens = tasklet.shape.kind.value, tasklet.shape.num_tokens
+            self.span(Track.BEST_EFFORT, name, tasklet.end_s - tasklet.elapsed_ms / 1e3, tasklet.end_s, tokens=tokens)
+
+    def flush(self) -> None:
+        """Write what has come together, once a second. A full disk ends the trace, and nothing else."""
+        now_s = time.perf_counter()
+        if now_s >= self._flushed_s + _FLUSH_EVERY_S:
+            self._flushed_s = now_s
+            self._write()
+
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
+    def _add(self, event: dict[str, object]) -> None:
+        if not self._is_over:
+            self._buffer += self._encoder.encode(event)
+            self._buffer += b",\n"
+
+    def _write(self) -> None:
+        try:
+            self._file.write(self._buffer)
+        except OSError as error:
+            logger.error("the trace ends here, its file cannot be written: %s", error)
+            self._is_over = True
+        self._buffer.clear()

@@ -1,0 +1,84 @@
+"""The worker's Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+
+from cotenant.config import BatchConfig, LoraConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Slo
+from cotenant.device import create_device
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.trace import Trace, Track
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import create_policy
+from cotenant.wire.messages import AddRequest, StartJob
+from finetune import support
+from finetune.conftest import save_llama
+from runtime.cotenancy import request
+from runtime.test_loop import Channel
+
+
+def test_what_the_lanes_did_when(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model")
+    decoder, device = support.load(tmp_path / "model"), create_device("cpu")
+    channel = Channel(StartJob(support.make_spec(tmp_path / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 4)))
+    engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
+    training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    predictor = LatencyPredictor("test", "test")
+    trace = Trace(tmp_path / "trace.json")
+    executor = Executor(device, decoder, engine, training, trace)
+    policy = create_policy("adaptive", predictor)
+    WorkerLoop(channel, engine, training, policy, executor, predictor, Slo(1e4, 1e3), False, trace=trace).run()
+    events = _events(tmp_path / "trace.json")
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"loop", "online lane"}
+    spans = {track: [event for event in events if event.get("tid") == track and event["ph"] == "X"] for track in Track}
+    assert [event["name"] for event in spans[Track.ONLINE]] == ["prefill 3", "decode 1", "decode 1", "decode 1"]
+    kinds = {event["name"] for event in spans[Track.BEST_EFFORT]}
+    assert kinds >= {"forward", "loss", "backward", "optimizer"}
+    assert {event["name"] for event in spans[Track.LOOP]} == {"observe", "plan", "execute", "publish"}
+    for track in Track:
+        ends = [event["ts"] + event["dur"] for event in spans[track]]
+        assert all(event["ts"] >= end - 0.5 for event, end in zip(spans[track][1:], ends, strict=False)), track
+    modes = {event["args"]["mode"] for event in spans[Track.LOOP] if event["name"] == "execute"}
+    assert "temporal" in modes
+
+
+def test_a_trace_begins_anew_and_the_one_before_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for _ in range(2):
+        trace = Trace(path)
+        trace.span(Track.LOOP, "observe", 1.0, 2.0)
+        trace.close()
+    assert _events(path)[-1]["dur"] == 1e6
+    assert len(_events(tmp_path / "trace.json.old")) == len(_events(path))
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"--trace-file: .*no-folder/trace\.json cannot be written"):
+        Trace(tmp_path / "no-folder" / "trace.json")
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trace = Trace(tmp_path / "trace.json")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        for _ in range(3):
+            trace.span(Track.LOOP, "observe", 1.0, 2.0)
+        trace.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [record.message for record in caplog.records if "the trace ends here" in record.message]
+
+
+def _events(path: Path) -> list[dict[str, object]]:
+    """As a viewer reads it: the end of the array is missing."""
+    return json.loads(path.read_text().rstrip().rstrip(",") + "]")  # type: ignore[no-any-return]
