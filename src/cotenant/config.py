@@ -12,7 +12,7 @@ from pathlib import Path
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
-POLICIES = ("multitask", "adaptive", "temporal", "whole-step", "inference-only")
+POLICIES = ("multitask", "adaptive", "temporal", "lifecycle", "fineinfer", "whole-step", "inference-only")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)

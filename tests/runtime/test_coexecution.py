@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from cotenant.config import POLICIES
 from cotenant.core.request import Request
 from cotenant.models.decoder import Decoder
 from cotenant.wire.messages import JobFailed, JobSucceeded
@@ -37,7 +38,7 @@ def undisturbed(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> t
     return run(decoder, "inference-only", arrivals(), None).tokens, adapter_of(folder)
 
 
-@pytest.mark.parametrize("policy", ["multitask", "whole-step", "temporal"])
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "inference-only"])
 @pytest.mark.parametrize("interrupt_every", [0, 1, 3])
 def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     decoder: Decoder,
@@ -46,15 +47,16 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     policy: str,
     interrupt_every: int,
 ) -> None:
-    if interrupt_every == 1 and policy == "temporal":
+    shares = policy not in ("temporal", "lifecycle", "fineinfer")  # tasklets beside batches
+    if interrupt_every == 1 and not shares:
         pytest.skip("interrupted at every look it would wait for ever, as it should")
     spec = support.make_spec(tmp_path, n_epochs=4)
-    if interrupt_every == 1 and policy == "multitask":
+    if interrupt_every == 1 and policy in ("multitask", "adaptive"):
         interrupt_every = 2
     outcome = run(decoder, policy, arrivals(), spec, interrupt_every=interrupt_every)
     assert outcome.tokens == undisturbed[0]
     assert adapter_of(tmp_path) == undisturbed[1]
-    if policy != "temporal":
+    if shares:
         assert outcome.num_mixed_iterations > 5, "nothing was co-executed"
 
 

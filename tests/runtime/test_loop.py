@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cotenant.config import BatchConfig, LoraConfig
+from cotenant.config import POLICIES, BatchConfig, LoraConfig
 from cotenant.core.plan import Slo
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
@@ -48,7 +48,7 @@ class Channel:
         return True
 
 
-@pytest.mark.parametrize("policy", ["inference-only", "multitask", "temporal", "whole-step"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path) -> None:
     save_llama(tmp_path / "model")
     decoder, device = support.load(tmp_path / "model"), create_device("cpu")
@@ -81,7 +81,7 @@ class AheadDevice(CpuDevice):
     overlaps = True
 
 
-@pytest.mark.parametrize("policy", ["inference-only", "multitask", "temporal", "whole-step"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tpot_ms", [0.001, 1000.0])
 def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, tmp_path: Path) -> None:
     """Whatever room prompts are given beside the decodes: with targets that cannot be met it is the least there is."""

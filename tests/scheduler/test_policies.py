@@ -91,7 +91,7 @@ def test_adaptive_fuses_forwards_when_that_gets_training_further(inside_ms: floa
 
 
 def test_with_nobody_to_serve_all_but_inference_only_train() -> None:
-    for name in ("multitask", "adaptive", "temporal"):
+    for name in ("multitask", "adaptive", "temporal", "lifecycle", "fineinfer"):
         assert plan(name, batch=BatchShape(), requests=()).num_tasklets == 7
     assert plan("whole-step", batch=BatchShape(), requests=()).until_step_end
     idle = plan("inference-only", batch=BatchShape(), requests=())
@@ -101,6 +101,30 @@ def test_with_nobody_to_serve_all_but_inference_only_train() -> None:
 def test_temporal_trains_only_while_no_request_is_live() -> None:
     assert plan("temporal", batch=DECODE, requests=(RUNNING,)).num_tasklets == 0
     assert plan("temporal", batch=BatchShape(), requests=(WAITING,)).num_tasklets == 0
+
+
+def test_lifecycle_trains_only_after_a_cooldown() -> None:
+    def decided(requests: tuple[RequestView, ...], idle_s: float) -> Plan:
+        snapshot = Snapshot(100.0, Slo(100.0, 20.0), BatchShape(), requests, JOB, idle_s=idle_s, largest_gap_s=0.02)
+        return create_policy("lifecycle", taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+
+    assert decided((WAITING,), 0.0).num_tasklets == 0
+    assert decided((), 0.039).num_tasklets == 0
+    assert decided((), 0.041).num_tasklets == 7
+
+
+@pytest.mark.parametrize(("waited_ms", "is_held"), [(0.0, True), (60.0, True), (67.0, False), (90.0, False)])
+def test_fineinfer_holds_arrivals_while_their_target_allows(waited_ms: float, is_held: bool) -> None:
+    """70 of 100 ms are aimed at; the step takes 2 ms and a tasklet as long."""
+    waiting = RequestView("w", arrival_s=100.0 - waited_ms / 1e3, num_prompt_tokens_left=64)
+    decided = plan("fineinfer", batch=DECODE, requests=(waiting,))
+    assert (decided.run_online, decided.num_tasklets) == ((False, 1) if is_held else (True, 0))
+
+
+def test_fineinfer_serves_whoever_has_begun_alone() -> None:
+    for begun in (RUNNING, RequestView("b", arrival_s=99.99)):
+        decided = plan("fineinfer", batch=DECODE, requests=(begun, WAITING))
+        assert (decided.run_online, decided.num_tasklets) == (True, 0)
 
 
 def test_whole_step_cannot_be_interrupted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,7 +74,8 @@ class JobView:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
-    of the TPOT target to be aimed at, by what came of requests so far."""
+    of the TPOT target to be aimed at, by what came of requests so far. ``idle_s``: how long no request has been live.
+    ``largest_gap_s``: between two batches while requests were live, so far."""
 
     now_s: float
     slo: Slo
@@ -82,6 +84,8 @@ class Snapshot:
     job: JobView | None = None
     can_fuse: bool = False
     margin: float = 0.9
+    idle_s: float = math.inf
+    largest_gap_s: float = 0.0
 
 
 class Mode(StrEnum):

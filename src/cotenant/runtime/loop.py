@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -92,6 +93,9 @@ class WorkerLoop:
         self._trace = trace
         self._stats = LoopStats()
         self._margin = Margin(slo.attainment)
+        self._idle_since_s = -math.inf
+        self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
+        self._largest_gap_s = 0.0
         self._next_stats_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
@@ -112,14 +116,24 @@ class WorkerLoop:
         begins_s.append(time.perf_counter())
         plan = self._policy.plan(snapshot)
         begins_s.append(time.perf_counter())
+        self._note_gap(begins_s[-1], snapshot)
         views = {request.request_id: request for request in snapshot.requests}
         record = self._executor.execute(plan, lambda outputs: self._emit(outputs, views), self._channel.pending)
         begins_s.append(time.perf_counter())
+        if not record.batch.empty:
+            self._last_batch_s = begins_s[-1]
         self._publish(record, snapshot, plan)
         if self._trace is not None:
             self._trace.iteration([*begins_s, time.perf_counter()], plan, record)
             self._trace.flush()
         return record
+
+    def _note_gap(self, now_s: float, snapshot: Snapshot) -> None:
+        """A batch may begin now."""
+        if snapshot.batch.empty:
+            self._last_batch_s = None
+        elif self._last_batch_s is not None:
+            self._largest_gap_s = max(self._largest_gap_s, now_s - self._last_batch_s)
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
@@ -129,6 +143,8 @@ class WorkerLoop:
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
         batch = self._engine.next_shape()
+        if requests:
+            self._idle_since_s = now_s
         return Snapshot(
             now_s=now_s,
             slo=self._slo,
@@ -137,6 +153,8 @@ class WorkerLoop:
             job=self._training.view(),
             can_fuse=self._can_fuse,
             margin=self._margin.value,
+            idle_s=now_s - self._idle_since_s,
+            largest_gap_s=self._largest_gap_s,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:

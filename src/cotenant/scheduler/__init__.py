@@ -6,7 +6,9 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
+from cotenant.scheduler.policies.fineinfer import FineInferPolicy
 from cotenant.scheduler.policies.inference_only import InferenceOnlyPolicy
+from cotenant.scheduler.policies.lifecycle import LifecyclePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
 from cotenant.scheduler.policies.temporal import TemporalPolicy
 from cotenant.scheduler.policies.whole_step import WholeStepPolicy
@@ -20,6 +22,8 @@ def create_policy(name: str, predictor: LatencyPredictor) -> Policy:
         "inference-only": InferenceOnlyPolicy(),
         "whole-step": WholeStepPolicy(),
         "temporal": TemporalPolicy(),
+        "lifecycle": LifecyclePolicy(),
+        "fineinfer": FineInferPolicy(predictor),
     }
     if name not in policies:
         raise InvalidInputError(f"--policy: {name!r} is not one of {', '.join(policies)}", param="policy")

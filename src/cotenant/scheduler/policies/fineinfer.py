@@ -1,0 +1,41 @@
+"""FineInfer's deferred continuous batching (He et al., EuroMLSys 2024), as LLMStation section 2 describes it."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import idle_tasklets
+from cotenant.scheduler.slack import SAFETY
+
+
+class FineInferPolicy:
+    """Sharing in time by whole phases. While no request runs, those that arrive are held, training goes on, and more
+    can join them; until the first of them must begin to keep its TTFT target. From then on training is suspended as
+    long as any request is live. Suspension is between tasklets, where the original waits for a training step.
+    """
+
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        self._predictor = predictor
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        count = idle_tasklets(snapshot)
+        if snapshot.requests or not snapshot.batch.empty:
+            if count == 0 or not self._may_be_held(snapshot):
+                return Plan(run_online=True)
+            count = min(1, count)  # and look again
+        return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+
+    def _may_be_held(self, snapshot: Snapshot) -> bool:
+        """Whether no request has begun, and all can still have their first token in time a tasklet later."""
+        assert snapshot.job is not None
+        if any(
+            request.first_token_s is not None or request.num_prompt_tokens_left == 0 for request in snapshot.requests
+        ):
+            return False
+        prompts_ms = self._predictor.batch_ms(snapshot.batch)
+        tasklet_ms = self._predictor.tasklet_ms(snapshot.job.upcoming[0].shape)
+        if prompts_ms is None or tasklet_ms is None:
+            return False
+        first_s = min((request.arrival_s for request in snapshot.requests), default=snapshot.now_s)
+        left_ms = SAFETY * snapshot.slo.ttft_ms - (snapshot.now_s - first_s) * 1e3
+        return left_ms > prompts_ms + tasklet_ms

@@ -1,0 +1,21 @@
+"""Valve's compute sharing (section 4.2): no best-effort work while any request lives, and for a while after."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.scheduler.base import idle_tasklets
+
+_COOLDOWN_GAPS = 2.0
+
+
+class LifecyclePolicy:
+    """A request suspends training for its whole life. Training goes on once no request has been live for twice the
+    largest gap between two batches so far, so that a request is met by a suspension once at most."""
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        if snapshot.requests or not snapshot.batch.empty:
+            return Plan(run_online=True)
+        if snapshot.idle_s < _COOLDOWN_GAPS * snapshot.largest_gap_s:
+            return Plan(run_online=False)
+        count = idle_tasklets(snapshot)
+        return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
