@@ -62,12 +62,13 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
         (["--policies", "multitask,fastest"], "--policy: must be one of multitask"),
         (["--slo-tpot-ms", "10,fast"], "--slo-tpot-ms: expected numbers above 0"),
         (["--batch-sizes", ""], "--batch-sizes or --trace"),
+        (["--batch-sizes", "0.5"], "--batch-sizes: expected whole numbers"),
         (["--seq-len", "5000"], "--seq-len: 5000 is too long: tiny takes 1024 tokens"),
         (["--seq-len", "48", "--tokens-per-step", "64"], "--tokens-per-step: 64 is not a multiple of --seq-len 48"),
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "take up to 1280; the model takes 1024",
+            "take up to 1792; the model takes 1024",
         ),
     ],
 )

@@ -72,7 +72,7 @@ def colocate(
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
-    sizes = [int(_positive(part, "batch-sizes")) for part in batch_sizes.split(",") if part.strip()]
+    sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
     scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace is not None else []
     chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device)
     limit = resolve_model(chosen).spec.max_position_embeddings
@@ -207,6 +207,13 @@ def _positive(text: str, flag: str) -> float:
     if not 0 < value < math.inf:
         raise InvalidInputError(f"--{flag}: expected numbers above 0, like 10,40, got {text.strip()!r}", param=flag)
     return value
+
+
+def _whole(text: str, flag: str) -> int:
+    value = _positive(text, flag)
+    if not value.is_integer():
+        raise InvalidInputError(f"--{flag}: expected whole numbers, got {text.strip()!r}", param=flag)
+    return int(value)
 
 
 def load_name(cell: dict[str, Any]) -> str:

@@ -29,35 +29,43 @@ from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
-_SETTLED_TOKENS = 16  # of each sequence, before steady decoding is measured
+# Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
+_SETTLED_TOKENS, _MOST_SETTLING = 16, 512
+_WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
+_NO_TARGET = Slo(1e9, 1e9)
 _ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
 
 @dataclass(slots=True)
 class _Watch:
-    """What iterations did, and how far training had come when (seconds, tokens)."""
+    """What iterations did, and how far training had come when (seconds, tokens): a step's tokens count as its tasklets
+    run."""
 
     load: Load
     tenants: Tenants
+    step_tokens: int
     modes: Counter[str] = field(default_factory=Counter)
     errors: list[float] = field(default_factory=list)
-    progress: list[tuple[float, int]] = field(default_factory=list)
+    progress: list[tuple[float, float]] = field(default_factory=list)
+    step_tasklets: int = 0  # of the longest step so far: all are alike
 
     def note(self, record: IterationRecord) -> None:
-        trained = self.tenants.training.trained_tokens
-        if not self.progress or self.progress[-1][1] != trained:
-            self.progress.append((self.load.now_s, trained))
+        training = self.tenants.training
+        if training.job_id is not None:
+            view = training.view()
+            num_left = sum(run.count for run in view.upcoming) if view is not None else 0
+            self.step_tasklets = max(self.step_tasklets, num_left)
+            done = 1 - num_left / self.step_tasklets if num_left else 0.0
+            self.progress.append((self.load.now_s, training.trained_tokens + done * self.step_tokens))
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
         if record.predicted_ms is not None and record.total_ms > 0:
             self.errors.append(abs(record.predicted_ms - record.total_ms) / record.total_ms)
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Of training, by the optimizer steps that ended in this time; 0 where fewer than two did."""
-        steps = [(at_s, tokens) for at_s, tokens in self.progress if start_s <= at_s <= end_s]
-        if len(steps) < 2:
-            return 0.0
-        return (steps[-1][1] - steps[0][1]) / (steps[-1][0] - steps[0][0])
+        """Of training in this time."""
+        inside = [tokens for at_s, tokens in self.progress if start_s <= at_s <= end_s]
+        return (inside[-1] - inside[0]) / (end_s - start_s) if inside else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +91,15 @@ class Cell:
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    until_all_decode = _SETTLED_TOKENS + 2 * batch_size
-    return max(1, context - num_tokens // 2) + num_tokens + until_all_decode
+    return max(1, context - num_tokens // 2) + num_tokens + _SETTLED_TOKENS + _MOST_SETTLING + 2 * batch_size
+
+
+def _are_settled(load: Load, slo: Slo) -> bool:
+    counts = [len(answer.token_s) for answer in load.answers]
+    if min(counts) < _SETTLED_TOKENS:
+        return False
+    tpots_ms = [(answer.token_s[-1] - answer.token_s[0]) * 1e3 / (len(answer.token_s) - 1) for answer in load.answers]
+    return max(tpots_ms) <= _WELL_WITHIN * slo.tpot_ms or min(counts) >= _SETTLED_TOKENS + _MOST_SETTLING
 
 
 class ColocateBench:
@@ -108,6 +123,7 @@ class ColocateBench:
             hyperparameters=workload.hyperparameters(),
         )
         self._workload = workload
+        self._max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
         self._seeds = itertools.count()  # no two loads have the same prompts: none is found in the prefix cache
 
     def __enter__(self) -> ColocateBench:
@@ -144,12 +160,13 @@ class ColocateBench:
         """Tokens/s of training with the device to itself."""
         load = Load((), self._vocab_size, next(self._seeds), [StartJob(self._spec)])
         watch, loop = self._begin(load, "multitask", self.default_slo)
-        while len(watch.progress) <= _WARM_STEPS:
+        warm_tokens = _WARM_STEPS * self._workload.tokens_per_step
+        while self._tenants.training.trained_tokens < warm_tokens:
             self._iterate(loop, watch)
         gc.collect()
         gc.freeze()  # as in the worker
         start_s = load.now_s
-        while load.now_s < start_s + duration_s or watch.tokens_per_s(start_s, load.now_s) == 0.0:
+        while load.now_s < start_s + duration_s:
             self._iterate(loop, watch)
         return watch.tokens_per_s(start_s, load.now_s)
 
@@ -168,21 +185,28 @@ class ColocateBench:
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
+        most = self._max_num_seqs
+        if batch_size > most:
+            raise InvalidInputError(
+                f"--batch-sizes: {batch_size} is more than the {most} of a batch", param="batch-sizes"
+            )
         input_len = max(1, context - num_tokens // 2)
         room = self.max_model_len - input_len
         assert steady_len(batch_size, context, num_tokens) <= self.max_model_len
         load = Load([Arrival(0.0, input_len, room)] * batch_size, self._vocab_size, next(self._seeds))
-        watch, loop = self._begin(load, policy, slo)
-        while min(len(answer.token_s) for answer in load.answers) < _SETTLED_TOKENS:
+        # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
+        watch, loop = self._begin(load, "inference-only", _NO_TARGET)
+        while not _are_settled(load, slo):
             self._iterate(loop, watch)
+        watch, loop = self._begin(load, policy, slo)
         start_s, most = load.now_s, min(len(answer.token_s) for answer in load.answers) + num_tokens
-        watch.modes.clear()
-        watch.errors.clear()
         while min(len(answer.token_s) for answer in load.answers) < most:
             self._iterate(loop, watch)
         end_s = load.now_s
+        is_whole = not any(answer.done for answer in load.answers)
         load.abort()
         self._become_idle(loop, watch)
+        assert is_whole, "a sequence ended before the others had their tokens"
         return _cell(policy, slo, watch, start_s, end_s, with_ttft=False)
 
     @property
@@ -194,15 +218,12 @@ class ColocateBench:
             self._failure = message
 
     def _begin(self, load: Load, policy: str, slo: Slo) -> tuple[_Watch, WorkerLoop]:
-        return _Watch(load, self._tenants), self._tenants.loop(load, policy, slo)
+        return _Watch(load, self._tenants, self._workload.tokens_per_step), self._tenants.loop(load, policy, slo)
 
     def _iterate(self, loop: WorkerLoop, watch: _Watch) -> None:
         watch.note(loop.iterate())
         if self._failure is not None:
             raise CotenantError(f"the job failed: {self._failure.message}", code=self._failure.code)
-        failed = next((answer for answer in watch.load.answers if answer.failure is not None), None)
-        if failed is not None:
-            raise InvalidInputError(f"a request of {failed.arrival} cannot be served: {failed.failure}")
 
     def _become_idle(self, loop: WorkerLoop, watch: _Watch) -> None:
         while self._tenants.serving.engine.has_work or self._tenants.serving.engine.num_in_flight:
@@ -214,9 +235,10 @@ def _cell(policy: str, slo: Slo, watch: _Watch, start_s: float, end_s: float, *,
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
     for answer in watch.load.answers:
-        times = [at_s for at_s in answer.token_s if with_ttft or start_s <= at_s <= end_s]
-        num_tokens += len(times)
-        if not times or (with_ttft and not answer.done):
+        inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
+        times = answer.token_s if with_ttft else inside
+        num_tokens += len(inside)
+        if not times or answer.failure is not None or (with_ttft and not answer.done):
             num_failed += 1
             continue
         ttft_ms = (times[0] - answer.arrival.due_s) * 1e3

@@ -66,7 +66,9 @@ class Load:
         """What is sent and not answered is wanted no more; the rest is not sent."""
         live = tuple(_name(index) for index in range(self._num_sent) if not self.answers[index].done)
         self._messages.append(AbortRequests(live))
-        del self.answers[self._num_sent :]
+        for answer in self.answers[self._num_sent :]:
+            answer.failure = "not sent"
+        self._num_sent = len(self.answers)
 
     def send(self, message: FromWorker) -> None:
         if isinstance(message, Outputs):
