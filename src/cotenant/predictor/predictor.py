@@ -104,7 +104,8 @@ class LatencyPredictor:
         model = self._tasklet_models.get(shape.kind)
         if model is None or not model.ready:
             return None
-        return model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)))
+        predicted_ms = model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)))
+        return predicted_ms if predicted_ms > 0 else None  # 0: out of the model's range
 
     def corun(self, batch: BatchShape, shape: TaskletShape, *, fused: bool = False) -> CoRun | None:
         """Equation 1's three latencies for one tasklet beside this batch, or None if one of them is unknown.

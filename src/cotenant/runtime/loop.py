@@ -6,11 +6,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Mode, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Mode, Plan, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -92,7 +91,7 @@ class WorkerLoop:
         self._sizes_chunks = sizes_chunks
         self._trace = trace
         self._stats = LoopStats()
-        self._margin = Margin(slo.attainment)
+        self._margin = Margin(slo.tpot_ms, slo.attainment)
         self._idle_since_s = -math.inf
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0
@@ -117,8 +116,7 @@ class WorkerLoop:
         plan = self._policy.plan(snapshot)
         begins_s.append(time.perf_counter())
         self._note_gap(begins_s[-1], snapshot)
-        views = {request.request_id: request for request in snapshot.requests}
-        record = self._executor.execute(plan, lambda outputs: self._emit(outputs, views), self._channel.pending)
+        record = self._executor.execute(plan, self._emit, self._channel.pending)
         begins_s.append(time.perf_counter())
         if not record.batch.empty:
             self._last_batch_s = begins_s[-1]
@@ -206,14 +204,13 @@ class WorkerLoop:
             self._training.publish()
         self._channel.wait(_IDLE_WAIT_S)
 
-    def _emit(self, outputs: list[SequenceOutput], views: Mapping[str, RequestView]) -> None:
+    def _emit(self, outputs: list[SequenceOutput]) -> None:
         if outputs:
             self._channel.send(Outputs(tuple(outputs)))
-            now_s = time.time()
+            now_s = time.perf_counter()
             for output in outputs:
-                view = views.get(output.request_id)
-                if view is not None:
-                    self._margin.note(view, len(output.token_ids), now_s, self._slo, output.finish_reason is not None)
+                self._margin.note(output.request_id, len(output.token_ids), now_s, output.finish_reason is not None)
+            self._margin.settle()
 
     def _handle(self, message: ToWorker) -> None:
         match message:

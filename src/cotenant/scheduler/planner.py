@@ -58,6 +58,9 @@ def plan_tasklets(
     return total, num_fused, slack_ms - left_ms
 
 
+_LEAST_MS = 1e-3  # of a tasklet
+
+
 class Filling(NamedTuple):
     """``num_tasklets``, the first ``num_fused`` of them inside the step. Together they add ``added_ms`` to it;
     ``alone_ms`` is what they take by themselves: how far training gets."""
@@ -79,25 +82,25 @@ def fill(
     """As many of the next tasklets as ``slack_ms`` has room for beside one decode step; with ``fuse`` leading forward
     layers run inside it. A shape that was never measured gets one tasklet, and no other with it: so it is measured."""
     count = num_fused = 0
-    added_ms = alone_ms = 0.0
+    added_ms = alone_ms = used_ms = 0.0
     costs: dict[tuple[TaskletShape, bool], tuple[float, float] | None] = {}
-    for run in upcoming:
+    for run in upcoming if slack_ms > 0 else ():
         fused = fuse and count == num_fused and run.shape.kind is TaskletKind.FORWARD
         key = (run.shape, fused)
         if key not in costs:
             costs[key] = _cost(predictor, batch, run.shape, fused=fused)
         cost = costs[key]
         if cost is None:
-            return (
-                Filling(1, int(fused), 0.0, 0.0)
-                if count == 0 and slack_ms > 0
-                else Filling(count, num_fused, added_ms, alone_ms)
-            )
+            if count == 0:
+                return Filling(1, int(fused), 0.0, 0.0)
+            break
         each_added_ms, each_alone_ms = cost
-        room = run.count if each_added_ms <= 0 else math.floor((slack_ms - added_ms) / each_added_ms)
-        num_taken = max(0, min(run.count, room))
+        # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
+        each_used_ms = each_added_ms if each_added_ms > 0 else max(each_alone_ms, _LEAST_MS)
+        num_taken = max(0, min(run.count, math.floor((slack_ms - used_ms) / each_used_ms)))
         count += num_taken
         num_fused += num_taken if fused else 0
+        used_ms += num_taken * each_used_ms
         added_ms += num_taken * each_added_ms
         alone_ms += num_taken * each_alone_ms
         if num_taken < run.count:
