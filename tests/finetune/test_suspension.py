@@ -226,7 +226,9 @@ def test_a_discard_keeps_the_micro_batches_that_are_done(decoder: Decoder, tmp_p
 def _gradients(job: TrainingJob) -> list[torch.Tensor]:
     """Copies of those that the step has gathered so far, at each matrix."""
     gradients = [parameter.grad for parameter in job.adapter.parameters()]
-    return [gradient.clone() for gradient in gradients if gradient is not None]
+    found = [gradient.clone() for gradient in gradients if gradient is not None]
+    assert len(found) == len(gradients)
+    return found
 
 
 @pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])

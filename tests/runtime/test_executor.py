@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,9 @@ import torch
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.plan import JobView, Mode, Plan
 from cotenant.core.request import SequenceOutput
-from cotenant.core.tasklet import TaskletKind
-from cotenant.device import create_device
+from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.device import Device, create_device
+from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
@@ -32,18 +33,18 @@ from runtime.cotenancy import request
 class Bench:
     """One engine, one job, one executor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, device: Device | None = None, validation: support.Examples | None = None) -> None:
         save_llama(folder / "model")
         decoder = support.load(folder / "model")
-        device = create_device("cpu")
-        self.engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
+        device = device or create_device("cpu")
+        self.engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), (), device=device)
         self.updates: list[FromWorker] = []
         self.updates: list[FromWorker] = []
         self.now_s = 0.0
         self.training = TrainingTenant(
             device, decoder, None, support.TASKLET_TOKENS, self.updates.append, clock=lambda: self.now_s
         )
-        self.training.start(support.make_spec(folder / "job"))
+        self.training.start(support.make_spec(folder / "job", validation=validation, eval_steps=1 if validation else 0))
         self.executor = Executor(device, decoder, self.engine, self.training)
         self.emitted: list[SequenceOutput] = []
 
@@ -230,3 +231,65 @@ def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
 def _largest(view: JobView) -> int:
     """Tokens of the largest micro-batch in the step."""
     return max(run.shape.num_tokens for run in view.upcoming if run.shape.kind is TaskletKind.FORWARD)
+
+
+def test_a_tasklet_that_finds_no_memory_begins_its_micro_batch_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, failures = bench.training._job, iter([False, False, True, True])
+    assert job is not None
+    run_tasklet = job.run_tasklet
+
+    def short_of_memory() -> TaskletShape:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("no memory")
+        return run_tasklet()
+
+    monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    assert job.step == 1
+    assert not [update for update in bench.updates if isinstance(update, JobFailed)]
+
+
+def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = bench.training._job
+    assert job is not None
+
+    def short_of_memory() -> TaskletShape:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
+
+
+class AheadDevice(CpuDevice):
+    """A CPU that is asked for what a device behind the host is; notes what was launched behind batches."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind: list[TaskletKind] = []
+
+    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
+        def noted() -> TaskletShape:
+            shape = launch()
+            if behind_online:
+                self.behind.append(shape.kind)
+            return shape
+
+        super().run_tasklet(noted, behind_online=behind_online)
+
+
+def test_nothing_that_waits_for_the_device_is_launched_behind_a_batch(tmp_path: Path) -> None:
+    """The host would wait for the batch within the launch, and its tokens would wait for the tasklet."""
+    device = AheadDevice()
+    bench = Bench(tmp_path, device, validation=support.random_examples(6, seed=5))
+    bench.engine.add(request("r", [5, 6, 7], 60))
+    for _ in range(50):
+        bench.run(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+    assert {TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.EVAL_FORWARD} <= set(device.behind)
+    assert not {TaskletKind.OPTIMIZER, TaskletKind.EVAL_LOSS} & set(device.behind)
+    assert sum(len(output.token_ids) for output in bench.emitted) == 50
+    bench.pause()

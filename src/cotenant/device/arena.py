@@ -40,7 +40,7 @@ class Arena(Protocol):
 
         Waits for what was launched on the current stream; the caller has seen to it that nothing on another stream
         touches them. ``keep``: the device holds on to the memory, for whichever arena with chunks of the same size
-        maps next. On CUDA that takes microseconds a chunk, where giving it back takes about a millisecond per GiB.
+        maps next. On CUDA that takes microseconds a chunk, where giving it back takes a millisecond or several per GiB.
         ``Device.release_kept_memory`` gives back what nobody took.
         """
 

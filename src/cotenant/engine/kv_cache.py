@@ -68,6 +68,7 @@ class KvCache:
         self.page_bytes = math.prod(shape[1:]) * dtype.itemsize
         granularity = chunk_granularity(device.torch_device)
         self.chunk_pages = _pages_per_chunk(self.page_bytes, max_pages, chunk_bytes, granularity)
+        self._device = device
         self._arena = device.create_arena(max_pages * self.page_bytes, self.chunk_pages * self.page_bytes)
         self._chunks = ChunkPool(self._arena.num_chunks)
         self._target = self._chunks_for(num_pages)
@@ -169,8 +170,17 @@ class KvCache:
         return sorted(highest, key=cost)[:count]
 
     def _copy(self, moves: dict[int, int]) -> None:
+        """Copy pages. Raises torch.OutOfMemoryError if there is no memory even with what arenas have kept."""
         if not moves:
             return
+        try:
+            self._copy_staged(moves)
+        except torch.OutOfMemoryError:
+            if not self._device.release_kept_memory():
+                raise
+            self._copy_staged(moves)
+
+    def _copy_staged(self, moves: dict[int, int]) -> None:
         pages = torch.tensor([list(moves), list(moves.values())], device=self._words.device)  # [2, pages]
         # No page is both a source and a target, so the order does not matter.
         for sources, targets in pages.split(max(1, _STAGING_BYTES // self.page_bytes), dim=1):

@@ -152,17 +152,25 @@ class Activations:
 
     def drop(self) -> None:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
-        self._device.synchronize()
-        self._frames.clear()
-        self._refreshing.clear()
-        if self._pool is not None:  # torch gives a pool's memory back once no graph is left, and it has none afterwards
-            self._pool = torch.cuda.graph_pool_handle()
+        self._clear()
         self._arena.unmap(self._arena.mapped)
         self._device.release_kept_memory()
 
     def close(self) -> None:
-        self.drop()
+        """As ``drop``, but the device keeps the arena's memory for others: to give it back would be a long pause."""
+        self._clear()
+        self._arena.unmap(self._arena.mapped, keep=True)
         self._arena.close()
+
+    def _clear(self) -> None:
+        """Let go of all graphs."""
+        self._device.synchronize()
+        self._frames.clear()
+        self._refreshing.clear()
+        if self._pool is not None:
+            # A pool's memory can be given back once it has no graph left, and is when torch is asked to.
+            self._pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()
 
 
 class CapturedPass:

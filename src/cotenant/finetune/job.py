@@ -176,7 +176,12 @@ class TrainingJob:
     @property
     def runnable(self) -> bool:
         """Whether anything is ``upcoming``."""
-        return self._training is not None and self._failure is None and self._training.trainer.next_shape is not None
+        return self.next_shape is not None
+
+    @property
+    def next_shape(self) -> TaskletShape | None:
+        """The first of what is ``upcoming``."""
+        return self._training.trainer.next_shape if self._training is not None and self._failure is None else None
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet of ``upcoming()``. A loss that is not finite ends the job with ``JobFailed``."""
@@ -223,6 +228,11 @@ class TrainingJob:
 
     def release(self, num_bytes: int) -> None:
         self._running.trainer.release(num_bytes)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a micro-batch at most, with the memory that there is now; 0: there is room for none."""
+        return self._running.trainer.max_tokens
 
     @property
     def left_bytes(self) -> int:

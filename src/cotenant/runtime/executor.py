@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -60,15 +61,15 @@ class Executor:
         alone = plan.num_tasklets == 0 and not plan.until_step_end
         fused, num_launched, collected = None, 0, None
         if not (alone and plan.run_online and self._device.overlaps):
-            collected = self._collect(emit, 0)  # of an iteration before
+            self._collect(emit, 0)  # of an iteration before, and no part of this one's record
         start = time.perf_counter()
         if plan.run_online:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
             runs_ahead = is_launched and self._device.overlaps
-            if runs_ahead and num_launched < plan.num_tasklets:
+            if runs_ahead and fused is None and plan.num_tasklets > 0:
                 num_launched += self._launch_behind(plan, interrupted)
-            collected = self._collect(emit, 1 if alone and runs_ahead else 0) or collected
+            collected = self._collect(emit, 1 if alone and runs_ahead else 0)
         online_end = time.perf_counter()
         num_launched += self._run_tasklets(plan, num_launched, interrupted)
         end = time.perf_counter()
@@ -126,19 +127,23 @@ class Executor:
 
     def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
-        and hands them on. The number of tasklets launched."""
-        if not self._training.runnable or (plan.interruptible and interrupted()):
+        and hands them on. The number of tasklets launched. One that waits for the device would keep the host from
+        just that."""
+        if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
             return 0
         self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
         return 1
 
     def _launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
-        try:
-            self._engine.launch(step, hidden)
-        except torch.OutOfMemoryError:
-            if not self._training.discard():
-                raise
-            self._engine.launch(step, hidden)
+        is_launched = False
+        while not is_launched:
+            with suppress(torch.OutOfMemoryError):
+                self._engine.launch(step, hidden)
+                is_launched = True
+            # What the attempt held is freed with its frames, so not within its handler.
+            if not is_launched and not self._training.discard():
+                self._engine.launch(step, hidden)
+                is_launched = True
 
     def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor | None, TaskletRun | None]:
         """All layers of the online batch with training layers in it. What goes wrong because of those ends the job

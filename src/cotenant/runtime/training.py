@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 # When serving runs out of memory: the share of its activations that a job goes without from then on, and how long.
 _SHORTAGE_SHARE = 4
 _SHORTAGE_S = 60.0
+_MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the other, before it fails
+# Their launch waits for the device: it reads the gradient's norm, or the loss.
+_WAITING = (TaskletKind.OPTIMIZER, TaskletKind.EVAL_LOSS)
+_NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
 
 
 class TrainingTenant:
@@ -60,6 +65,7 @@ class TrainingTenant:
         self._withheld_bytes = 0  # from the job, since memory was short
         self._withheld_until_s = 0.0
         self.at_step_end = False
+        self._num_shortages = 0
 
     def wait_for(self, is_ready: Callable[[], bool]) -> None:
         """Run no tasklet before ``is_ready`` says yes."""
@@ -73,6 +79,12 @@ class TrainingTenant:
     def trained_tokens(self) -> int:
         """Tokens trained on by this worker, over all its jobs; it only grows."""
         return self._tokens_before + (self._job.trained_tokens - self._tokens_at_start if self._job else 0)
+
+    @property
+    def next_waits(self) -> bool:
+        """Whether the next tasklet waits for the device while it is launched."""
+        shape = self._job.next_shape if self._job is not None else None
+        return shape is not None and shape.kind in _WAITING
 
     @property
     def runnable(self) -> bool:
@@ -101,21 +113,13 @@ class TrainingTenant:
                 return
             self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self._job_id}", 0))
             return
+        job = None
         try:
-            self._device.release_kept_memory()  # it counts as free, and not only arenas need some now
-            # On a CPU other programs' memory comes and goes, and so does what counts as free.
-            free_bytes = None
-            if self._device.torch_device.type == "cuda":
-                free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes)
-            job = TrainingJob(
-                self._decoder,
-                spec,
-                self._max_tasklet_tokens,
-                self._tokenizer_folder,
-                free_bytes=free_bytes,
-                device=self._device,
-                limit_is_fixed=self._limit_is_fixed,
-            )
+            with suppress(torch.OutOfMemoryError):
+                job = self._make_job(spec)
+            if job is None:  # memory that arenas have kept is free, but torch does not know of it
+                self._device.release_kept_memory()
+                job = self._make_job(spec)
         except Exception as error:
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
             self._send(JobFailed(spec.job_id, *_code_and_message(error), step=0))
@@ -127,6 +131,21 @@ class TrainingTenant:
             return
         self._job, self._job_id = job, spec.job_id
         self._tokens_at_start = job.trained_tokens
+
+    def _make_job(self, spec: JobSpec) -> TrainingJob:
+        # On a CPU other programs' memory comes and goes, and so does what counts as free.
+        free_bytes = None
+        if self._device.torch_device.type == "cuda":
+            free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes)
+        return TrainingJob(
+            self._decoder,
+            spec,
+            self._max_tasklet_tokens,
+            self._tokenizer_folder,
+            free_bytes=free_bytes,
+            device=self._device,
+            limit_is_fixed=self._limit_is_fixed,
+        )
 
     def pause(self, job_id: str) -> None:
         """Discard the step in flight and begin a checkpoint; ``publish`` answers ``JobPaused`` when it is on disk."""
@@ -145,28 +164,48 @@ class TrainingTenant:
             self.pause(self._job_id)
 
     def run_tasklet(self) -> TaskletShape:
-        """Run the next tasklet. Call only when ``runnable``."""
+        """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
+        less."""
         assert self._job is not None
+        shape, is_short = _NOTHING, False
         try:
             shape = self._job.run_tasklet()
+        except torch.OutOfMemoryError as error:
+            is_short = self._num_shortages < _MOST_SHORTAGES
+            if not is_short:
+                self.fail(error)
         except Exception as error:
-            shape = TaskletShape(TaskletKind.OPTIMIZER, 0)
             self.fail(error)
-        self.at_step_end = shape.kind is TaskletKind.OPTIMIZER
+        if is_short:  # what the attempt held is freed with its frames
+            self._num_shortages += 1
+            self.discard()
+        self.at_step_end = shape.kind is TaskletKind.OPTIMIZER or self._job is None
+        if self.at_step_end:
+            self._num_shortages = 0
         return shape
 
     def discard(self) -> bool:
-        """Drop the micro-batch in flight to give its memory back, and what lies ready for the next or was kept of it.
-        For a while micro-batches are smaller then: the next would else take all of it again. False if there was
-        nothing to give."""
-        released = self._device.release_kept_memory()
+        """Give memory back: what arenas have kept for one another, or else the micro-batch in flight and what lies
+        ready for the next. For a while micro-batches are smaller then: the next would else take all of it again. False
+        if there was nothing to give."""
+        if self._device.release_kept_memory():
+            return True
         if self._job is None or not (self._job.in_flight or self._job.mapped_bytes):
-            return released
-        logger.warning("job %s gives up its micro-batch in flight: memory is short", self._job_id)
+            return False
         self._device.synchronize()
         self._job.discard_all()
-        self._withheld_bytes += self._job.require(self._job.left_bytes // _SHORTAGE_SHARE)
+        given = self._job.require(self._job.left_bytes // _SHORTAGE_SHARE)
+        if self._job.max_tokens == 0:
+            self._job.release(given)
+            given = 0
+        self._withheld_bytes += given
         self._withheld_until_s = self._clock() + _SHORTAGE_S
+        logger.warning(
+            "job %s gives up its micro-batch in flight, memory is short; for %.0f s they have at most %d tokens",
+            self._job_id,
+            _SHORTAGE_S,
+            self._job.max_tokens,
+        )
         return True
 
     def begin_fused(self) -> FusedInput:

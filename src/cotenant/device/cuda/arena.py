@@ -83,8 +83,12 @@ class CudaArena:
     def _map_chunk(self, chunk: int) -> None:
         address = self._address + chunk * self.chunk_bytes
         self._memory.map(address, self.chunk_bytes)
+        try:
+            self._memory.allow_access(address, self.chunk_bytes)
+        except BaseException:
+            self._memory.unmap(address, self.chunk_bytes, keep=False)
+            raise
         self._mapped.add(chunk)
-        self._memory.allow_access(address, self.chunk_bytes)
 
     def _unmap(self, chunks: Iterable[int], *, keep: bool = False) -> None:
         _unmap(self._memory, self._address, self.chunk_bytes, self._mapped, chunks, keep=keep)

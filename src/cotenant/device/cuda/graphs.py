@@ -19,11 +19,11 @@ def capture_graph(run: Callable[[], None], pool: Any, *, warm_up: bool = True) -
     """
     if warm_up:
         run()
-    try:
+    with suppress(torch.OutOfMemoryError):
         return _capture(run, pool)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()  # torch gives nothing back while a graph is captured, and a capture runs nothing
-        return _capture(run, pool)
+    # torch gives nothing back while a graph is captured, and a capture runs nothing. What the attempt held is free now.
+    torch.cuda.empty_cache()
+    return _capture(run, pool)
 
 
 def _capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

@@ -1,8 +1,8 @@
 """The physical memory of one GPU in whole pieces, through the CUDA driver's virtual memory management.
 
 The driver is called through ``cuda.bindings``, which torch's CUDA builds bring along. To create, map, allow access to
-or unmap a piece takes microseconds whatever its size; to give it back to the driver takes about a millisecond per GiB.
-So pieces that one arena gives up can be kept for another.
+or unmap a piece takes microseconds whatever its size; to give it back to the driver takes a millisecond per GiB, or
+several. So pieces that one arena gives up can be kept for another.
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ class PhysicalMemory:
     def unmap(self, address: int, size_bytes: int, *, keep: bool) -> None:
         """The driver unmaps what was mapped in one call, no more and no less. ``keep``: for the next ``map``."""
         handle = self._driver.retain(address) if keep else None
-        self._driver.unmap(address, size_bytes)
+        try:
+            self._driver.unmap(address, size_bytes)
+        except BaseException:
+            if handle is not None:
+                self._driver.release(handle)
+            raise
         if handle is not None:
             self._kept[size_bytes].append(handle)
 
