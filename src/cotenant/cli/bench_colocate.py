@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.output import write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import Cell, ColocateBench
 
 KIND = "colocate"
+_Measure = Callable[[str, Slo], "Cell"]
 _TTFT_SLO_MS = 500.0
 
 
@@ -78,12 +80,7 @@ def colocate(
     limit = resolve_model(chosen).spec.max_position_embeddings
     if not sizes and trace is None:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
-    if seq_len > limit:
-        raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
-    if tokens_per_step % seq_len:
-        raise InvalidInputError(
-            f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
-        )
+    check_rows(model, limit, seq_len, tokens_per_step)
     for name in names:
         CoExecutionConfig(policy=name)  # that it exists
     requests = None if trace is None else _requests(trace, busiest, max_model_len or limit)
@@ -106,23 +103,33 @@ def colocate(
         coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None),
     )
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
-    console = Console()
-    cells: list[dict[str, Any]] = []
     with ColocateBench(config, workload) as bench:
         alone = bench.alone(alone_seconds)
-        console.print(f"training alone: {alone:.0f} tokens/s")
-        report = {**_report(bench, label), "train_alone_tokens_per_s": round(alone, 2), "cells": cells}
-        for load, measure in _loads(bench, sizes, context, num_tokens, requests, scales):
-            for tpot_ms, name in itertools.product(tpots_ms, names):
-                cell = measure(name, Slo(slo_ttft_ms, tpot_ms))
-                cells.append(_figures(load, cell, alone))
-                console.print(_line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
-                if json_path is not None:
-                    write_json(json_path, report)  # a long run that is cut off leaves what it has measured
+        slos = [Slo(slo_ttft_ms, tpot_ms) for tpot_ms in tpots_ms]
+        loads = _loads(bench, sizes, context, num_tokens, requests, scales)
+        report = {**_report(bench, label), "train_alone_tokens_per_s": round(alone, 2)}
+        _measure_grid(report, loads, slos, names, json_path)
+
+
+def _measure_grid(
+    report: dict[str, Any],
+    loads: Sequence[tuple[dict[str, Any], _Measure]],
+    slos: Sequence[Slo],
+    policies: Sequence[str],
+    json_path: Path | None,
+) -> None:
+    """Measure each policy at each target under each load, and say so as it goes. The file is written after each cell:
+    a long run that is cut off leaves what it has measured."""
+    console = Console()
+    alone = report["train_alone_tokens_per_s"]
+    console.print(f"training alone: {alone:.0f} tokens/s")
+    cells = report["cells"] = []
+    for (load, measure), slo, policy in itertools.product(loads, slos, policies):
+        cells.append(_figures(load, measure(policy, slo), alone))
+        console.print(_line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
+        if json_path is not None:
+            write_json(json_path, report)
     _print(report, console)
-
-
-_Measure = Callable[[str, Slo], "Cell"]
 
 
 def _loads(

@@ -56,14 +56,9 @@ def finetune(
     """
     chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device)
     limit = resolve_model(chosen).spec.max_position_embeddings
-    if seq_len > limit:
-        raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
+    check_rows(model, limit, seq_len, tokens_per_step)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
-    if tokens_per_step % seq_len:
-        raise InvalidInputError(
-            f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
-        )
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions
     from cotenant.runtime.finetune_bench import open_bench
@@ -88,6 +83,16 @@ def finetune(
     _print(report)
     if json_path is not None:
         write_json(json_path, report)
+
+
+def check_rows(model: str, limit: int, seq_len: int, tokens_per_step: int) -> None:
+    """Raises InvalidInputError where ``model``, which takes ``limit`` tokens, cannot train on such rows."""
+    if seq_len > limit:
+        raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
+    if tokens_per_step % seq_len:
+        raise InvalidInputError(
+            f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
+        )
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -8,7 +8,9 @@ several. So pieces that one arena gives up can be kept for another.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class PhysicalMemory:
         if self._opened is None:
             torch.cuda.synchronize(self.device)  # the first call makes the context that the driver's calls work in
             self._opened = _Driver(self.device)
+            weakref.finalize(self, _give_back, self._opened, self._kept).atexit = False  # the driver then does it
         return self._opened
 
     def granularity_bytes(self) -> int:
@@ -83,6 +86,12 @@ class PhysicalMemory:
                 self._driver.release(handles.pop())
                 num_bytes += size_bytes
         return num_bytes
+
+
+def _give_back(driver: _Driver, kept: Mapping[int, list[Any]]) -> None:
+    for handles in kept.values():
+        while handles:
+            driver.release(handles.pop())
 
 
 class _Driver:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import idle_tasklets
+from cotenant.scheduler.base import training_alone
 from cotenant.scheduler.slack import SAFETY
 
 
@@ -18,12 +18,10 @@ class FineInferPolicy:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        count = idle_tasklets(snapshot)
-        if snapshot.requests or not snapshot.batch.empty:
-            if count == 0 or not self._may_be_held(snapshot):
-                return Plan(run_online=True)
-            count = min(1, count)  # and look again
-        return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+        is_idle = not snapshot.requests and snapshot.batch.empty
+        if is_idle or (snapshot.job is not None and self._may_be_held(snapshot)):
+            return training_alone(snapshot)
+        return Plan(run_online=True)
 
     def _may_be_held(self, snapshot: Snapshot) -> bool:
         """Whether no request has begun, and all can still have their first token in time a tasklet later."""

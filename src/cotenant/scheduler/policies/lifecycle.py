@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
-from cotenant.scheduler.base import idle_tasklets
+from cotenant.core.plan import Plan, Snapshot
+from cotenant.scheduler.base import training_alone
 
 _COOLDOWN_GAPS = 2.0
 
@@ -17,5 +17,4 @@ class LifecyclePolicy:
             return Plan(run_online=True)
         if snapshot.idle_s < _COOLDOWN_GAPS * snapshot.largest_gap_s:
             return Plan(run_online=False)
-        count = idle_tasklets(snapshot)
-        return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+        return training_alone(snapshot)

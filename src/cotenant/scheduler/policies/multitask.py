@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import idle_tasklets
+from cotenant.scheduler.base import suspends_training, training_alone
 from cotenant.scheduler.planner import plan_tasklets
 from cotenant.scheduler.slack import decode_slack_ms
 
@@ -22,11 +22,9 @@ class MultitaskPolicy:
     def plan(self, snapshot: Snapshot) -> Plan:
         batch, job = snapshot.batch, snapshot.job
         if batch.empty:
-            count = idle_tasklets(snapshot) if not snapshot.requests else min(1, idle_tasklets(snapshot))
-            return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+            return training_alone(snapshot)
         step_ms = self._predictor.batch_ms(batch)
-        someone_waits = any(request.first_token_s is None for request in snapshot.requests)
-        if job is None or someone_waits or batch.prefill_tokens or step_ms is None:
+        if job is None or step_ms is None or suspends_training(snapshot):
             return Plan(run_online=True, predicted_ms=step_ms)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
         count, num_fused, added_ms = plan_tasklets(

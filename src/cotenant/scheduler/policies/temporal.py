@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
-from cotenant.scheduler.base import idle_tasklets
+from cotenant.core.plan import Plan, Snapshot
+from cotenant.scheduler.base import training_alone
 
 
 class TemporalPolicy:
@@ -12,5 +12,4 @@ class TemporalPolicy:
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.requests or not snapshot.batch.empty:
             return Plan(run_online=True)
-        count = idle_tasklets(snapshot)
-        return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
+        return training_alone(snapshot)
