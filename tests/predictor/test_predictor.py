@@ -10,6 +10,7 @@ from cotenant.core.plan import BatchShape, IterationRecord, Mode
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.records import Record
+from taught import BACKWARD, DECODE, taught_predictor
 
 
 def decode(num: int, context: int, adapters: int = 0) -> BatchShape:
@@ -107,3 +108,31 @@ def test_the_error_ratio_follows_the_predictions() -> None:
     for _ in range(200):
         predictor.observe(IterationRecord(decode(1, 10), Mode.NONE, 2.0, 2.0, predicted_ms=2.2))
     assert predictor.error_ratio == pytest.approx(0.1)
+
+
+def test_what_was_measured_can_be_taken_over_and_is_soon_corrected() -> None:
+    exported = taught_predictor(2.0, 1.0, 3.0).export()
+    predictor = LatencyPredictor("test hardware", "test model")
+    assert predictor.restore(exported) == predictor.num_records > 0
+    assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0)
+    for _ in range(30):  # the machine has become slower
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 4.0, 10.0, tasklets=((TaskletRun(BACKWARD, 1), 6.0),)))
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(6.0, rel=0.15)
+
+
+def test_own_measurements_win_over_those_taken_over() -> None:
+    predictor = taught_predictor(5.0, 1.0, 3.0)
+    predictor.restore(taught_predictor(2.0, 1.0, 3.0).export())
+    assert predictor.batch_ms(DECODE) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("exported", [b"", b"[1]", b"{}", taught_predictor(2.0, 1.0, 3.0).export()[:-5]])
+def test_what_is_no_export_is_refused(exported: bytes) -> None:
+    with pytest.raises(ValueError, match=r"Input data was truncated|Expected `object`|missing required field"):
+        LatencyPredictor("test hardware", "test model").restore(exported)
+
+
+def test_another_machines_measurements_are_refused() -> None:
+    with pytest.raises(ValueError, match="measured on"):
+        LatencyPredictor("other hardware", "test model").restore(taught_predictor(2.0, 1.0, 3.0).export())

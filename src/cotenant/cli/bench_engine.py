@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cotenant.cli.options import whole_numbers
 from cotenant.cli.output import write_json
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
@@ -55,8 +56,8 @@ def engine(
     """Time decode steps and prompts without a server, and compare them with the floor: the bytes that must be read and
     the arithmetic that must be done, at the bandwidth and the matrix rate measured in the same run.
     """
-    sizes = _numbers(batch_sizes, "batch-sizes")
-    adapters = _numbers(num_adapters, "num-adapters") if num_adapters else []
+    sizes = whole_numbers(batch_sizes, "batch-sizes")
+    adapters = whole_numbers(num_adapters, "num-adapters") if num_adapters else []
     most = max([*sizes, lora_batch_size if adapters else 1])
     chosen = ModelConfig(
         model,
@@ -95,21 +96,11 @@ def engine(
         write_json(json_path, report)
 
 
-def _numbers(text: str, flag: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InvalidInputError(f"--{flag}: expected numbers like 1,8,32, got '{text}'", param=flag)
-    return numbers
-
-
 def _prompt_lengths(text: str | None, model: str, limit: int) -> list[int]:
     """The lengths asked for, or those of the default below the model's ``limit``, which counts the answer too."""
     if text is None:
         return [length for length in _PROMPT_LENGTHS if length < limit] or [limit - 1]
-    lengths = _numbers(text, "prompt-lengths")
+    lengths = whole_numbers(text, "prompt-lengths")
     if max(lengths) >= limit:
         raise InvalidInputError(
             f"--prompt-lengths: {max(lengths)} is too long: {model} takes {limit} tokens, the answer's included",

@@ -12,6 +12,7 @@ from cotenant.cli.demo import demo
 from cotenant.cli.jobs import jobs_app
 from cotenant.cli.model import model_app
 from cotenant.cli.output import USER_ERROR_EXIT_CODE, print_error
+from cotenant.cli.profile import profile
 from cotenant.cli.serve import serve
 from cotenant.core.errors import CotenantError
 
@@ -33,6 +34,7 @@ def version() -> None:
 
 app.command()(serve)
 app.command()(demo)
+app.command()(profile)
 app.add_typer(bench_app, name="bench")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(model_app, name="model")

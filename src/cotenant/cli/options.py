@@ -239,3 +239,14 @@ def _parse_lora_module(item: object) -> tuple[str, str]:
     if not (isinstance(name, str) and name and isinstance(folder, str) and folder):
         raise InvalidInputError(f"--lora-modules: expected NAME=FOLDER, got '{item}'", param="lora-modules")
     return name, folder
+
+
+def whole_numbers(text: str, flag: str) -> list[int]:
+    """Of a list on the command line. Raises InvalidInputError for anything else."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InvalidInputError(f"--{flag}: expected numbers like 1,8,32, got '{text}'", param=flag)
+    return numbers

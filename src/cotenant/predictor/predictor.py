@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.predictor.linear import OnlineLinearModel
-from cotenant.predictor.records import RecordCache
+from cotenant.predictor.records import Record, RecordCache
 
 _ERROR_WEIGHT = 0.05
+_VERSION = 1  # of exports
+_TRUSTED = 5  # measurements that a record taken over counts as
 _MOST_SAMPLES = 64  # of one shape that its kind's model learns from: they cost more than the record does
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
@@ -21,6 +26,19 @@ class CoRun:
     decode_solo_ms: float
     decode_corun_ms: float
     tasklet_corun_ms: float
+
+
+class _Export(msgspec.Struct):
+    """``records``: (adapters, or nothing for tasklets alone; shape; mean, deviation, count)."""
+
+    version: int
+    of: tuple[str, str]
+    records: list[tuple[tuple[int, ...], list[Any], float, float, int]]
+
+
+def _as_tuple(shape: Any) -> Any:
+    """JSON has lists where keys were tuples."""
+    return tuple(map(_as_tuple, shape)) if isinstance(shape, list) else shape
 
 
 def _bucket(tokens: int) -> int:
@@ -118,6 +136,32 @@ class LatencyPredictor:
         if solo is None or added is None:
             return None
         return CoRun(solo, solo + added, solo + added)
+
+    @property
+    def num_records(self) -> int:
+        return len(self._records)
+
+    def export(self) -> bytes:
+        """What was measured, for ``restore``: by this server when it starts again, or by another on such a machine."""
+        records = [(group[2:], *rest) for group, *rest in self._records.export() if isinstance(group, tuple)]
+        return msgspec.json.encode({"version": _VERSION, "of": self._base_group, "records": records})
+
+    def restore(self, exported: bytes) -> int:
+        """Take over what another predictor measured, where this one has not: how many records. They count little, so
+        that a machine that has changed is noticed within some iterations.
+
+        Raises ValueError for what is no export, or one of other hardware or another model.
+        """
+        try:
+            found = msgspec.json.decode(exported, type=_Export)
+        except msgspec.DecodeError as error:
+            raise ValueError(str(error)) from error
+        if found.version != _VERSION or found.of != self._base_group:
+            raise ValueError(f"measured on {found.of}, version {found.version}, not on {self._base_group}")
+        for rest, shape, mean_ms, deviation_ms, count in found.records:
+            record = Record(mean_ms, deviation_ms, min(count, _TRUSTED))
+            self._records.restore((*self._base_group, *rest), _as_tuple(shape), record)
+        return len(found.records)
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration."""

@@ -65,5 +65,17 @@ class RecordCache:
             record.add(latency_ms)
             shapes.move_to_end(shape)
 
+    def export(self) -> list[tuple[Hashable, Hashable, float, float, int]]:
+        """All records: (group, shape, mean, deviation, count)."""
+        return [
+            (group, shape, record.mean_ms, record.deviation_ms, record.count)
+            for group, shapes in self._groups.items()
+            for shape, record in shapes.items()
+        ]
+
+    def restore(self, group: Hashable, shape: Hashable, record: Record) -> None:
+        """Put a record back, if there is none of this shape."""
+        self._groups.setdefault(group, OrderedDict()).setdefault(shape, record)
+
     def __len__(self) -> int:
         return sum(len(shapes) for shapes in self._groups.values())

@@ -19,7 +19,7 @@ from typing import Any
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
-from cotenant.core.plan import IterationRecord, Slo
+from cotenant.core.plan import BatchShape, IterationRecord, Slo
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
@@ -145,6 +145,27 @@ class ColocateBench:
     @property
     def default_slo(self) -> Slo:
         return self._tenants.default_slo
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._max_num_seqs
+
+    @property
+    def longest_tasklet_ms(self) -> float:
+        """As measured so far."""
+        view = self._tenants.training.view()
+        upcoming = () if view is None else view.upcoming
+        return max((self._tenants.predictor.tasklet_ms(run.shape) or 0.0 for run in upcoming), default=0.0)
+
+    def step_ms(self, batch_size: int, context: int) -> float:
+        """Of a decode step alone, as predicted so far."""
+        return self._tenants.predictor.batch_ms(BatchShape(batch_size, batch_size * context)) or 0.0
+
+    def save_latencies(self) -> tuple[int, Path]:
+        """Keep what was measured in the configuration's data folder: how many records there are, and where."""
+        tenants = self._tenants
+        tenants.latencies.save(tenants.predictor)
+        return tenants.predictor.num_records, tenants.latencies.path
 
     def description(self) -> dict[str, Any]:
         """What was measured on what."""

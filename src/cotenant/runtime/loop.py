@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
@@ -42,6 +43,7 @@ from cotenant.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _STATS_EVERY_S = 0.2
+_SAVE_EVERY_S = 60.0
 _IDLE_WAIT_S = 0.05
 _BUSY_WAIT_S = 0.001
 
@@ -79,7 +81,9 @@ class WorkerLoop:
         can_fuse: bool,
         sizes_chunks: bool = False,
         trace: Trace | None = None,
+        save: Callable[[], None] | None = None,
     ) -> None:
+        """``save``: called now and then while there is nothing to do, and may take a moment."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -90,6 +94,8 @@ class WorkerLoop:
         self._can_fuse = can_fuse
         self._sizes_chunks = sizes_chunks
         self._trace = trace
+        self._save = save
+        self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._stats = LoopStats()
         self._margin = Margin(slo.tpot_ms, slo.attainment)
         self._idle_since_s = -math.inf
@@ -202,6 +208,9 @@ class WorkerLoop:
             self._unchecked = False
         if self._training.job_id is not None:
             self._training.publish()
+        if self._save is not None and time.monotonic() >= self._next_save_s:
+            self._save()
+            self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._channel.wait(_IDLE_WAIT_S)
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
 from cotenant.runtime.sizing import serving_bytes
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
 from cotenant.wire.messages import FromWorker
+
+logger = logging.getLogger(__name__)
 
 _CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 
@@ -33,6 +37,7 @@ class Tenants:
     training: TrainingTenant
     executor: Executor
     predictor: LatencyPredictor
+    latencies: LatencyFile
     default_slo: Slo
     can_fuse: bool
     trace: Trace | None
@@ -50,6 +55,7 @@ class Tenants:
             self.can_fuse,
             sizes_chunks=self.serving.device.overlaps,
             trace=self.trace,
+            save=lambda: self.latencies.save(self.predictor),
         )
 
 
@@ -59,7 +65,14 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     trace = None if config.trace_file is None else Trace(Path(config.trace_file))
     serving = build_serving(config)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
-    predictor = LatencyPredictor(device.name, serving.resolved.name)
+    model = " ".join(
+        filter(None, (serving.resolved.name, str(decoder.dtype).removeprefix("torch."), config.model.quantization))
+    )
+    predictor = LatencyPredictor(device.name, model)
+    latencies = LatencyFile(Path(config.data_dir), device.name, model)
+    num_records = latencies.load(predictor)
+    if num_records:
+        logger.info("%d latencies were measured before", num_records)
     training = TrainingTenant(
         device,
         decoder,
@@ -77,7 +90,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         warm_up()
         training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
-    return Tenants(serving, training, executor, predictor, slo, fuse, trace)
+    return Tenants(serving, training, executor, predictor, latencies, slo, fuse, trace)
 
 
 def _compile_training(decoder: Decoder) -> Callable[[], bool]:

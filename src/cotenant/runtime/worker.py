@@ -20,7 +20,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
 from cotenant.processes import die_with_parent
 from cotenant.runtime.loop import WorkerLoop
-from cotenant.runtime.tenants import build_tenants
+from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import Ready, StartFailed
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 START_FAILED_EXIT_CODE = 2
 
 
-def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> WorkerLoop:
+def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> tuple[Tenants, WorkerLoop]:
     """Load everything and put it together. Sends ``Ready`` when requests can be served."""
     tenants = build_tenants(config, channel.send)
     serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
@@ -47,7 +47,7 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
             load_s=time.monotonic() - started_s,
         )
     )
-    return loop
+    return tenants, loop
 
 
 def main() -> int:
@@ -66,7 +66,7 @@ def main() -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = WorkerChannel(arguments.address)
     try:
-        loop = build_loop(config, channel, started_s)
+        tenants, loop = build_loop(config, channel, started_s)
     except (CotenantError, torch.OutOfMemoryError) as error:
         channel.send(StartFailed(str(error)))
         channel.close()
@@ -75,6 +75,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     loop.run()
+    tenants.latencies.save(tenants.predictor)
     channel.close()
     return 0
 

@@ -1,0 +1,80 @@
+"""``cotenant profile``: measure what the planner wants to know, before a server meets it under load."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cotenant.cli.options import whole_numbers
+from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Slo
+from cotenant.models.registry import resolve_model
+
+_SECONDS_ALONE = 5.0  # of training
+_NUM_TOKENS = 24  # of each sequence, for each shape
+_TASKLETS = 4  # beside each step, if all take as long as the longest
+_SEQ_LEN, _ROWS = 2048, 2  # of the training beside them
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
+    batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,8,16,32,64,128",
+    contexts: Annotated[str, typer.Option(help="Tokens of each of them, about.")] = "256,1024,2048",
+    tasklet_tokens: Annotated[
+        int | None, typer.Option(min=16, help="As for `cotenant serve`.", show_default=False)
+    ] = None,
+    load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
+    dtype: Annotated[str, typer.Option()] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
+    device: Annotated[str, typer.Option()] = "auto",
+    data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
+) -> None:
+    """Measure decode steps alone and beside training, and training's tasklets, and keep the latencies in the data
+    folder: a server that starts there plans with them from its first iteration. What else it meets it learns by itself.
+    """
+    chosen = ModelConfig(
+        model,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        quantization=None if quantization in (None, "none") else quantization,
+    )
+    limit = resolve_model(chosen).spec.max_position_embeddings
+    sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
+    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    from cotenant.runtime.colocate_bench import ColocateBench, steady_len
+    from cotenant.runtime.finetune_workload import Workload
+
+    shapes = [
+        (size, length)
+        for size, length in itertools.product(sizes, lengths)
+        if steady_len(size, length, _NUM_TOKENS) <= limit
+    ]
+    if not shapes:
+        raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
+    config = ServerConfig(
+        model=replace(chosen, max_model_len=max(steady_len(size, length, _NUM_TOKENS) for size, length in shapes)),
+        batch=BatchConfig(max_queue=1_000_000),
+        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens),
+        data_dir=str(data_dir.expanduser().resolve()),
+    )
+    seq_len = min(_SEQ_LEN, limit)
+    start_s = time.perf_counter()
+    with ColocateBench(config, Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)) as bench:
+        bench.alone(_SECONDS_ALONE)
+        for size, length in shapes:
+            if size <= bench.max_num_seqs:
+                # Whatever the targets will be: some tasklets run beside each step, and no more.
+                slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
+                cell = bench.steady("adaptive", slo, size, length, _NUM_TOKENS)
+                tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
+                typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
+        num_records, path = bench.save_latencies()
+    typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")

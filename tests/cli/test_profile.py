@@ -1,0 +1,45 @@
+"""`cotenant profile` on the built-in model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cotenant", "profile", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
+    result = run_profile("tiny", "--batch-sizes", "2", *flags)
+    assert result.returncode == 0, result.stderr
+    assert "2 sequences of about 64 tokens: " in result.stdout
+    (path,) = (tmp_path / "latencies").iterdir()
+    first = json.loads(path.read_text())
+    kinds = {shape[0] for _, shape, *_ in first["records"]}
+    assert {"batch", "shared batch", "tasklet", "beside"} <= kinds
+    assert f"{len(first['records'])} latencies in " in result.stdout
+    assert run_profile("tiny", "--batch-sizes", "3", *flags).returncode == 0
+    sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
+    assert {2, 3} <= sizes, "what was measured before is still there"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["tiny", "--batch-sizes", "1,x"], "--batch-sizes: expected numbers like 1,8,32"),
+        (["tiny", "--contexts", "4096"], "--contexts: tiny takes 1024 tokens, too few for any of them"),
+        (["no-such-model"], "unknown model 'no-such-model'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
+    result = run_profile(*arguments)
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
