@@ -263,6 +263,23 @@ def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.M
     assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 
 
+def test_an_optimizer_that_finds_no_memory_ends_the_job(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun to change the state of training."""
+    job = bench.training._job
+    assert job is not None
+    run_tasklet = job.run_tasklet
+
+    def short_of_memory() -> TaskletShape:
+        shape = job.next_shape
+        if shape is not None and shape.kind is TaskletKind.OPTIMIZER:
+            raise torch.OutOfMemoryError("no memory")
+        return run_tasklet()
+
+    monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+    bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
+
+
 class AheadDevice(CpuDevice):
     """A CPU that is asked for what a device behind the host is; notes what was launched behind batches."""
 

@@ -165,13 +165,14 @@ class TrainingTenant:
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
-        less."""
+        less; the optimizer, which changes training's state, cannot."""
         assert self._job is not None
         shape, is_short = _NOTHING, False
+        can_repeat = self._job.next_shape is not None and self._job.next_shape.kind is not TaskletKind.OPTIMIZER
         try:
             shape = self._job.run_tasklet()
         except torch.OutOfMemoryError as error:
-            is_short = self._num_shortages < _MOST_SHORTAGES
+            is_short = can_repeat and self._num_shortages < _MOST_SHORTAGES
             if not is_short:
                 self.fail(error)
         except Exception as error:
