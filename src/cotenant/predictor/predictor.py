@@ -189,10 +189,10 @@ class LatencyPredictor:
             model.update((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)), each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
-        solo_ms = self.batch_ms(record.batch)
-        if record.fused is None or solo_ms is None:
+        step_ms = self.batch_ms(record.batch, beside_training=True)
+        if record.fused is None or step_ms is None:
             return
-        added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - solo_ms) / record.fused.count)
+        added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
         key = ("fused", _batch_key(record.batch), _tasklet_key(record.fused.shape))
         self._records.add(self._group(record.batch), key, added_ms)
 

@@ -23,14 +23,15 @@ class MultitaskPolicy:
         batch, job = snapshot.batch, snapshot.job
         if batch.empty:
             return training_alone(snapshot)
-        step_ms = self._predictor.batch_ms(batch)
+        alone_ms = self._predictor.batch_ms(batch)
+        step_ms = self._predictor.batch_ms(batch, beside_training=True)
         if job is None or step_ms is None or suspends_training(snapshot):
-            return Plan(run_online=True, predicted_ms=step_ms)
+            return Plan(run_online=True, predicted_ms=alone_ms)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
         count, num_fused, added_ms = plan_tasklets(
             self._predictor, batch, job.upcoming, slack_ms, fuse=snapshot.can_fuse
         )
         if count == 0:
-            return Plan(run_online=True, predicted_ms=step_ms)
+            return Plan(run_online=True, predicted_ms=alone_ms)
         mode = Mode.FUSED if num_fused else Mode.TEMPORAL
         return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
