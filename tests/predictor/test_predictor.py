@@ -6,10 +6,12 @@ import random
 
 import pytest
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.config import POLICIES
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.records import Record
+from cotenant.scheduler import create_policy
 from taught import BACKWARD, DECODE, taught_predictor
 
 
@@ -136,3 +138,18 @@ def test_what_is_no_export_is_refused(exported: bytes) -> None:
 def test_another_machines_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match="measured on"):
         LatencyPredictor("other hardware", "test model").restore(taught_predictor(2.0, 1.0, 3.0).export())
+
+
+def test_work_that_a_model_says_takes_no_time_is_not_known() -> None:
+    """Far from what was measured; a planner that divides by it would fail."""
+    predictor = LatencyPredictor("test hardware", "test model")
+    for turn in range(60):
+        num = 1 + turn % 6
+        predictor.observe(IterationRecord(decode(num, 100), Mode.NONE, 8.0 - num, 8.0 - num))
+    assert predictor.batch_ms(decode(3, 100)) == pytest.approx(5.0)
+    assert predictor.batch_ms(decode(200, 100)) is None
+    job = JobView("job", (TaskletRun(BACKWARD, 4),))
+    running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), decode(200, 100), (running,), job)
+    for policy in POLICIES:
+        assert create_policy(policy, predictor).plan(snapshot).run_online

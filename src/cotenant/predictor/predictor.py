@@ -41,6 +41,11 @@ def _as_tuple(shape: Any) -> Any:
     return tuple(map(_as_tuple, shape)) if isinstance(shape, list) else shape
 
 
+def _known(predicted_ms: float) -> float | None:
+    """A linear model says 0 where it is out of its range: work takes some time."""
+    return predicted_ms if predicted_ms > 0 else None
+
+
 def _bucket(tokens: int) -> int:
     """Token counts that differ by less than an eighth share a record."""
     if tokens < 16:
@@ -96,7 +101,7 @@ class LatencyPredictor:
             record = self._records.find(self._group(batch), (name, _batch_key(batch)))
             if record is not None:
                 return record.cautious_ms
-        return self._batch_model.predict(_batch_features(batch)) if self._batch_model.ready else None
+        return _known(self._batch_model.predict(_batch_features(batch))) if self._batch_model.ready else None
 
     def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
         """How many tokens of fresh prompts fit into a batch beside its decodes, so that it takes ``limit_ms``. May be
@@ -122,8 +127,7 @@ class LatencyPredictor:
         model = self._tasklet_models.get(shape.kind)
         if model is None or not model.ready:
             return None
-        predicted_ms = model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)))
-        return predicted_ms if predicted_ms > 0 else None  # 0: out of the model's range
+        return _known(model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length))))
 
     def corun(self, batch: BatchShape, shape: TaskletShape, *, fused: bool = False) -> CoRun | None:
         """Equation 1's three latencies for one tasklet beside this batch, or None if one of them is unknown.
@@ -143,7 +147,7 @@ class LatencyPredictor:
 
     def export(self) -> bytes:
         """What was measured, for ``restore``: by this server when it starts again, or by another on such a machine."""
-        records = [(group[2:], *rest) for group, *rest in self._records.export() if isinstance(group, tuple)]
+        records = [(group[2:], *rest) for group, *rest in self._records.export()]
         return msgspec.json.encode({"version": _VERSION, "of": self._base_group, "records": records})
 
     def restore(self, exported: bytes) -> int:

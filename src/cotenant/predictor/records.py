@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+Group = tuple[Hashable, ...]
+"""Hardware, model, and for work with a batch its adapters."""
+
 _WEIGHT_OF_NEWEST = 0.1
 _MAX_SHAPES = 4096
 _OUTLIER_RATIO = 8.0
@@ -42,18 +45,18 @@ class Record:
 
 
 class RecordCache:
-    """``group`` is (hardware, model, adapters); ``shape`` any hashable description of the work."""
+    """``shape`` any hashable description of the work."""
 
     def __init__(self) -> None:
-        self._groups: dict[Hashable, OrderedDict[Hashable, Record]] = {}
+        self._groups: dict[Group, OrderedDict[Hashable, Record]] = {}
 
-    def find(self, group: Hashable, shape: Hashable, min_count: int = 3) -> Record | None:
+    def find(self, group: Group, shape: Hashable, min_count: int = 3) -> Record | None:
         """The record of this shape if it rests on at least ``min_count`` measurements."""
         shapes = self._groups.get(group)
         record = shapes.get(shape) if shapes is not None else None
         return record if record is not None and record.count >= min_count else None
 
-    def add(self, group: Hashable, shape: Hashable, latency_ms: float) -> None:
+    def add(self, group: Group, shape: Hashable, latency_ms: float) -> None:
         """Take one measurement in; the shape unused for longest goes when there are too many."""
         shapes = self._groups.setdefault(group, OrderedDict())
         record = shapes.get(shape)
@@ -65,7 +68,7 @@ class RecordCache:
             record.add(latency_ms)
             shapes.move_to_end(shape)
 
-    def export(self) -> list[tuple[Hashable, Hashable, float, float, int]]:
+    def export(self) -> list[tuple[Group, Hashable, float, float, int]]:
         """All records: (group, shape, mean, deviation, count)."""
         return [
             (group, shape, record.mean_ms, record.deviation_ms, record.count)
@@ -73,7 +76,7 @@ class RecordCache:
             for shape, record in shapes.items()
         ]
 
-    def restore(self, group: Hashable, shape: Hashable, record: Record) -> None:
+    def restore(self, group: Group, shape: Hashable, record: Record) -> None:
         """Put a record back, if there is none of this shape."""
         self._groups.setdefault(group, OrderedDict()).setdefault(shape, record)
 
