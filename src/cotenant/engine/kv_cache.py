@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -173,12 +174,11 @@ class KvCache:
         """Copy pages. Raises torch.OutOfMemoryError if there is no memory even with what arenas have kept."""
         if not moves:
             return
-        try:
+        with suppress(torch.OutOfMemoryError):
             self._copy_staged(moves)
-        except torch.OutOfMemoryError:
-            if not self._device.release_kept_memory():
-                raise
-            self._copy_staged(moves)
+            return
+        self._device.release_kept_memory()  # what the attempt held is freed with its frames
+        self._copy_staged(moves)
 
     def _copy_staged(self, moves: dict[int, int]) -> None:
         pages = torch.tensor([list(moves), list(moves.values())], device=self._words.device)  # [2, pages]

@@ -135,15 +135,13 @@ class Executor:
         return 1
 
     def _launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
-        is_launched = False
-        while not is_launched:
+        has_more = True
+        while has_more:
             with suppress(torch.OutOfMemoryError):
                 self._engine.launch(step, hidden)
-                is_launched = True
-            # What the attempt held is freed with its frames, so not within its handler.
-            if not is_launched and not self._training.discard():
-                self._engine.launch(step, hidden)
-                is_launched = True
+                return
+            has_more = self._training.discard()  # what the attempt held is freed with its frames
+        self._engine.launch(step, hidden)
 
     def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor | None, TaskletRun | None]:
         """All layers of the online batch with training layers in it. What goes wrong because of those ends the job

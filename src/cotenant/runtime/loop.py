@@ -83,7 +83,7 @@ class WorkerLoop:
         trace: Trace | None = None,
         save: Callable[[], None] | None = None,
     ) -> None:
-        """``save``: called now and then while there is nothing to do, and may take a moment."""
+        """``save``: keeps what the predictor has learned; called now and then while there is nothing to do."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -96,6 +96,7 @@ class WorkerLoop:
         self._trace = trace
         self._save = save
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
+        self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo.tpot_ms, slo.attainment)
         self._idle_since_s = -math.inf
@@ -177,6 +178,7 @@ class WorkerLoop:
         trains = trains and self._training.runnable
         idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
         self._unchecked = self._unchecked or not record.batch.empty
+        self._has_learned = self._has_learned or not record.batch.empty or bool(record.tasklets)
         if self._draining and not self._engine.has_work and self._training.job_id is None:
             self._channel.send(Drained())
             self._finished = True
@@ -208,8 +210,9 @@ class WorkerLoop:
             self._unchecked = False
         if self._training.job_id is not None:
             self._training.publish()
-        if self._save is not None and time.monotonic() >= self._next_save_s:
+        if self._save is not None and self._has_learned and time.monotonic() >= self._next_save_s:
             self._save()
+            self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._channel.wait(_IDLE_WAIT_S)
 

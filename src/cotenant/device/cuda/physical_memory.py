@@ -80,18 +80,16 @@ class PhysicalMemory:
 
     def release(self, most_bytes: int | None = None) -> int:
         """Give kept memory back to the driver, all or at least ``most_bytes`` of it: how many bytes."""
-        num_bytes = 0
-        for size_bytes, handles in self._kept.items():
-            while handles and (most_bytes is None or num_bytes < most_bytes):
-                self._driver.release(handles.pop())
-                num_bytes += size_bytes
-        return num_bytes
+        return _give_back(self._driver, self._kept, most_bytes) if self.kept_bytes else 0
 
 
-def _give_back(driver: _Driver, kept: Mapping[int, list[Any]]) -> None:
-    for handles in kept.values():
-        while handles:
+def _give_back(driver: _Driver, kept: Mapping[int, list[Any]], most_bytes: int | None = None) -> int:
+    num_bytes = 0
+    for size_bytes, handles in kept.items():
+        while handles and (most_bytes is None or num_bytes < most_bytes):
             driver.release(handles.pop())
+            num_bytes += size_bytes
+    return num_bytes
 
 
 class _Driver:
