@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.bench_finetune import check_rows
+from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import write_json
-from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
+from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
-from cotenant.models.registry import resolve_model
 
 if TYPE_CHECKING:
     from cotenant.bench.traces import Trace
@@ -76,8 +76,7 @@ def colocate(
     tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
     scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace is not None else []
-    chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device)
-    limit = resolve_model(chosen).spec.max_position_embeddings
+    chosen, limit = model_to_measure(model, load_format, dtype, device)
     if not sizes and trace is None:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
     check_rows(model, limit, seq_len, tokens_per_step)

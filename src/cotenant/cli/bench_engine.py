@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cotenant.cli.options import whole_numbers
+from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.cli.output import write_json
-from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
+from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.registry import resolve_model
 
 if TYPE_CHECKING:
     from cotenant.runtime.engine_bench import EngineBench
@@ -59,14 +58,7 @@ def engine(
     sizes = whole_numbers(batch_sizes, "batch-sizes")
     adapters = whole_numbers(num_adapters, "num-adapters") if num_adapters else []
     most = max([*sizes, lora_batch_size if adapters else 1])
-    chosen = ModelConfig(
-        model,
-        load_format=load_format,
-        dtype=dtype,
-        device=device,
-        quantization=None if quantization in (None, "none") else quantization,
-    )
-    limit = resolve_model(chosen).spec.max_position_embeddings
+    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     lengths = _prompt_lengths(prompt_lengths, model, limit)
     _check_context(context, num_steps, most, model, limit)
     config = ServerConfig(

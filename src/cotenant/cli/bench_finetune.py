@@ -10,10 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import write_json
-from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.registry import resolve_model
 
 KIND = "finetune"
 _REQUIRED_BYTES = 4 << 30
@@ -54,8 +53,7 @@ def finetune(
     """Train a LoRA adapter on random tokens without a server: speed, beside the matrix rate measured in the same run,
     memory, the times of tasklets, and how soon training stops and gives its activations back.
     """
-    chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device)
-    limit = resolve_model(chosen).spec.max_position_embeddings
+    chosen, limit = model_to_measure(model, load_format, dtype, device)
     check_rows(model, limit, seq_len, tokens_per_step)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")

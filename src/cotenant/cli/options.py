@@ -31,6 +31,7 @@ from cotenant.config import (
     api_key_from_environment,
 )
 from cotenant.core.errors import InvalidInputError
+from cotenant.models.registry import resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,3 +251,13 @@ def whole_numbers(text: str, flag: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise InvalidInputError(f"--{flag}: expected numbers like 1,8,32, got '{text}'", param=flag)
     return numbers
+
+
+def model_to_measure(
+    model: str, load_format: str, dtype: str, device: str, quantization: str | None = None
+) -> tuple[ModelConfig, int]:
+    """For the commands that load a model themselves: what they load, and the tokens that it takes. Raises CotenantError
+    for what cannot be loaded."""
+    method = None if quantization == _NO_QUANTIZATION else quantization
+    chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device, quantization=method)
+    return chosen, resolve_model(chosen).spec.max_position_embeddings

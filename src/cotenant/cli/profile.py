@@ -11,11 +11,10 @@ from typing import Annotated
 
 import typer
 
-from cotenant.cli.options import whole_numbers
-from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.cli.options import model_to_measure, whole_numbers
+from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
-from cotenant.models.registry import resolve_model
 
 _SECONDS_ALONE = 5.0  # of training
 _NUM_TOKENS = 24  # of each sequence, for each shape
@@ -39,14 +38,7 @@ def profile(
     """Measure decode steps alone and beside training, and training's tasklets, and keep the latencies in the data
     folder: a server that starts there plans with them from its first iteration. What else it meets it learns by itself.
     """
-    chosen = ModelConfig(
-        model,
-        load_format=load_format,
-        dtype=dtype,
-        device=device,
-        quantization=None if quantization in (None, "none") else quantization,
-    )
-    limit = resolve_model(chosen).spec.max_position_embeddings
+    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len
@@ -67,7 +59,8 @@ def profile(
     )
     seq_len = min(_SEQ_LEN, limit)
     start_s = time.perf_counter()
-    with ColocateBench(config, Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)) as bench:
+    workload = Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)
+    with ColocateBench(config, workload, uses_data_dir=True) as bench:
         bench.alone(_SECONDS_ALONE)
         for size, length in shapes:
             if size <= bench.max_num_seqs:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +105,13 @@ def _are_settled(load: Load, slo: Slo) -> bool:
 class ColocateBench:
     """One server and one job that has no end. Use as a context manager: the job's files lie in a folder of its own."""
 
-    def __init__(self, config: ServerConfig, workload: Workload) -> None:
-        """Load what ``config`` names. Raises CotenantError for what cannot be served or trained."""
+    def __init__(self, config: ServerConfig, workload: Workload, *, uses_data_dir: bool = False) -> None:
+        """Load what ``config`` names. ``uses_data_dir``: begin with the latencies kept there; otherwise that folder is
+        not touched, and all is measured anew. Raises CotenantError for what cannot be served or trained."""
         self._folder = tempfile.TemporaryDirectory(prefix="cotenant-bench-")
         self._failure: JobFailed | None = None
+        if not uses_data_dir:
+            config = replace(config, data_dir=self._folder.name)
         self._tenants = build_tenants(config, self._hear)
         serving = self._tenants.serving
         folder = Path(self._folder.name)
@@ -123,7 +126,7 @@ class ColocateBench:
             hyperparameters=workload.hyperparameters(),
         )
         self._workload = workload
-        self._max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
+        self.max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
         self._seeds = itertools.count()  # no two loads have the same prompts: none is found in the prefix cache
 
     def __enter__(self) -> ColocateBench:
@@ -137,18 +140,6 @@ class ColocateBench:
                 training.publish()
                 time.sleep(0.01)
         self._folder.cleanup()
-
-    @property
-    def max_model_len(self) -> int:
-        return self._tenants.serving.max_model_len
-
-    @property
-    def default_slo(self) -> Slo:
-        return self._tenants.default_slo
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._max_num_seqs
 
     @property
     def longest_tasklet_ms(self) -> float:
@@ -180,7 +171,7 @@ class ColocateBench:
     def alone(self, duration_s: float) -> float:
         """Tokens/s of training with the device to itself."""
         load = Load((), self._vocab_size, next(self._seeds), [StartJob(self._spec)])
-        watch, loop = self._begin(load, "multitask", self.default_slo)
+        watch, loop = self._begin(load, "multitask", self._tenants.default_slo)
         warm_tokens = _WARM_STEPS * self._workload.tokens_per_step
         while self._tenants.training.trained_tokens < warm_tokens:
             self._iterate(loop, watch)
@@ -206,14 +197,13 @@ class ColocateBench:
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
-        most = self._max_num_seqs
-        if batch_size > most:
+        if batch_size > self.max_num_seqs:
             raise InvalidInputError(
-                f"--batch-sizes: {batch_size} is more than the {most} of a batch", param="batch-sizes"
+                f"--batch-sizes: {batch_size} is more than the {self.max_num_seqs} of a batch", param="batch-sizes"
             )
-        input_len = max(1, context - num_tokens // 2)
-        room = self.max_model_len - input_len
-        assert steady_len(batch_size, context, num_tokens) <= self.max_model_len
+        input_len, limit = max(1, context - num_tokens // 2), self._tenants.serving.max_model_len
+        assert steady_len(batch_size, context, num_tokens) <= limit
+        room = limit - input_len
         load = Load([Arrival(0.0, input_len, room)] * batch_size, self._vocab_size, next(self._seeds))
         # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
         watch, loop = self._begin(load, "inference-only", _NO_TARGET)
