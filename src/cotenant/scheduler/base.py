@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
 # after the tasklet in flight when a request arrives; the number only bounds how stale its reports get.
@@ -26,9 +27,18 @@ def training_alone(snapshot: Snapshot) -> Plan:
     return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
 
 
-def suspends_training(snapshot: Snapshot) -> bool:
-    """Whether a request waits for its first token, or a prompt is part of the batch: then nothing delays it."""
-    return snapshot.batch.prefill_tokens > 0 or any(request.first_token_s is None for request in snapshot.requests)
+def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
+    """The batch, and nothing beside it."""
+    return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))
+
+
+def plan_of_one(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | None:
+    """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request waits for its
+    first token or has its prompt in the batch, which nothing delays. None: tasklets may run beside decodes."""
+    if snapshot.batch.empty:
+        return training_alone(snapshot)
+    is_awaited = snapshot.batch.prefill_tokens > 0 or any(each.first_token_s is None for each in snapshot.requests)
+    return serving_alone(predictor, snapshot) if snapshot.job is None or is_awaited else None
 
 
 def idle_tasklets(snapshot: Snapshot) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import suspends_training, training_alone
+from cotenant.scheduler.base import plan_of_one, serving_alone
 from cotenant.scheduler.planner import plan_tasklets
 from cotenant.scheduler.slack import decode_slack_ms
 
@@ -20,18 +20,14 @@ class MultitaskPolicy:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        batch, job = snapshot.batch, snapshot.job
-        if batch.empty:
-            return training_alone(snapshot)
-        alone_ms = self._predictor.batch_ms(batch)
-        step_ms = self._predictor.batch_ms(batch, beside_training=True)
-        if job is None or step_ms is None or suspends_training(snapshot):
-            return Plan(run_online=True, predicted_ms=alone_ms)
+        plan = plan_of_one(self._predictor, snapshot)
+        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
+        if plan is not None or snapshot.job is None or step_ms is None:
+            return plan or serving_alone(self._predictor, snapshot)
+        batch, upcoming = snapshot.batch, snapshot.job.upcoming
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
-        count, num_fused, added_ms = plan_tasklets(
-            self._predictor, batch, job.upcoming, slack_ms, fuse=snapshot.can_fuse
-        )
+        count, num_fused, added_ms = plan_tasklets(self._predictor, batch, upcoming, slack_ms, fuse=snapshot.can_fuse)
         if count == 0:
-            return Plan(run_online=True, predicted_ms=alone_ms)
+            return serving_alone(self._predictor, snapshot)
         mode = Mode.FUSED if num_fused else Mode.TEMPORAL
         return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
