@@ -81,6 +81,24 @@ def test_a_process_that_is_killed_is_an_error_and_no_hang(tmp_path: Path) -> Non
     run(scenario)
 
 
+def test_a_process_that_dies_before_it_is_told_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_kill(*args: object, **options: object) -> asyncio.subprocess.Process:
+        process = await start(*args, **options)  # type: ignore[arg-type]
+        process.kill()
+        await process.wait()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_kill)
+
+    async def scenario() -> None:
+        with pytest.raises(CotenantError, match="killed by signal 9"):
+            await prepare(slow_task(tmp_path))
+
+    run(scenario)
+
+
 def test_cancelling_kills_the_process(tmp_path: Path) -> None:
     async def scenario() -> None:
         preparing = asyncio.create_task(prepare(slow_task(tmp_path)))

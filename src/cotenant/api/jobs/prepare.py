@@ -34,8 +34,9 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
     assert process.stdout is not None
     try:
         with suppress(ConnectionError):  # a child that died at once; its exit code says more
-            process.stdin.write(msgspec.json.encode(task) + b"\n")
-            await process.stdin.drain()
+            if not process.stdin.is_closing():  # uvloop raises RuntimeError for a write to a pipe that it has closed
+                process.stdin.write(msgspec.json.encode(task) + b"\n")
+                await process.stdin.drain()
         output = await process.stdout.read()
         exit_code = await process.wait()
     finally:
