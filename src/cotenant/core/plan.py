@@ -47,6 +47,14 @@ class BatchShape:
         return self.num_decode == 0 and self.prefill_tokens == 0
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Partition:
+    """Disjoint sets of SMs, as numbers of them: the online batch's, and those of the tasklets beside it."""
+
+    online_sms: int
+    best_effort_sms: int
+
+
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A live request as a policy sees it.
@@ -75,7 +83,8 @@ class JobView:
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
     of the TPOT target to be aimed at, by what came of requests so far. ``idle_s``: how long no request has been live.
-    ``largest_gap_s``: between two batches while requests were live, so far."""
+    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can run
+    on, beside the job's next tasklets on the other SMs."""
 
     now_s: float
     slo: Slo
@@ -86,6 +95,7 @@ class Snapshot:
     margin: float = 0.9
     idle_s: float = math.inf
     largest_gap_s: float = 0.0
+    partitions: tuple[Partition, ...] = ()
 
 
 class Mode(StrEnum):
@@ -94,6 +104,7 @@ class Mode(StrEnum):
     NONE = "none"
     FUSED = "fused"
     TEMPORAL = "temporal"
+    SPATIAL = "spatial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,8 @@ class Plan:
 
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
     ``interruptible``: stop after the tasklet in flight when a request arrives. ``until_step_end`` runs the whole
-    training step, however many tasklets it takes.
+    training step, however many tasklets it takes. ``partition``: the batch has its online SMs, and tasklets run on the
+    others until the batch ends; what is left of ``num_tasklets`` follows on all SMs. None: all SMs for both.
     """
 
     run_online: bool = True
@@ -111,6 +123,7 @@ class Plan:
     interruptible: bool = True
     until_step_end: bool = False
     mode: Mode = Mode.NONE
+    partition: Partition | None = None
     predicted_ms: float | None = None
 
 
@@ -119,7 +132,8 @@ class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
-    ``tasklets``: the tasklets of each shape with their time in milliseconds; fused ones are in ``online_ms`` instead.
+    ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in ``online_ms``
+    instead. ``beside``: those that ended while the batch had ``partition``'s online SMs, on the others.
     """
 
     batch: BatchShape
@@ -128,4 +142,6 @@ class IterationRecord:
     total_ms: float
     tasklets: tuple[tuple[TaskletRun, float], ...] = ()
     fused: TaskletRun | None = None
+    partition: Partition | None = None
+    beside: tuple[tuple[TaskletRun, float], ...] = ()
     predicted_ms: float | None = None
