@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device.cuda import pacing
 
@@ -52,22 +53,27 @@ class Simulation:
         self.now_s += seconds + _OVERSLEPT_S
 
     def launch(
-        self, shape: TaskletShape, device_s: float, host_s: float = 60e-6, behind: SimpleNamespace | None = None
+        self,
+        shape: TaskletShape,
+        device_s: float,
+        host_s: float = 60e-6,
+        behind: SimpleNamespace | None = None,
+        partition: Partition | None = None,
     ) -> None:
         def run() -> TaskletShape:
             self.now_s += host_s
             self.busy_until_s = max(self.busy_until_s, self.now_s) + device_s
             return shape
 
-        self.queue.launch(run, behind)  # type: ignore[arg-type]
+        self.queue.launch(run, self, partition, behind)  # type: ignore[arg-type]
 
-    def run(self, shape: TaskletShape, device_s: float, count: int) -> list[float]:
+    def run(self, shape: TaskletShape, device_s: float, count: int, partition: Partition | None = None) -> list[float]:
         """So many tasklets; how long before the end of the one in flight each was launched (negative: after it)."""
         leads_s = []
         for _ in range(count):
             self.queue.wait_for_room()
             leads_s.append(self.busy_until_s - self.now_s)
-            self.launch(shape, device_s)
+            self.launch(shape, device_s, partition=partition)
         return leads_s
 
 
@@ -91,6 +97,18 @@ def test_times_vary_and_the_device_hardly_waits(simulation: Simulation) -> None:
         leads_s += simulation.run(BACKWARD, 1.3e-3 * (1 + 0.02 * (turn % 2)), 1)
     assert min(leads_s[10:]) > 0.0
     assert max(leads_s[10:]) < 400e-6
+
+
+def test_a_shape_takes_longer_on_fewer_sms(simulation: Simulation) -> None:
+    """And is expected to: each partition's times are its own."""
+    few = Partition(48, 84)
+    leads_s: list[float] = []
+    for _ in range(40):
+        leads_s += simulation.run(FORWARD, 1.2e-3, 1) + simulation.run(FORWARD, 2.4e-3, 2, few)
+    assert all(0.0 < lead_s < 300e-6 for lead_s in leads_s[12:]), leads_s
+    reported = simulation.queue.take_finished()
+    assert {tasklet.elapsed_ms > 2 for tasklet in reported if tasklet.partition == few} == {True}
+    assert {tasklet.elapsed_ms < 2 for tasklet in reported if tasklet.partition is None} == {True}
 
 
 def test_a_launch_that_compiles_teaches_nothing(simulation: Simulation) -> None:

@@ -122,9 +122,21 @@ def _put(name: str, **content: Any) -> None:
     module.__dict__.update(content)
 
 
+_ALL_SMS, *_PARTITIONS = 1, 2, 3
+_lane = _ALL_SMS
+
+
 class _Graph:
+    """Runs on the SMs that it was captured on, whoever launches it."""
+
     def __init__(self, run: Callable[[], None]) -> None:
-        self.replay = torch.no_grad()(run)
+        self._run = run
+        self._lane = _lane
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        assert self._lane == _lane, "a graph of other SMs"
+        self._run()
 
 
 def _capture(run: Callable[[], None], pool: object, *, warm_up: bool = True) -> _Graph:
@@ -154,6 +166,7 @@ def install() -> None:
     from cotenant.models import paged_attention
 
     graphs.capture_graph = _capture  # type: ignore[assignment]
+    graphs.current_lane = lambda: _lane
     turns = iter(range(1 << 30))
     paged_attention.prepare = lambda *_: SimpleNamespace(  # type: ignore[assignment,return-value]
         wait=nothing, compile_the_rest=nothing, is_ready=lambda backend: next(turns) % 3 == 0
@@ -175,13 +188,24 @@ def _on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     adapters = engine._adapters.cache
     adapters.stacks = LoraStacks(small.decoder.spec, 6, 8, torch.device("cpu"), torch.float32)
     cuda_runner._PIECE_SIZES = (8, 16, 32)  # type: ignore[assignment]
+    cuda_runner._PARTITION_SIZES = (2, 4)  # type: ignore[assignment]
     cuda_runner.CudaRunner._compile = lambda self, sizes: None  # type: ignore[method-assign]
     cache, last_tokens = engine._cache.tensor, engine._sampler.last_tokens
+    _go_to(_ALL_SMS)
     runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
     if sizes:
         runner.capture(sizes)
     engine._runner = runner
+    for lane in _PARTITIONS:
+        _go_to(lane)
+        engine.capture_lane()
+    _go_to(_ALL_SMS)
     return engine
+
+
+def _go_to(lane: int) -> None:
+    global _lane
+    _lane = lane
 
 
 def _requests(small: Any, refs: Sequence[Any], rng: random.Random) -> list[Any]:
@@ -223,6 +247,7 @@ def _run(engine: Any, requests: Sequence[Any], rng: random.Random, num_ahead: in
             aborted = rng.choice(engine.views()).request_id
             engine.abort([aborted])
             del tokens[aborted]
+        _go_to(rng.choice([_ALL_SMS, _ALL_SMS, *_PARTITIONS]))
         for output in engine.iterate(num_ahead).outputs:
             if output.request_id in tokens:
                 tokens[output.request_id] += output.token_ids

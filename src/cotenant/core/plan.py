@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cotenant.core.tasklet import TaskletRun
+from cotenant.core.tasklet import TaskletKind, TaskletRun
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
@@ -83,8 +83,8 @@ class JobView:
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
     of the TPOT target to be aimed at, by what came of requests so far. ``idle_s``: how long no request has been live.
-    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can run
-    on, beside the job's next tasklets on the other SMs."""
+    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can
+    have."""
 
     now_s: float
     slo: Slo
@@ -109,21 +109,23 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One iteration's work: the online batch (or not), and ``num_tasklets`` beside it.
+    """One iteration's work: the online batch (or not), and ``num_tasklets`` with it.
 
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
-    ``interruptible``: stop after the tasklet in flight when a request arrives. ``until_step_end`` runs the whole
-    training step, however many tasklets it takes. ``partition``: the batch has its online SMs, and tasklets run on the
-    others until the batch ends; what is left of ``num_tasklets`` follows on all SMs. None: all SMs for both.
+    ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
+    the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
+    tasklet in flight when a request arrives. ``until_step_end`` runs the whole training step, however many tasklets it
+    takes.
     """
 
     run_online: bool = True
     num_tasklets: int = 0
     num_fused: int = 0
+    num_beside: int = 0
+    partition: Partition | None = None
     interruptible: bool = True
     until_step_end: bool = False
     mode: Mode = Mode.NONE
-    partition: Partition | None = None
     predicted_ms: float | None = None
 
 
@@ -132,8 +134,9 @@ class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
-    ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in ``online_ms``
-    instead. ``beside``: those that ended while the batch had ``partition``'s online SMs, on the others.
+    ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
+    ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
+    ``num_untimed``: by kind, tasklets that ended and whose time tells nothing.
     """
 
     batch: BatchShape
@@ -144,4 +147,5 @@ class IterationRecord:
     fused: TaskletRun | None = None
     partition: Partition | None = None
     beside: tuple[tuple[TaskletRun, float], ...] = ()
+    num_untimed: tuple[tuple[TaskletKind, int], ...] = ()
     predicted_ms: float | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.arena import Arena
 
@@ -16,11 +17,12 @@ from cotenant.device.arena import Arena
 @dataclass(frozen=True, slots=True)
 class FinishedTasklet:
     """A tasklet whose work has ended on the device, how long it took there, and when it ended, on the host's
-    time.perf_counter."""
+    time.perf_counter. ``partition``: whose best-effort SMs it had; None: all SMs."""
 
     shape: TaskletShape
     elapsed_ms: float
     end_s: float
+    partition: Partition | None = None
 
 
 class Device(Protocol):
@@ -29,6 +31,7 @@ class Device(Protocol):
     ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
     expected to pay. ``overlaps``: launched work runs while the host goes on, so batches are launched ahead of it.
     ``num_multiprocessors``: of a GPU, that tiles of a matrix product are dealt out to; None elsewhere.
+    ``partitions``: of its SMs, that were made so far.
     """
 
     name: str
@@ -36,20 +39,32 @@ class Device(Protocol):
     fuses: bool
     overlaps: bool
     num_multiprocessors: int | None
+    partitions: tuple[Partition, ...]
 
-    def online(self) -> AbstractContextManager[None]:
-        """What is launched inside belongs to the online tenant."""
+    def split(self, online_sms: Iterable[int]) -> None:
+        """Make partitions with so many SMs for the online tenant, or the next number that the device can do. Where it
+        has none, ``partitions`` stays empty, which the log says. Called once, at the start."""
+
+    def online(self, partition: Partition | None = None) -> AbstractContextManager[None]:
+        """What is launched inside belongs to the online tenant, and has the partition's SMs for it; None: all."""
 
     def fused(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to both tenants and is ordered after both lanes' earlier work."""
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
         """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
         ``interrupted``, asked meanwhile, says yes."""
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
+    def run_tasklet(
+        self,
+        launch: Callable[[], TaskletShape],
+        *,
+        behind_online: bool = False,
+        partition: Partition | None = None,
+    ) -> None:
         """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before.
-        ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for."""
+        ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for.
+        ``partition``: it runs on the SMs that this has for it; None: on all."""
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order; without those whose time was the host's, which was

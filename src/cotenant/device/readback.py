@@ -19,6 +19,11 @@ class Readback:
             self._copied.record()
         self._sources = tensors  # not to be freed before they are copied
 
+    @property
+    def is_here(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._copied is None or self._copied.query()
+
     def wait(self) -> list[torch.Tensor]:
         """Block until the copies are here."""
         if self._copied is not None:

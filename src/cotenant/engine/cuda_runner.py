@@ -3,6 +3,9 @@
 A graph holds the kernels of one batch size. What changes from step to step (tokens, positions, pages, adapters) lies in
 buffers of fixed addresses, which one copy fills. A batch between two sizes is padded: a padded row attends to one token
 of the batch's first sequence, keeps nothing, and its result is dropped.
+
+A graph has the SMs of the lane that it was captured on, so decode steps are captured for each partition. What is not
+captured for the partition that it is launched in is launched operation by operation.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cotenant.device.cuda.graphs import capture_graph
+from cotenant.device.cuda.graphs import capture_graph, current_lane
 from cotenant.device.readback import Interval
 from cotenant.engine.assemble import HostBatch, HostSegment, Int32Array, page_indices
 from cotenant.engine.runner import EagerRunner, Forwarded
@@ -33,6 +36,8 @@ _NUM_FIELDS = 6  # token ids, positions, slots, seats, adapter slots, their rank
 _MAX_SPANS = 4
 # Tokens of batches with prompt chunks that are captured in pieces; larger ones take the device longer than the host.
 _PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Batch sizes that are captured for a partition: few, for each is captured for each of them.
+_PARTITION_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 
 
 def _padded(count: int) -> int:
@@ -92,8 +97,10 @@ class CudaRunner:
         num_inputs = _NUM_FIELDS * _padded(max_num_seqs) + max_num_seqs * max_pages_per_sequence
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
         self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
-        self._captured: dict[tuple[int, bool], _Captured] = {}
-        self._sizes: tuple[int, ...] = ()
+        self._pool: Any = None
+        self._wrappers: dict[int, Any] = {}  # by batch size: planned anew for each batch, and batches do not overlap
+        # By lane, None for all SMs: by batch size, the smallest first, without adapters and with.
+        self._captured: dict[int | None, dict[int, dict[bool, _Captured]]] = {None: {}}
         self._layers = LayerPieces(decoder, kv_cache, last_tokens)
         self._pieces: dict[int, CapturedPieces] = {}  # by tokens, the smallest first
         self._planned = torch.cuda.Event()
@@ -113,17 +120,31 @@ class CudaRunner:
         self._compile(sizes)  # while nvcc is at work on attention
         self._attention.kernels.wait("fa2")
         start = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
         torch.cuda.synchronize(self._device)
-        for size in sorted(sizes, reverse=True):  # the largest first: the smaller ones fit into its memory
-            for with_adapters in (False, True) if self._stacks is not None else (False,):
-                self._captured[size, with_adapters] = self._capture(size, with_adapters, pool)
-        self._sizes = tuple(sorted(sizes))
-        self._pieces = dict(sorted(self._layers.capture(_PIECE_SIZES, pool).items()))
+        self._captured[None] = self._capture_sizes(sizes)
+        self._pieces = dict(sorted(self._layers.capture(_PIECE_SIZES, self._pool).items()))
         torch.cuda.synchronize(self._device)
-        num_graphs, elapsed_s = len(self._captured), time.perf_counter() - start
-        logger.info("decode: %d graphs, prompts: %d sizes, in %.1f s", num_graphs, len(_PIECE_SIZES), elapsed_s)
+        elapsed_s = time.perf_counter() - start
+        logger.info("decode: %d sizes, prompts: %d sizes, in %.1f s", len(sizes), len(_PIECE_SIZES), elapsed_s)
+
+    @torch.no_grad()
+    def capture_lane(self) -> None:
+        sizes = [size for size in _PARTITION_SIZES if size <= len(self._logits)]
+        if self._captured[None] and sizes:
+            start = time.perf_counter()
+            self._captured[current_lane()] = self._capture_sizes(sizes)
+            torch.cuda.synchronize(self._device)
+            logger.info("decode in a partition: %d sizes in %.1f s", len(sizes), time.perf_counter() - start)
+
+    def _capture_sizes(self, sizes: Sequence[int]) -> dict[int, dict[bool, _Captured]]:
+        kinds = (False, True) if self._stacks is not None else (False,)
+        captured = {
+            size: {with_adapters: self._capture(size, with_adapters) for with_adapters in kinds}
+            for size in sorted(sizes, reverse=True)  # the largest first: the smaller ones fit into its memory
+        }
+        return dict(sorted(captured.items()))
 
     def _compile(self, sizes: Sequence[int]) -> None:
         """Run steps without attention of sizes that between them have every kernel compiled."""
@@ -140,17 +161,19 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
 
-    def _capture(self, size: int, with_adapters: bool, pool: Any) -> _Captured:
+    def _capture(self, size: int, with_adapters: bool) -> _Captured:
         tables = np.zeros((size, 1), dtype=np.int64)  # page 0 is always there
         segment = HostSegment((1,) * size, (1,) * size, tables, is_decode=True)
         fields = _blank_fields(size)
         tokens, indices, adapters = self._views(size)
-        wrapper = self._attention.captured_decode(
-            size,
-            torch.zeros(size + 1, dtype=torch.int32, device=self._device),
-            indices,
-            torch.ones(size, dtype=torch.int32, device=self._device),
-        )
+        if size not in self._wrappers:
+            self._wrappers[size] = self._attention.captured_decode(
+                size,
+                torch.zeros(size + 1, dtype=torch.int32, device=self._device),
+                indices,
+                torch.ones(size, dtype=torch.int32, device=self._device),
+            )
+        wrapper = self._wrappers[size]
         self._fill(size, fields, segment, wrapper)
         grouped = self._grouped(adapters) if with_adapters else None
         logits = self._logits[:size]
@@ -162,7 +185,7 @@ class CudaRunner:
         def run() -> None:
             self._forward.logits(self._forward(tokens, attend, grouped=grouped), out=logits)
 
-        return _Captured(capture_graph(run, pool), wrapper, logits)
+        return _Captured(capture_graph(run, self._pool), wrapper, logits)
 
     def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
         """A graph's parts of the input buffer: what it knows of tokens, the page indices, adapter slots and ranks."""
@@ -206,26 +229,27 @@ class CudaRunner:
             forwarded = self._eager.forward(host, interval, keep_hidden=True)
             self._planned.record()
             return forwarded
-        if host.is_decode and self._sizes and host.num_tokens <= self._sizes[-1]:
-            return Forwarded(self._replay(host, interval), None)
-        return Forwarded(self._launch(host, interval), None)
+        lane = current_lane()
+        lane_or_all = lane if lane in self._captured else None
+        if host.is_decode:
+            for size, captured in self._captured[lane_or_all].items():
+                if size >= host.num_tokens:
+                    return Forwarded(self._replay(host, interval, size, captured[host.has_adapters]), None)
+        return Forwarded(self._launch(host, interval, with_pieces=lane_or_all is None), None)
 
-    def _replay(self, host: HostBatch, interval: Interval) -> torch.Tensor:
+    def _replay(self, host: HostBatch, interval: Interval, size: int, captured: _Captured) -> torch.Tensor:
         count = host.num_tokens
-        size = next(size for size in self._sizes if size >= count)
-        has_adapters = host.has_adapters
-        captured = self._captured[size, has_adapters]
         fields = _blank_fields(size)
         fields[:4, :count] = host.token_ids, host.positions, host.slots, host.seats
-        if has_adapters:
+        if host.has_adapters:
             fields[4:, :count] = self._adapter_fields(host)
         self._fill(size, fields, host.segments[0], captured.wrapper)
         interval.begin()
         captured.graph.replay()
         return captured.logits[:count]
 
-    def _launch(self, host: HostBatch, interval: Interval) -> torch.Tensor | None:
-        """A batch with prompt chunks, or larger than the largest graph."""
+    def _launch(self, host: HostBatch, interval: Interval, *, with_pieces: bool) -> torch.Tensor | None:
+        """A batch with prompt chunks, or larger than the largest graph. ``with_pieces``: it may have all SMs."""
         count, sampled = host.num_tokens, host.sampled_rows()
         spans = host.spans()
         use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
@@ -243,7 +267,7 @@ class CudaRunner:
         attend = self._plan(host, lists, sent[fields.size + len(rows) :])
         self._planned.record()
         interval.begin()
-        pieces = next((one for size, one in self._pieces.items() if size >= count), None)
+        pieces = next((one for size, one in self._pieces.items() if with_pieces and size >= count), None)
         if pieces is not None and not spans:
             normed = self._run_pieces(pieces, tensors[:4], attend, wanted)
         else:

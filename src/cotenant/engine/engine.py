@@ -128,6 +128,11 @@ class OnlineEngine:
         return len(self._flights)
 
     @property
+    def has_landed(self) -> bool:
+        """Whether ``collect`` would not wait."""
+        return self._flights[0].has_landed
+
+    @property
     def num_running(self) -> int:
         return len(self._live.running)
 
@@ -187,6 +192,11 @@ class OnlineEngine:
         """Compile and capture what can be before the first request. Called once, on the online lane."""
         self._sampler.warm_up(self._decoder.dtype)
         self._runner.warm_up(graph_sizes, enforce_eager=enforce_eager)
+
+    def capture_lane(self) -> None:
+        """Capture decode steps again for the SMs of the lane that is current. Called after ``warm_up``; without this,
+        batches that are launched in a partition run on all SMs, or operation by operation."""
+        self._runner.capture_lane()
 
     def forget_counts(self) -> None:
         """Begin to count prompt tokens and preemptions anew."""

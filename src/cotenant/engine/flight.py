@@ -89,6 +89,11 @@ class Flight:
             tensors += score(logits[index], tokens[index], self._num_top).tensors()
         self._readback = Readback(tensors)
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether ``results`` would not wait."""
+        return self._readback.is_here
+
     def results(self) -> Iterator[tuple[Entry, int | None, TokenLogprobs | None]]:
         """Wait for the batch: each entry with the token it chose (``NOT_FINITE`` if there is none to choose, None if it
         does not choose) and that token's log-probabilities if they are wanted."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cotenant.core.tasklet import TaskletKind
-from cotenant.device.cuda.graphs import capture_graph
+from cotenant.device.cuda.graphs import LaneGraphs
 from cotenant.finetune.captured_loss import CapturedLoss
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.models import flash_attention
@@ -137,8 +137,8 @@ def _adapter_buffers(
 class CapturedLayers:
     """The layers of one frame. ``storage``: uint8, at least ``frame_bytes``; ``pool``: where graphs find what they need
     while they run, None where nothing is captured. The first micro-batch runs eagerly, for a frame may never come
-    again; graphs are made from the second one on. Everything is launched on the current stream; the caller keeps to
-    the order in which a micro-batch goes through the layers.
+    again; graphs are made from the second one on, for each partition that layers run in. Everything is launched on the
+    current stream; the caller keeps to the order in which a micro-batch goes through the layers.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class CapturedLayers:
         spec = decoder.spec
         self._decoder = decoder
         self._frame = frame
-        self._pool = pool
+        self._graphs = None if pool is None else LaneGraphs(pool)
         self._recompute = recompute
         self._places = _Places(spec, decoder.dtype, pack, frame.num_rows, _Memory(storage), recompute=recompute)
         self._tapes = [
@@ -163,15 +163,13 @@ class CapturedLayers:
         ]
         self._batch = Batch(torch.empty(0), torch.empty(0), ())
         self._starts: torch.Tensor | None = None  # [sequences + 1], int32
-        if pool is not None:
+        if self._graphs is not None:
             if not frame.uniform:
                 self._starts = torch.zeros(frame.num_sequences + 1, dtype=torch.int32, device=decoder.device)
             sequences = Sequences(frame.num_sequences, frame.longest, self._starts)
             self._plan(FlashAttention(sequences, spec.sliding_window))
         self.loss = CapturedLoss(decoder, self._places.edges[-1], self._places.gradient, pool)
-        self._graphs: dict[tuple[TaskletKind, int], torch.cuda.CUDAGraph] = {}
         self._num_loaded = 0
-        self._has_run: set[TaskletKind] = set()
 
     def load(self, micro_batch: MicroBatch) -> None:
         """Begin a micro-batch of this frame: its embedded tokens are the first layer's input."""
@@ -184,7 +182,7 @@ class CapturedLayers:
         for place, values in zip((places.cos, places.signed_sin), self._decoder.rope.at(batch.positions), strict=True):
             place[:num_tokens].copy_(values)
             place[num_tokens:].zero_()
-        if self._pool is None:
+        if self._graphs is None:
             self._plan(self._decoder.attention.plan(micro_batch.segment, None))
         elif self._starts is not None:
             starts = torch.full((len(self._starts),), self._frame.num_rows, dtype=torch.int32)
@@ -202,17 +200,12 @@ class CapturedLayers:
         return self._places.gradient
 
     def run(self, kind: TaskletKind, layer: int) -> None:
-        """A part of a layer, forward or backward. Each kind runs once as it is before it is captured: that compiles its
-        kernels and makes its libraries ready."""
+        """A part of a layer, forward or backward."""
         function = partial(_FUNCTIONS[kind], self, layer)
-        if self._pool is None or self._num_loaded < 2 or kind not in self._has_run:
+        if self._graphs is None:
             function()
-            self._has_run.add(kind)
-            return
-        graph = self._graphs.get((kind, layer))
-        if graph is None:
-            graph = self._graphs[kind, layer] = capture_graph(function, self._pool, warm_up=False)
-        graph.replay()
+        else:
+            self._graphs.run((kind, layer), kind, function, may_capture=self._num_loaded > 1)
 
     def _plan(self, attention: SegmentAttention) -> None:
         self._decoder.plan(self._batch, self._places.cos, self._places.signed_sin, attention)

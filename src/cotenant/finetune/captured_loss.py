@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cotenant.device.cuda.graphs import capture_graph
+from cotenant.device.cuda.graphs import LaneGraphs
 from cotenant.finetune.loss import LossSums, losses_and_gradient
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.models.decoder import Decoder
@@ -32,14 +32,13 @@ class CapturedLoss:
         self._decoder = decoder
         self._hidden = hidden
         self._gradient = gradient
-        self._pool = pool
+        self._graphs = None if pool is None else LaneGraphs(pool)
         self._size = part_size(len(hidden))
         most = -(-len(hidden) // self._size) * self._size
         self._rows, self._targets = torch.zeros(2, most, dtype=torch.int64, device=hidden.device)
         self._scales, self._weights = torch.zeros(2, most, device=hidden.device)
         self._sums = LossSums.zero(hidden.device)
         self._num_begun = 0
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def begin(self, micro_batch: MicroBatch, total_weight: float) -> None:
         """Take over the targets. ``total_weight``: see ``loss.loss_and_gradient``."""
@@ -60,13 +59,10 @@ class CapturedLoss:
 
     def run(self, part: int) -> None:
         function = partial(self._run, slice(part * self._size, (part + 1) * self._size))
-        if self._pool is None or self._num_begun < 2:  # the first time it compiles the kernels
+        if self._graphs is None:
             function()
-            return
-        graph = self._graphs.get(part)
-        if graph is None:
-            graph = self._graphs[part] = capture_graph(function, self._pool, warm_up=False)
-        graph.replay()
+        else:
+            self._graphs.run(part, None, function, may_capture=self._num_begun > 1)
 
     def sums(self) -> LossSums:
         """Of the parts that have run since ``begin``."""

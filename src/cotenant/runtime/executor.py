@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from cotenant.core.plan import BatchShape, IterationRecord, Plan
+from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
 from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device import Device
@@ -25,6 +25,9 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
+
+# While a batch and tasklets run side by side the host looks so often whether the batch has ended.
+_ASK_EVERY_S = 100e-6
 
 
 class Executor:
@@ -49,46 +52,62 @@ class Executor:
         self._engine = engine
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
-        self._predictions: deque[float | None] = deque()  # of the batches in flight
+        self._launched: deque[Plan] = deque()  # of the batches in flight
         self._predicted_ms: float | None = None  # of the batch that was collected last
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """Those that a batch can have."""
+        return self._device.partitions
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
 
-        On a device that runs behind the host, a plan without tasklets leaves its batch in flight: the tokens that go
-        out are those of the batch before, and the record is about that one. Such a batch's time is the device's own.
+        On a device that runs behind the host, a plan without tasklets that follow its batch leaves the batch in flight:
+        the tokens that go out are those of the batch before, and the record is about that one. Such a batch's time is
+        the device's own.
         """
-        alone = plan.num_tasklets == 0 and not plan.until_step_end
-        fused, num_launched, collected = None, 0, None
-        if not (alone and plan.run_online and self._device.overlaps):
+        num_behind = plan.num_tasklets - plan.num_beside
+        runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
+        if not runs_ahead or any(launched.partition != plan.partition for launched in self._launched):
             self._collect(emit, 0)  # of an iteration before, and no part of this one's record
         start = time.perf_counter()
+        fused, num_launched, collected = None, 0, None
         if plan.run_online:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
-            runs_ahead = is_launched and self._device.overlaps
-            if runs_ahead and fused is None and plan.num_tasklets > 0:
+            num_left = 1 if runs_ahead and is_launched else 0
+            self._run_beside(plan, num_left, interrupted)
+            if is_launched and self._device.overlaps and fused is None and num_behind > 0:
                 num_launched += self._launch_behind(plan, interrupted)
-            collected = self._collect(emit, 1 if alone and runs_ahead else 0)
+            collected = self._collect(emit, num_left)
+        else:
+            self._run_beside(plan, 0, interrupted)
         online_end = time.perf_counter()
-        num_launched += self._run_tasklets(plan, num_launched, interrupted)
+        num_launched += self._run_behind(plan, num_launched, interrupted)
         end = time.perf_counter()
         finished = self._device.finished_tasklets()
         if self._trace is not None:
             self._trace.tasklets(finished)
+        others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         record = IterationRecord(
             batch=BatchShape() if collected is None else collected.shape,
             mode=plan.mode,
             online_ms=0.0 if collected is None else (online_end - start) * 1e3,
             total_ms=(end - start) * 1e3,
-            tasklets=_group(finished),
+            tasklets=_group(finished, None),
             fused=fused,
-            predicted_ms=plan.predicted_ms if num_launched == plan.num_tasklets and collected is not None else None,
+            partition=plan.partition,
+            beside=() if plan.partition is None else _group(finished, plan.partition),
+            num_untimed=tuple(others.items()),
+            predicted_ms=plan.predicted_ms if num_launched == num_behind and collected is not None else None,
         )
-        if alone and self._device.overlaps and collected is not None:
+        if collected is None or not self._device.overlaps:
+            return record
+        if runs_ahead:
             device_ms = collected.device_ms
             return replace(record, online_ms=device_ms, total_ms=device_ms, predicted_ms=self._predicted_ms)
-        return record
+        return record if plan.partition is None else replace(record, online_ms=collected.device_ms)
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -98,9 +117,10 @@ class Executor:
         """Wait for batches until no more than ``num_left`` are in flight; the last one's results."""
         collected = None
         while self._engine.num_in_flight > num_left:
-            with self._device.online():
+            plan = self._launched.popleft()
+            with self._device.online(plan.partition):
                 collected = self._engine.collect()
-            self._predicted_ms = self._predictions.popleft()
+            self._predicted_ms = plan.predicted_ms
             if self._trace is not None:
                 self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
             if collected.gap_ms is not None:
@@ -111,7 +131,7 @@ class Executor:
     def _launch_online(self, plan: Plan) -> tuple[TaskletRun | None, bool]:
         """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was."""
         fused = None
-        with self._device.online():
+        with self._device.online(plan.partition):
             step = self._engine.schedule()
         if step is None:
             return None, False
@@ -120,10 +140,27 @@ class Executor:
                 hidden, fused = self._forward(step, plan.num_fused)
                 self._launch(step, hidden)
         else:
-            with self._device.online():
+            with self._device.online(plan.partition):
                 self._launch(step)
-        self._predictions.append(plan.predicted_ms)
+        self._launched.append(plan)
         return fused, True
+
+    def _run_beside(self, plan: Plan, num_left: int, interrupted: Callable[[], bool]) -> None:
+        """Run tasklets on the SMs that batches do not have, until there is a batch to collect. The last one may go on
+        after that: the next batch's SMs are not its own."""
+        waits = self._engine.num_in_flight > num_left
+
+        def is_over() -> bool:
+            if plan.run_online and (not waits or self._engine.has_landed):
+                return True
+            return plan.interruptible and interrupted()
+
+        count = 0
+        while count < plan.num_beside and self._training.runnable and not is_over():
+            self._device.wait_for_room(is_over, _ASK_EVERY_S)
+            if not is_over():
+                self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
+                count += 1
 
     def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
@@ -179,9 +216,9 @@ class Executor:
         self._training.end_fused(output[tape.rows], tape)
         return output[: hidden.shape[0]]
 
-    def _run_tasklets(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
+    def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
         count = 0
-        while plan.until_step_end or num_launched + count < plan.num_tasklets:
+        while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
             if not self._training.runnable:
                 break
             self._device.wait_for_room(interrupted if plan.interruptible else None)
@@ -206,9 +243,11 @@ def join(batch: Batch, piece: FusedInput) -> Batch:
     )
 
 
-def _group(finished: list[FinishedTasklet]) -> tuple[tuple[TaskletRun, float], ...]:
-    """Tasklets of equal shape as one run with their summed time: each shape is learned from once in an iteration."""
+def _group(finished: list[FinishedTasklet], partition: Partition | None) -> tuple[tuple[TaskletRun, float], ...]:
+    """Those of a partition. Tasklets of equal shape are one run with their summed time: each shape is learned from once
+    in an iteration."""
     times_ms: defaultdict[TaskletShape, list[float]] = defaultdict(list)
     for tasklet in finished:
-        times_ms[tasklet.shape].append(tasklet.elapsed_ms)
+        if tasklet.partition == partition:
+            times_ms[tasklet.shape].append(tasklet.elapsed_ms)
     return tuple((TaskletRun(shape, len(times)), sum(times)) for shape, times in times_ms.items())

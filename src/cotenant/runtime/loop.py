@@ -160,6 +160,7 @@ class WorkerLoop:
             margin=self._margin.value,
             idle_s=now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
+            partitions=self._executor.partitions,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
@@ -178,7 +179,7 @@ class WorkerLoop:
         trains = trains and self._training.runnable
         idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
         self._unchecked = self._unchecked or not record.batch.empty
-        self._has_learned = self._has_learned or not record.batch.empty or bool(record.tasklets)
+        self._has_learned = self._has_learned or not record.batch.empty or bool(record.tasklets or record.beside)
         if self._draining and not self._engine.has_work and self._training.job_id is None:
             self._channel.send(Drained())
             self._finished = True

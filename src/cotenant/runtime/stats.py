@@ -28,9 +28,11 @@ class LoopStats:
         self._num_iterations += 1
         self._mode = record.mode
         self._online_busy_ms += record.online_ms
-        for run, elapsed_ms in record.tasklets:
+        for run, elapsed_ms in (*record.tasklets, *record.beside):
             self._num_tasklets[run.shape.kind.value] += run.count
             self._tasklet_busy_ms += elapsed_ms
+        for kind, count in record.num_untimed:
+            self._num_tasklets[kind.value] += count
         if record.fused is not None:
             self._num_tasklets[record.fused.shape.kind.value] += record.fused.count
             self._num_fused += record.fused.count

@@ -72,9 +72,11 @@ class Trace:
 
     def iteration(self, begins_s: Sequence[float], plan: Plan, record: IterationRecord) -> None:
         """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end."""
-        if record.batch.empty and not record.tasklets and record.total_ms < _IDLE_MS:
+        if record.batch.empty and not record.tasklets and not record.beside and record.total_ms < _IDLE_MS:
             return
         planned = {"mode": plan.mode.value, "tasklets": plan.num_tasklets, "fused": plan.num_fused}
+        if plan.partition is not None:
+            planned |= {"online_sms": plan.partition.online_sms, "most_beside": plan.num_beside}
         predicted = {"predicted_ms": record.predicted_ms, "total_ms": round(record.total_ms, 3)}
         for name, start_s, end_s in zip(
             ("observe", "plan", "execute", "publish"), begins_s[:-1], begins_s[1:], strict=True
@@ -90,8 +92,10 @@ class Trace:
 
     def tasklets(self, finished: Sequence[FinishedTasklet]) -> None:
         for tasklet in finished:
-            name, tokens = tasklet.shape.kind.value, tasklet.shape.num_tokens
-            self.span(Track.BEST_EFFORT, name, tasklet.end_s - tasklet.elapsed_ms / 1e3, tasklet.end_s, tokens=tokens)
+            start_s, arguments = tasklet.end_s - tasklet.elapsed_ms / 1e3, {"tokens": tasklet.shape.num_tokens}
+            if tasklet.partition is not None:
+                arguments["sms"] = tasklet.partition.best_effort_sms
+            self.span(Track.BEST_EFFORT, tasklet.shape.kind.value, start_s, tasklet.end_s, **arguments)
 
     def flush(self) -> None:
         """Write what has come together, once a second. A full disk ends the trace, and nothing else."""

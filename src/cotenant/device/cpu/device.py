@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 from cotenant.device.cpu.arena import CpuArena
@@ -21,6 +22,7 @@ class CpuDevice:
     fuses = False  # one lane anyway: fusing saves little and costs the bits of an undisturbed training run
     overlaps = False
     num_multiprocessors: int | None = None
+    partitions: tuple[Partition, ...] = ()
 
     def __init__(self) -> None:
         num_threads = max(1, len(os.sched_getaffinity(0)) - 1)
@@ -29,22 +31,31 @@ class CpuDevice:
         self.name = f"cpu {platform.machine()} x{num_threads}"
         self._finished: list[FinishedTasklet] = []
 
+    def split(self, online_sms: Iterable[int]) -> None:
+        return
+
     @contextmanager
-    def online(self) -> Iterator[None]:
+    def online(self, partition: Partition | None = None) -> Iterator[None]:
         yield
 
     @contextmanager
     def fused(self) -> Iterator[None]:
         yield
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
         return
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
+    def run_tasklet(
+        self,
+        launch: Callable[[], TaskletShape],
+        *,
+        behind_online: bool = False,
+        partition: Partition | None = None,
+    ) -> None:
         start = time.perf_counter()
         shape = launch()
         end = time.perf_counter()
-        self._finished.append(FinishedTasklet(shape, (end - start) * 1e3, end))
+        self._finished.append(FinishedTasklet(shape, (end - start) * 1e3, end, partition))
 
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []

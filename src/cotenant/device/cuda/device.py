@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 from cotenant.device.cuda.arena import CudaArena
 from cotenant.device.cuda.pacing import TaskletQueue
+from cotenant.device.cuda.partitions import (
+    BEST_EFFORT_PRIORITY,
+    ONLINE_PRIORITY,
+    PartitionStreams,
+    split_multiprocessors,
+)
 from cotenant.device.cuda.physical_memory import PhysicalMemory
+
+logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
@@ -20,7 +31,8 @@ class CudaDevice:
 
     Invariant: a tensor that one lane allocates and the other reads is freed only when both are idle. The weights and
     the KV cache are allocated before the lanes exist and are never freed. A fused pass runs as a whole on the
-    best-effort stream, where the training tensors live.
+    best-effort stream, where the training tensors live. A lane with partitions is several streams, of which each waits
+    for the one that was used before it, so all of a lane's work is in the order in which it was launched.
     """
 
     fuses = True
@@ -30,36 +42,58 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.num_multiprocessors: int | None = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
-        self._online = torch.cuda.Stream(self.torch_device, priority=-1)
-        self._best_effort = torch.cuda.Stream(self.torch_device, priority=0)
+        self.partitions: tuple[Partition, ...] = ()
+        self._partitions: dict[Partition, PartitionStreams] = {}
+        self._online = self._last_online = torch.cuda.Stream(self.torch_device, priority=ONLINE_PRIORITY)
+        self._best_effort = torch.cuda.Stream(self.torch_device, priority=BEST_EFFORT_PRIORITY)
         self._default = torch.cuda.default_stream(self.torch_device)
         self._tasklets = TaskletQueue(self._best_effort)
         self._memory = PhysicalMemory(self.torch_device)
 
+    def split(self, online_sms: Iterable[int]) -> None:
+        try:
+            self._partitions = split_multiprocessors(self.torch_device, online_sms)
+        except (InvalidInputError, RuntimeError) as error:
+            logger.warning("no partitions of the SMs on this GPU, its driver or its bindings: %s", error)
+        self.partitions = tuple(self._partitions)
+
     @contextmanager
-    def online(self) -> Iterator[None]:
+    def online(self, partition: Partition | None = None) -> Iterator[None]:
+        stream = self._online if partition is None else self._partitions[partition].online
+        if stream is not self._last_online:
+            stream.wait_stream(self._last_online)
+            self._last_online = stream
         # New weights (an adapter that was loaded) come in on the default stream.
-        self._online.wait_stream(self._default)
-        with torch.cuda.stream(self._online):
+        stream.wait_stream(self._default)
+        with torch.cuda.stream(stream):
             yield
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        self._best_effort.wait_stream(self._default)
-        self._best_effort.wait_stream(self._online)
+        for stream in (self._default, self._last_online, self._tasklets.stream):
+            self._best_effort.wait_stream(stream)
         with torch.cuda.stream(self._best_effort):
             yield
+        self._tasklets.stream = self._best_effort
         self._online.wait_stream(self._best_effort)
+        self._last_online = self._online
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
-        self._tasklets.wait_for_room(interrupted)
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
+        self._tasklets.wait_for_room(interrupted, ask_every_s)
 
-    def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
+    def run_tasklet(
+        self,
+        launch: Callable[[], TaskletShape],
+        *,
+        behind_online: bool = False,
+        partition: Partition | None = None,
+    ) -> None:
+        stream = self._best_effort if partition is None else self._partitions[partition].best_effort
         if not self._default.query():
-            self._best_effort.wait_stream(self._default)
-        torch.cuda.set_stream(self._best_effort)  # in microseconds, where torch.cuda.stream takes tens of them
+            stream.wait_stream(self._default)
+        torch.cuda.set_stream(stream)  # in microseconds, where torch.cuda.stream takes tens of them
         try:
-            self._tasklets.launch(launch, behind=self._online if behind_online else None)
+            self._tasklets.launch(launch, stream, partition, self._last_online if behind_online else None)
         finally:
             torch.cuda.set_stream(self._default)
 
@@ -67,7 +101,7 @@ class CudaDevice:
         return self._tasklets.take_finished()
 
     def wait_for_tasklets(self) -> None:
-        self._best_effort.synchronize()
+        self._tasklets.stream.synchronize()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

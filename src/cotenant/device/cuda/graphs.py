@@ -3,11 +3,38 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
 import torch
+
+
+def current_lane() -> int:
+    """The stream that work is launched on now. A graph keeps the SMs of the stream that it was captured on."""
+    return int(torch.cuda.current_stream().cuda_stream)
+
+
+class LaneGraphs:
+    """Pieces of work that are captured when they come again, on each lane for itself, with their memory in ``pool``."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._has_run: set[tuple[Hashable, int]] = set()
+        self._graphs: dict[tuple[Hashable, int], torch.cuda.CUDAGraph] = {}
+
+    def run(self, piece: Hashable, kind: Hashable, launch: Callable[[], None], *, may_capture: bool = True) -> None:
+        """Launch a piece. Each kind of them runs once as it is before a piece of it is captured: that compiles its
+        kernels and makes its libraries ready."""
+        lane = current_lane()
+        if not may_capture or (kind, lane) not in self._has_run:
+            launch()
+            self._has_run.add((kind, lane))
+            return
+        graph = self._graphs.get((piece, lane))
+        if graph is None:
+            graph = self._graphs[piece, lane] = capture_graph(launch, self._pool, warm_up=False)
+        graph.replay()
 
 
 def capture_graph(run: Callable[[], None], pool: Any, *, warm_up: bool = True) -> torch.cuda.CUDAGraph:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 
@@ -23,8 +24,8 @@ _MOST_SHAPES = 1000  # that are remembered
 _GROWTH, _DECLINE = 0.05, 0.3
 # A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
 _UNUSUAL_LAUNCH_S = 5e-3
-# How long a sleep may be while somebody wants to be asked, and while nobody does: what is expected may be wrong.
-_LONGEST_SLEEP_S, _LONGEST_UNASKED_SLEEP_S = 1e-3, 20e-3
+# How long a sleep may be while nobody wants to be asked: what is expected may be wrong.
+_LONGEST_UNASKED_SLEEP_S = 20e-3
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _InFlight:
     that, behind another stream's work; then there always is a ``before``."""
 
     shape: TaskletShape
+    partition: Partition | None
     before: torch.cuda.Event | None
     waits: bool
     start: torch.cuda.Event
@@ -42,39 +44,53 @@ class _InFlight:
 
 
 class TaskletQueue:
-    """The tasklets in flight on ``stream``: at most one, and for a moment its successor.
+    """The tasklets in flight: at most one, and for a moment its successor. They run one after the other, also where
+    they are launched on several streams.
 
     Times are the host's. Where the stream was idle a tasklet starts as it is launched; from there on the device's own
     clock tells when each one ended, however late the host hears of it.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
+        """``stream``: of the first tasklet, unless it says otherwise."""
+        self.stream = stream  # of the tasklet that was launched last
         self._in_flight: deque[_InFlight] = deque()
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
-        self._expected_ms: dict[TaskletShape, float] = {}
+        self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
         self._last_end_s = 0.0
         self._events: list[torch.cuda.Event] = []  # to be used again
 
-    def launch(self, launch: Callable[[], TaskletShape], behind: torch.cuda.Stream | None = None) -> None:
-        """Launch a tasklet. The stream is the current one. ``behind``: it waits for what was launched there."""
+    def launch(
+        self,
+        launch: Callable[[], TaskletShape],
+        stream: torch.cuda.Stream,
+        partition: Partition | None = None,
+        behind: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Launch a tasklet on ``stream``, the current one, with the SMs of ``partition``. ``behind``: it waits for what
+        was launched there."""
+        if stream is not self.stream:
+            stream.wait_stream(self.stream)
+            self.stream = stream
         before = self._in_flight[-1].end if self._in_flight else None
         start, end = self._event(), self._event()
         if behind is not None:
             if before is None:
                 before = self._event()
-                before.record(self._stream)
+                before.record(stream)
                 self._last_end_s = time.perf_counter()
-            self._stream.wait_stream(behind)
-        start.record(self._stream)
+            stream.wait_stream(behind)
+        start.record(stream)
         launched_s = time.perf_counter()
         shape = launch()
-        end.record(self._stream)
+        end.record(stream)
         launch_s = time.perf_counter() - launched_s
-        self._in_flight.append(_InFlight(shape, before, behind is not None, start, end, launched_s, launch_s))
+        self._in_flight.append(
+            _InFlight(shape, partition, before, behind is not None, start, end, launched_s, launch_s)
+        )
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None) -> None:
+    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes."""
         self.collect()
         while self._in_flight:
@@ -83,7 +99,7 @@ class TaskletQueue:
                 return
             if interrupted is not None and interrupted():
                 return
-            longest_s = _LONGEST_UNASKED_SLEEP_S if interrupted is None else _LONGEST_SLEEP_S
+            longest_s = _LONGEST_UNASKED_SLEEP_S if interrupted is None else ask_every_s
             if left_s > longest_s:
                 time.sleep(longest_s)
                 self.collect()
@@ -117,10 +133,11 @@ class TaskletQueue:
             self._events.append(done.before)
         self._events.append(done.start)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
-            self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s))
-            known_ms = self._expected_ms.pop(done.shape, elapsed_ms)
+            self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
+            kind = (done.shape, done.partition)
+            known_ms = self._expected_ms.pop(kind, elapsed_ms)
             share = _GROWTH if elapsed_ms > known_ms else _DECLINE
-            self._expected_ms[done.shape] = known_ms + share * (elapsed_ms - known_ms)
+            self._expected_ms[kind] = known_ms + share * (elapsed_ms - known_ms)
             if len(self._expected_ms) > _MOST_SHAPES:
                 del self._expected_ms[next(iter(self._expected_ms))]
 
@@ -134,5 +151,5 @@ class TaskletQueue:
         if first.waits and first.before is not None:
             has_begun = first.start.query()
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
-        expected_ms = sum(self._expected_ms.get(each.shape, 0.0) for each in self._in_flight)
+        expected_ms = sum(self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight)
         return start_s + expected_ms / 1e3 - time.perf_counter()

@@ -1,13 +1,11 @@
 """The physical memory of one GPU in whole pieces, through the CUDA driver's virtual memory management.
 
-The driver is called through ``cuda.bindings``, which torch's CUDA builds bring along. To create, map, allow access to
-or unmap a piece takes microseconds whatever its size; to give it back to the driver takes a millisecond per GiB, or
-several. So pieces that one arena gives up can be kept for another.
+To create, map, allow access to or unmap a piece takes microseconds whatever its size; to give it back to the driver
+takes a millisecond per GiB, or several. So pieces that one arena gives up can be kept for another.
 """
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cotenant.core.errors import InvalidInputError
+from cotenant.device.cuda.driver import Driver
 
 
 class PhysicalMemory:
@@ -93,17 +91,11 @@ def _give_back(driver: _Driver, kept: Mapping[int, list[Any]], most_bytes: int |
 
 
 class _Driver:
-    """The driver's calls for one device, each return code checked."""
+    """The driver's calls for one device's memory."""
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            self._api: Any = importlib.import_module("cuda.bindings.driver")
-        except ImportError as error:
-            raise InvalidInputError(
-                "--device cuda needs the Python package cuda-bindings, which torch's CUDA builds install: "
-                f"pip install cuda-bindings, of the same major version as torch.version.cuda ({torch.version.cuda})",
-                param="device",
-            ) from error
+        driver = Driver()
+        self._api, self._call = driver.api, driver.call
         index = torch.cuda.current_device() if device.index is None else device.index
         self._memory = self._api.CUmemAllocationProp()
         self._memory.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -112,15 +104,6 @@ class _Driver:
         self._access = self._api.CUmemAccessDesc()
         self._access.location = self._memory.location
         self._access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """The call's value, None if it has none. Raises torch.OutOfMemoryError, and RuntimeError for other failures."""
-        result, *values = getattr(self._api, name)(*arguments)
-        if result == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise torch.OutOfMemoryError(f"{name}: the device has no memory left")
-        if result != self._api.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{name}{arguments} failed: {result}")
-        return values[0] if values else None
 
     def granularity_bytes(self) -> int:
         minimum = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM

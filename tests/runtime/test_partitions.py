@@ -1,0 +1,158 @@
+"""Batches and tasklets side by side: what a plan with a partition runs where, and what the record says of it.
+
+The lanes are those of a CPU that notes what it is asked for; a batch has not landed for as many looks as a test says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
+from cotenant.core.tasklet import TaskletShape
+from cotenant.device.cpu.device import CpuDevice
+from cotenant.engine.engine import OnlineEngine
+from runtime.cotenancy import request
+from runtime.test_executor import Bench
+
+FEW, MANY = Partition(48, 84), Partition(96, 36)
+NUM_TOKENS = 24
+
+
+class SplitDevice(CpuDevice):
+    overlaps = True
+    partitions = (FEW, MANY)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[str] = []
+
+    @contextmanager
+    def online(self, partition: Partition | None = None) -> Iterator[None]:
+        self._note("online", partition)
+        yield
+
+    def run_tasklet(
+        self, launch: Callable[[], TaskletShape], *, behind_online: bool = False, partition: Partition | None = None
+    ) -> None:
+        self._note("behind" if behind_online else "tasklet", partition)
+        super().run_tasklet(launch, behind_online=behind_online, partition=partition)
+
+    def _note(self, what: str, partition: Partition | None) -> None:
+        self.launched.append(what if partition is None else f"{what} {partition.online_sms}")
+
+
+class SideBySide(Bench):
+    def __init__(self, folder: Path) -> None:
+        self.device = SplitDevice()
+        super().__init__(folder, self.device)
+        self.engine.add(request("r", [5, 6, 7], NUM_TOKENS))
+        self.execute(Plan())  # its prompt
+        self.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))  # nothing is in flight
+
+    def execute(self, plan: Plan, interrupted: Callable[[], bool] = lambda: False) -> IterationRecord:
+        self.device.launched.clear()
+        return self.executor.execute(plan, self.emitted.extend, interrupted)
+
+
+@pytest.fixture
+def side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SideBySide]:
+    looks = iter([])
+    monkeypatch.setattr(OnlineEngine, "has_landed", property(lambda _: next(looks, True)))
+    bench = SideBySide(tmp_path)
+
+    def land_after(count: int) -> None:
+        nonlocal looks
+        looks = iter([False] * count)
+
+    bench.land_after = land_after  # type: ignore[attr-defined]
+    yield bench
+    bench.pause()
+
+
+def spatial(num_beside: int, num_behind: int = 0, partition: Partition = FEW) -> Plan:
+    return Plan(num_tasklets=num_beside + num_behind, num_beside=num_beside, partition=partition, mode=Mode.SPATIAL)
+
+
+def count(runs: tuple) -> int:  # type: ignore[type-arg]
+    return sum(run.count for run, _ in runs)
+
+
+def test_tasklets_run_beside_the_batch_until_it_lands_and_the_rest_on_all_sms(side_by_side: SideBySide) -> None:
+    side_by_side.land_after(5)  # type: ignore[attr-defined]
+    record = side_by_side.execute(spatial(10, 3))
+    # Asked before and after it waits for room.
+    assert [each for each in side_by_side.device.launched if "online" not in each] == [
+        "tasklet 48", "tasklet 48", "behind", "tasklet", "tasklet"
+    ]  # fmt: skip
+    assert (count(record.beside), count(record.tasklets)) == (2, 3)
+    assert (record.partition, record.mode, record.batch.num_decode) == (FEW, Mode.SPATIAL, 1)
+
+
+def test_no_more_tasklets_run_beside_a_batch_than_were_planned(side_by_side: SideBySide) -> None:
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    record = side_by_side.execute(spatial(3, 1))
+    assert (count(record.beside), count(record.tasklets)) == (3, 1)
+
+
+def test_a_message_ends_the_tasklets_and_not_the_batch(side_by_side: SideBySide) -> None:
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    num_before = len(side_by_side.emitted)
+    looks = iter([False, False, True])
+    record = side_by_side.execute(spatial(9, 2), lambda: next(looks, True))
+    assert (count(record.beside), count(record.tasklets)) == (1, 0)
+    assert len(side_by_side.emitted) == num_before + 1
+
+
+def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_by_side: SideBySide) -> None:
+    num_before = len(side_by_side.emitted)
+    first = side_by_side.execute(spatial(4))
+    assert first.batch.empty, "it is in flight, and nobody waits for it"
+    assert side_by_side.engine.num_in_flight == 1
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    second = side_by_side.execute(spatial(4))
+    assert (second.batch.num_decode, second.partition, count(second.beside)) == (1, FEW, 4)
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 1, 1)
+    # A batch that had other SMs is no measurement of these.
+    side_by_side.execute(spatial(4, partition=MANY))
+    assert side_by_side.device.launched[0] == "online 48"
+    assert "online 96" in side_by_side.device.launched
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 1)
+    alone = side_by_side.execute(Plan())
+    assert alone.batch.empty
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 3, 1)
+
+
+def test_training_can_keep_to_its_sms_while_there_is_no_batch(side_by_side: SideBySide) -> None:
+    plan = Plan(run_online=False, num_tasklets=3, num_beside=3, partition=MANY, mode=Mode.SPATIAL)
+    record = side_by_side.execute(plan)
+    assert side_by_side.device.launched == ["tasklet 96"] * 3
+    assert (count(record.beside), record.batch.empty) == (3, True)
+
+
+def test_who_shares_how_changes_no_token(side_by_side: SideBySide, tmp_path: Path) -> None:
+    plans = [Plan(), spatial(2), spatial(3, 2), spatial(1, partition=MANY), Plan(num_tasklets=2, mode=Mode.TEMPORAL)]
+    turn = 0
+    while side_by_side.engine.has_work:
+        side_by_side.land_after(turn % 4)  # type: ignore[attr-defined]
+        side_by_side.execute(plans[turn % len(plans)])
+        turn += 1
+    tokens = [token for output in side_by_side.emitted for token in output.token_ids]
+    plain = Bench(tmp_path / "plain")
+    plain.engine.add(request("r", [5, 6, 7], NUM_TOKENS))
+    while plain.engine.has_work:
+        plain.run(Plan())
+    plain.pause()
+    assert tokens == [token for output in plain.emitted for token in output.token_ids]
+    assert len(tokens) == NUM_TOKENS
+
+
+def test_what_ends_late_counts_and_teaches_nothing(side_by_side: SideBySide) -> None:
+    """A tasklet that ends in a later iteration, of another partition."""
+    side_by_side.device.run_tasklet(side_by_side.training.run_tasklet, partition=MANY)
+    record = side_by_side.execute(spatial(0, 1))
+    assert (count(record.beside), count(record.tasklets)) == (0, 1)
+    assert [number for _, number in record.num_untimed] == [1]
