@@ -1,46 +1,102 @@
 """A linear model learned one measurement at a time.
 
 Recursive least squares with forgetting: LLMStation section 4.2 uses linear models over simple features; learning them
-online replaces its offline profiling runs.
+online replaces its offline profiling runs. Vectors have two to six entries, for which plain floats are faster than
+arrays.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+import math
+from operator import mul
+from typing import NamedTuple
 
 _FORGETTING = 0.995
 _PRIOR_VARIANCE = 1e4
 _MAX_VARIANCE = 1e6
+_REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
+_RESTORED_DOUBT = 10.0
+
+
+class LinearState(NamedTuple):
+    """All that was learned: ``covariance`` row by row."""
+
+    weights: list[float]
+    covariance: list[float]
+    num_samples: int
 
 
 class OnlineLinearModel:
     """Predicts ``weights · features``. ``scales`` bring each feature near 1: the update stays well conditioned."""
 
     def __init__(self, scales: tuple[float, ...]) -> None:
-        self._scales = np.asarray(scales, dtype=np.float64)  # [features]
-        self._weights: npt.NDArray[np.float64] = np.zeros(len(scales))
-        self._covariance: npt.NDArray[np.float64] = np.eye(len(scales)) * _PRIOR_VARIANCE
+        self._factors = [1.0 / scale for scale in scales]
+        self._weights = [0.0] * len(scales)
+        self._covariance = [  # [features][features], symmetric
+            [_PRIOR_VARIANCE if row == column else 0.0 for column in range(len(scales))] for row in range(len(scales))
+        ]
         self.num_samples = 0
 
     @property
     def ready(self) -> bool:
         """True once there were more measurements than weights."""
-        return self.num_samples > len(self._scales)
+        return self.num_samples > len(self._weights)
 
     def predict(self, features: tuple[float, ...]) -> float:
         """The estimate, in the unit of the targets; never negative."""
-        return max(0.0, float(self._weights @ (np.asarray(features) / self._scales)))
+        return max(0.0, self._estimate(self._scaled(features)))
+
+    def reaches(self, features: tuple[float, ...]) -> bool:
+        """Whether ``predict`` rests on what was measured, and not on weights that no measurement has told."""
+        x = self._scaled(features)
+        return self.ready and _dot(x, self._spread(x)) <= _REACH
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
-        x = np.asarray(features) / self._scales  # [features]
-        gain = self._covariance @ x
-        gain /= _FORGETTING + x @ gain
-        self._weights += gain * (target - float(self._weights @ x))
-        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGETTING
+        x = self._scaled(features)
+        spread = self._spread(x)
+        share = 1.0 / (_FORGETTING + _dot(x, spread))
+        correction = share * (target - self._estimate(x))
+        self._weights = [weight + correction * each for weight, each in zip(self._weights, spread, strict=True)]
+        kept = 1.0 / _FORGETTING
+        self._covariance = [
+            [(value - share * each * other) * kept for value, other in zip(row, spread, strict=True)]
+            for row, each in zip(self._covariance, spread, strict=True)
+        ]
         # Forgetting inflates the covariance along directions that no measurement touches; keep it bounded.
-        trace = float(np.trace(self._covariance))
+        trace = sum(row[index] for index, row in enumerate(self._covariance))
         if trace > _MAX_VARIANCE * len(x):
-            self._covariance *= _MAX_VARIANCE * len(x) / trace
+            self._inflate(_MAX_VARIANCE * len(x) / trace)
         self.num_samples += 1
+
+    def state(self) -> LinearState:
+        return LinearState(list(self._weights), [value for row in self._covariance for value in row], self.num_samples)
+
+    def restore(self, state: LinearState) -> None:
+        """Take over what another model learned; what comes now counts more than it does. Raises ValueError for a state
+        of another number of features, or with values that are not finite."""
+        size = len(self._weights)
+        numbers = (*state.weights, *state.covariance)
+        if (len(state.weights), len(numbers)) != (size, size + size * size) or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"no state of a linear model of {size} features")
+        self._weights = list(state.weights)
+        self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
+        self._inflate(_RESTORED_DOUBT)
+        self.num_samples = state.num_samples
+
+    def _scaled(self, features: tuple[float, ...]) -> list[float]:
+        return list(map(mul, features, self._factors))
+
+    def _estimate(self, x: list[float]) -> float:
+        return _dot(self._weights, x)
+
+    def _spread(self, x: list[float]) -> list[float]:
+        """``covariance · x``"""
+        return [_dot(row, x) for row in self._covariance]
+
+    def _inflate(self, factor: float) -> None:
+        self._covariance = [[value * factor for value in row] for row in self._covariance]
+
+
+def _dot(left: list[float], right: list[float]) -> float:
+    return sum(map(mul, left, right), 0.0)

@@ -1,21 +1,38 @@
-"""The latency predictor: LLMStation section 4.2 (records, then a linear model), learned from every iteration run."""
+"""The latency predictor, learned from every iteration run: records first, then models, then a prior.
+
+LLMStation section 4.2 on all SMs, Harli section 5 on a partition of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.predictor.export import Export, as_tuple, decode
 from cotenant.predictor.linear import OnlineLinearModel
-from cotenant.predictor.records import Record, RecordCache
+from cotenant.predictor.prior import Prior
+from cotenant.predictor.records import Group, Record, RecordCache
+from cotenant.predictor.shapes import (
+    BATCH_SCALES,
+    TASKLET_SCALES,
+    batch_features,
+    batch_key,
+    sms,
+    tasklet_features,
+    tasklet_key,
+)
+from cotenant.predictor.spatial import PartitionModels
 
 _ERROR_WEIGHT = 0.05
-_VERSION = 1  # of exports
 _TRUSTED = 5  # measurements that a record taken over counts as
-_MOST_SAMPLES = 64  # of one shape that its kind's model learns from: they cost more than the record does
+# A tasklet's model learns from so many measurements of one shape, which cost more than its record does, and then from
+# those that it does not agree with: the machine may have changed.
+_MOST_SAMPLES = 64
+_AGREEMENT = 0.1
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
@@ -28,80 +45,50 @@ class CoRun:
     tasklet_corun_ms: float
 
 
-class _Export(msgspec.Struct):
-    """``records``: (adapters, or nothing for tasklets alone; shape; mean, deviation, count)."""
-
-    version: int
-    of: tuple[str, str]
-    records: list[tuple[tuple[int, ...], list[Any], float, float, int]]
-
-
-def _as_tuple(shape: Any) -> Any:
-    """JSON has lists where keys were tuples."""
-    return tuple(map(_as_tuple, shape)) if isinstance(shape, list) else shape
-
-
 def _known(predicted_ms: float) -> float | None:
     """A linear model says 0 where it is out of its range: work takes some time."""
     return predicted_ms if predicted_ms > 0 else None
 
 
-def _bucket(tokens: int) -> int:
-    """Token counts that differ by less than an eighth share a record."""
-    if tokens < 16:
-        return tokens
-    shift = tokens.bit_length() - 4
-    return (tokens >> shift) << shift
-
-
-def _batch_key(batch: BatchShape) -> tuple[int, int, int, int]:
-    return (
-        batch.num_decode,
-        _bucket(batch.context_tokens),
-        _bucket(batch.prefill_tokens),
-        _bucket(batch.prefill_context_tokens),
-    )
-
-
-def _batch_features(batch: BatchShape) -> tuple[float, ...]:
-    return (
-        1.0,
-        float(batch.num_decode > 0),
-        float(batch.num_decode),
-        float(batch.context_tokens),
-        float(batch.prefill_tokens),
-        float(batch.prefill_context_tokens),
-    )
-
-
-def _tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
-    return (shape.kind.value, _bucket(shape.num_tokens), _bucket(shape.max_length))
-
-
 class LatencyPredictor:
     """Predicts online batches and tasklets; ``observe`` feeds it what was measured.
 
-    Returns None where nothing is known yet: a policy then tries one tasklet and learns.
+    Returns None where nothing is known yet: a policy then tries one tasklet and learns. ``prior``: of this model on
+    this hardware, where the device's rates are known.
     """
 
-    def __init__(self, hardware: str, model: str) -> None:
+    def __init__(self, hardware: str, model: str, prior: Prior | None = None) -> None:
         self._base_group = (hardware, model)
+        self._prior = prior
         self._records = RecordCache()
-        self._batch_model = OnlineLinearModel((1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0))
+        self._batch_model = OnlineLinearModel(BATCH_SCALES)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
+        self._partitions = PartitionModels()
         self.error_ratio: float | None = None
 
-    def batch_ms(self, batch: BatchShape, *, beside_training: bool = False) -> float | None:
+    def batch_ms(
+        self, batch: BatchShape, *, beside_training: bool = False, partition: Partition | None = None
+    ) -> float | None:
         """An online batch alone (``l_d0`` for a decode step); ``beside_training``: in an iteration with tasklets, until
-        its tokens are known. It may have to wait for the end of the tasklet before it."""
+        its tokens are known. It may have to wait for the end of the tasklet before it.
+
+        With ``partition`` on its online SMs; ``beside_training`` then: while tasklets run on its best-effort SMs.
+        """
         if batch.empty:
             return 0.0
-        names = ("shared batch", "batch") if beside_training else ("batch", "shared batch")
-        for name in names:
-            record = self._records.find(self._group(batch), (name, _batch_key(batch)))
+        if partition is not None:
+            return self._batch_on_partition_ms(batch, partition, beside_training=beside_training)
+        group, key = self._group(batch), batch_key(batch)
+        for name in ("shared batch", "batch") if beside_training else ("batch", "shared batch"):
+            record = self._records.find(group, (name, key))
             if record is not None:
                 return record.cautious_ms
-        return _known(self._batch_model.predict(_batch_features(batch))) if self._batch_model.ready else None
+        features = batch_features(batch)
+        if self._prior is not None and not self._batch_model.reaches(features):
+            prior_ms = self._prior.batch_ms(batch)
+            if prior_ms is not None:
+                return prior_ms
+        return _known(self._batch_model.predict(features)) if self._batch_model.ready else None
 
     def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
         """How many tokens of fresh prompts fit into a batch beside its decodes, so that it takes ``limit_ms``. May be
@@ -110,24 +97,36 @@ class LatencyPredictor:
             return None
         alone = BatchShape(num_decode, context_tokens)
         with_prompt = BatchShape(num_decode, context_tokens, _PROMPT_TOKENS, _PROMPT_TOKENS)
-        alone_ms = self._batch_model.predict(_batch_features(alone))
-        per_token_ms = (self._batch_model.predict(_batch_features(with_prompt)) - alone_ms) / _PROMPT_TOKENS
+        alone_ms = self._batch_model.predict(batch_features(alone))
+        per_token_ms = (self._batch_model.predict(batch_features(with_prompt)) - alone_ms) / _PROMPT_TOKENS
         return int((limit_ms - alone_ms) / per_token_ms) if per_token_ms > 0 else None
 
-    def tasklet_ms(self, shape: TaskletShape, *, beside: BatchShape | None = None, fused: bool = False) -> float | None:
-        """What one tasklet adds to an iteration: beside a batch if that was measured, else alone."""
+    def tasklet_ms(
+        self,
+        shape: TaskletShape,
+        *,
+        beside: BatchShape | None = None,
+        fused: bool = False,
+        partition: Partition | None = None,
+    ) -> float | None:
+        """What one tasklet adds to an iteration: beside a batch if that was measured, else alone.
+
+        With ``partition``: what it takes on the best-effort SMs, beside a batch on the others.
+        """
+        if partition is not None:
+            return self._tasklet_on_partition_ms(shape, partition)
+        key = tasklet_key(shape)
         if beside is not None and not beside.empty:
-            kind = "fused" if fused else "beside"
-            record = self._records.find(self._group(beside), (kind, _batch_key(beside), _tasklet_key(shape)))
+            name = "fused" if fused else "beside"
+            record = self._records.find(self._group(beside), (name, batch_key(beside), key))
             if record is not None:
                 return record.cautious_ms
-        record = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
-        if record is not None:
-            return record.cautious_ms
-        model = self._tasklet_models.get(shape.kind)
-        if model is None or not model.ready:
-            return None
-        return _known(model.predict((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length))))
+        record = self._records.find(self._base_group, ("tasklet", key))
+        return self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
+
+    def first_tasklet_ms(self, shape: TaskletShape) -> float:
+        """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
+        return 0.0 if self._prior is None else self._prior.first_ms(shape)
 
     def corun(self, batch: BatchShape, shape: TaskletShape, *, fused: bool = False) -> CoRun | None:
         """Equation 1's three latencies for one tasklet beside this batch, or None if one of them is unknown.
@@ -146,65 +145,168 @@ class LatencyPredictor:
         return len(self._records)
 
     def export(self) -> bytes:
-        """What was measured, for ``restore``: by this server when it starts again, or by another on such a machine."""
-        records = [(group[2:], *rest) for group, *rest in self._records.export()]
-        return msgspec.json.encode({"version": _VERSION, "of": self._base_group, "records": records})
+        """What was learned, for ``restore``: by this server when it starts again, or by another on such a machine."""
+        export = Export(
+            of=self._base_group,
+            records=[(group[2:], *rest) for group, rest in self._records.export()],
+            batch_model=self._batch_model.state(),
+            tasklet_models={kind.value: model.state() for kind, model in self._tasklet_models.items()},
+            partition_models=[(key, model.state()) for key, model in self._partitions.models.items()],
+            partition_ratios=list(self._partitions.ratios.items()),
+            prior_ratios={} if self._prior is None else self._prior.ratios,
+        )
+        return msgspec.json.encode(export)
 
     def restore(self, exported: bytes) -> int:
-        """Take over what another predictor measured, where this one has not: how many records. They count little, so
+        """Take over what another predictor learned, where this one has not: how many records. It counts little, so
         that a machine that has changed is noticed within some iterations.
 
         Raises ValueError for what is no export, or one of other hardware or another model.
         """
-        try:
-            found = msgspec.json.decode(exported, type=_Export)
-        except msgspec.DecodeError as error:
-            raise ValueError(str(error)) from error
-        if found.version != _VERSION or found.of != self._base_group:
-            raise ValueError(f"measured on {found.of}, version {found.version}, not on {self._base_group}")
+        found = decode(exported, self._base_group)
+        models = [(self._batch_model, found.batch_model)]
+        models += [(self._tasklet_model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
+        models += [(self._partitions.model(key), state) for key, state in found.partition_models]
+        for model, state in models:
+            if model.num_samples == 0:
+                model.restore(state)
+        for key, ratio in found.partition_ratios:
+            self._partitions.ratios.setdefault(key, ratio.less_trusted(_TRUSTED))
+        if self._prior is not None:
+            for kind, ratio in found.prior_ratios.items():
+                self._prior.ratios.setdefault(kind, ratio.less_trusted(_TRUSTED))
         for rest, shape, mean_ms, deviation_ms, count in found.records:
             record = Record(mean_ms, deviation_ms, min(count, _TRUSTED))
-            self._records.restore((*self._base_group, *rest), _as_tuple(shape), record)
+            self._records.restore((*self._base_group, *rest), as_tuple(shape), record)
         return len(found.records)
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration."""
-        if not record.batch.empty and record.fused is None:
-            name = "batch" if record.mode is Mode.NONE else "shared batch"
-            self._records.add(self._group(record.batch), (name, _batch_key(record.batch)), record.online_ms)
-            self._batch_model.update(_batch_features(record.batch), record.online_ms)
+        if record.partition is not None:
+            self._observe_on_partition(record, record.partition)
+        elif not record.batch.empty and record.fused is None:
+            self._observe_batch(record)
         if record.fused is not None:
             self._observe_fused(record)
+        # Behind a batch that had other SMs, tasklets are as alone as they can be.
+        batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
-            self._observe_tasklets(record.batch, run.shape, elapsed_ms / run.count)
+            self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
         if record.predicted_ms is not None and record.total_ms > 0:
             error = abs(record.predicted_ms - record.total_ms) / record.total_ms
             previous = self.error_ratio if self.error_ratio is not None else error
             self.error_ratio = previous + _ERROR_WEIGHT * (error - previous)
 
+    def _observe_batch(self, record: IterationRecord) -> None:
+        batch, online_ms = record.batch, record.online_ms
+        name = "batch" if record.mode is Mode.NONE else "shared batch"
+        self._records.add(self._group(batch), (name, batch_key(batch)), online_ms)
+        self._batch_model.update(batch_features(batch), online_ms)
+        if self._prior is not None:
+            self._prior.observe_batch(batch, online_ms)
+
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
         each_ms = self._bounded(shape, each_ms)
-        self._records.add(self._base_group, ("tasklet", _tasklet_key(shape)), each_ms)
+        key = tasklet_key(shape)
+        record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty:
-            self._records.add(self._group(batch), ("beside", _batch_key(batch), _tasklet_key(shape)), each_ms)
-        known = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
-        if known is None or known.count <= _MOST_SAMPLES:  # the model is asked for shapes without a record alone
-            model = self._tasklet_models.setdefault(shape.kind, OnlineLinearModel((1.0, 256.0, 256.0 * 256.0)))
-            model.update((1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length)), each_ms)
+            self._records.add(self._group(batch), ("beside", batch_key(batch), key), each_ms)
+        # The model is asked for shapes without a record alone.
+        model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
+        if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
+            model.update(features, each_ms)
+            if self._prior is not None:
+                self._prior.observe_tasklet(shape, each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
         step_ms = self.batch_ms(record.batch, beside_training=True)
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        key = ("fused", _batch_key(record.batch), _tasklet_key(record.fused.shape))
+        key = ("fused", batch_key(record.batch), tasklet_key(record.fused.shape))
         self._records.add(self._group(record.batch), key, added_ms)
+
+    def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
+        """Without any tasklet, it is stage 1's measurement."""
+        batch, online_ms, together = record.batch, record.online_ms, bool(record.beside or record.tasklets)
+        if not batch.empty:
+            self._records.add(self._group(batch), _partition_key(batch, partition, together=together), online_ms)
+            if together:
+                alone_ms = self._alone_on_partition_ms(batch, partition)
+                self._partitions.observe_together(batch, partition, online_ms, alone_ms)
+            else:
+                self._partitions.observe_alone(batch, partition.online_sms, online_ms)
+            if self._prior is not None:
+                self._prior.observe_batch(batch, online_ms, partition, beside_training=together)
+        for run, elapsed_ms in record.beside:
+            self._observe_tasklet_on_partition(run.shape, elapsed_ms / run.count, partition)
+
+    def _observe_tasklet_on_partition(self, shape: TaskletShape, each_ms: float, partition: Partition) -> None:
+        record = self._records.add(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)), each_ms)
+        each_ms = record.bounded(each_ms)
+        alone_ms = self._mean_tasklet_ms(shape)
+        if alone_ms is not None:
+            self._partitions.observe_tasklet(partition.best_effort_sms, each_ms, alone_ms)
+        if self._prior is not None:
+            self._prior.observe_tasklet(shape, each_ms, partition)
+
+    def _batch_on_partition_ms(self, batch: BatchShape, partition: Partition, *, beside_training: bool) -> float | None:
+        key = _partition_key(batch, partition, together=beside_training)
+        record = self._records.find(self._group(batch), key)
+        if record is not None:
+            return record.cautious_ms
+        known_ms = self._alone_on_partition_ms(batch, partition)
+        if beside_training:
+            known_ms = self._partitions.together_ms(batch, partition, known_ms)
+        if known_ms is None and self._prior is not None:
+            return self._prior.batch_ms(batch, partition, beside_training=beside_training)
+        return known_ms
+
+    def _alone_on_partition_ms(self, batch: BatchShape, partition: Partition) -> float | None:
+        """Stage 1, or better what was measured of this shape."""
+        record = self._records.find(self._group(batch), _partition_key(batch, partition, together=False))
+        return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
+
+    def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
+        record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)))
+        if record is not None:
+            return record.cautious_ms
+        factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
+        if factor is not None and alone_ms is not None:
+            return factor * alone_ms
+        return None if self._prior is None else self._prior.tasklet_ms(shape, partition)
+
+    def _mean_tasklet_ms(self, shape: TaskletShape) -> float | None:
+        """Alone on all SMs."""
+        record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
+        return self._modelled_tasklet_ms(shape) if record is None else record.mean_ms
+
+    def _modelled_tasklet_ms(self, shape: TaskletShape) -> float | None:
+        """None where no model reaches, if a prior can say what the shape's first tasklet should take. (Without one, a
+        guess is better than to try every shape.)"""
+        model, features = self._tasklet_models.get(shape.kind), tasklet_features(shape)
+        if model is None or not (model.ready if self._prior is None else model.reaches(features)):
+            return None
+        return _known(model.predict(features))
+
+    def _tasklet_model(self, kind: TaskletKind) -> OnlineLinearModel:
+        model = self._tasklet_models.get(kind)
+        if model is None:
+            model = self._tasklet_models[kind] = OnlineLinearModel(TASKLET_SCALES)
+        return model
 
     def _bounded(self, shape: TaskletShape, each_ms: float) -> float:
         """An outlier cut to what this tasklet may take at worst. Uncut, it would rule the tasklet out beside a batch
         where it was never measured before, and so keep it from being measured there again."""
-        known = self._records.find(self._base_group, ("tasklet", _tasklet_key(shape)))
+        known = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
         return each_ms if known is None else known.bounded(each_ms)
 
-    def _group(self, batch: BatchShape) -> tuple[str, str, int]:
+    def _group(self, batch: BatchShape) -> Group:
         return (*self._base_group, batch.num_adapters)
+
+
+def _partition_key(batch: BatchShape, partition: Partition, *, together: bool) -> Hashable:
+    """A batch alone does not know how many of the other SMs are whose."""
+    if together:
+        return ("shared batch", batch_key(batch), sms(partition))
+    return ("batch", batch_key(batch), partition.online_sms)

@@ -56,22 +56,23 @@ class RecordCache:
         record = shapes.get(shape) if shapes is not None else None
         return record if record is not None and record.count >= min_count else None
 
-    def add(self, group: Group, shape: Hashable, latency_ms: float) -> None:
-        """Take one measurement in; the shape unused for longest goes when there are too many."""
+    def add(self, group: Group, shape: Hashable, latency_ms: float) -> Record:
+        """Take one measurement in; the shape unused for longest goes when there are too many. Returns its record."""
         shapes = self._groups.setdefault(group, OrderedDict())
         record = shapes.get(shape)
         if record is None:
-            shapes[shape] = Record(latency_ms)
+            record = shapes[shape] = Record(latency_ms)
             if len(shapes) > _MAX_SHAPES:
                 shapes.popitem(last=False)
         else:
             record.add(latency_ms)
             shapes.move_to_end(shape)
+        return record
 
-    def export(self) -> list[tuple[Group, Hashable, float, float, int]]:
-        """All records: (group, shape, mean, deviation, count)."""
+    def export(self) -> list[tuple[Group, tuple[Hashable, float, float, int]]]:
+        """All records: group, and shape, mean, deviation, count."""
         return [
-            (group, shape, record.mean_ms, record.deviation_ms, record.count)
+            (group, (shape, record.mean_ms, record.deviation_ms, record.count))
             for group, shapes in self._groups.items()
             for shape, record in shapes.items()
         ]

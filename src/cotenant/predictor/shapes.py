@@ -1,0 +1,49 @@
+"""Shapes of work as keys of records and as features of linear models."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import BatchShape, Partition
+from cotenant.core.tasklet import TaskletShape
+
+BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0)
+TASKLET_SCALES = (1.0, 256.0, 256.0 * 256.0)
+
+
+def bucket(tokens: int) -> int:
+    """Token counts that differ by less than an eighth share a record."""
+    if tokens < 16:
+        return tokens
+    shift = tokens.bit_length() - 4
+    return (tokens >> shift) << shift
+
+
+def batch_key(batch: BatchShape) -> tuple[int, int, int, int]:
+    return (
+        batch.num_decode,
+        bucket(batch.context_tokens),
+        bucket(batch.prefill_tokens),
+        bucket(batch.prefill_context_tokens),
+    )
+
+
+def tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
+    return (shape.kind.value, bucket(shape.num_tokens), bucket(shape.max_length))
+
+
+def sms(partition: Partition) -> tuple[int, int]:
+    return (partition.online_sms, partition.best_effort_sms)
+
+
+def batch_features(batch: BatchShape) -> tuple[float, ...]:
+    return (
+        1.0,
+        float(batch.num_decode > 0),
+        float(batch.num_decode),
+        float(batch.context_tokens),
+        float(batch.prefill_tokens),
+        float(batch.prefill_context_tokens),
+    )
+
+
+def tasklet_features(shape: TaskletShape) -> tuple[float, ...]:
+    return (1.0, float(shape.num_tokens), float(shape.num_tokens * shape.max_length))
