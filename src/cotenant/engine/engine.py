@@ -234,7 +234,6 @@ class OnlineEngine:
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self._adapters.register(ref, adapter)
-        self._live.renew_keys(ref.name)
         self._plan = None
 
     def wait_for_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -255,16 +254,13 @@ class OnlineEngine:
         """Put in place what ``load_adapter`` asked for and was read since the last call: each adapter with None, or
         with the reason why the one before goes on serving. Running requests keep theirs until they end."""
         loaded = self._adapters.take_loaded()
-        for ref, error in loaded:
-            if error is None:
-                self._live.renew_keys(ref.name)
-                self._plan = None
+        if any(error is None for _, error in loaded):
+            self._plan = None
         return loaded
 
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""
         self._adapters.drop(name)
-        self._live.renew_keys(name)
         self._plan = None
 
     def _look_for_adapters(self) -> None:
