@@ -197,7 +197,7 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
     if sizes:
         runner.capture(sizes)
-    engine._runner = runner
+    engine._flights.runner = runner
     return engine
 
 
