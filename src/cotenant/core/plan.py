@@ -10,6 +10,8 @@ from cotenant.core.tasklet import TaskletRun
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
+# The share of the TPOT target that is aimed at before any request has told how close is too close.
+FIRST_MARGIN = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ class JobView:
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
     of the TPOT target to be aimed at, by what came of requests so far. ``idle_s``: how long no request has been live.
-    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can run
-    on, beside the job's next tasklets on the other SMs."""
+    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can
+    run on, beside the job's next tasklets on the other SMs."""
 
     now_s: float
     slo: Slo
@@ -92,7 +94,7 @@ class Snapshot:
     requests: tuple[RequestView, ...] = ()
     job: JobView | None = None
     can_fuse: bool = False
-    margin: float = 0.9
+    margin: float = FIRST_MARGIN
     idle_s: float = math.inf
     largest_gap_s: float = 0.0
     partitions: tuple[Partition, ...] = ()
@@ -132,8 +134,8 @@ class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
-    ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in ``online_ms``
-    instead. ``beside``: those that ended while the batch had ``partition``'s online SMs, on the others.
+    ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
+    ``online_ms`` instead. ``beside``: those that ended while the batch had ``partition``'s online SMs, on the others.
     """
 
     batch: BatchShape
