@@ -1,8 +1,8 @@
 """The GPU's runner on the CPU, over stand-ins for what only a GPU has: batches of all kinds against each request alone.
 
 Run in a process of its own, for the stand-ins take the places of modules. A wrapper of FlashInfer is as strict as its
-contract: it keeps its last plan alone, takes exactly the rows of that plan, and writes those and no others. Graphs run
-what they captured; kernels are plain torch; what nobody writes is NaN.
+contract: it keeps its last plan alone, takes exactly the rows of that plan, and writes those and no others; and no
+batch plans it twice. Graphs run what they captured; kernels are plain torch; what nobody writes is NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
@@ -69,7 +69,11 @@ def _rope_and_cache(
 
 
 class _Wrapper:
+    planned: ClassVar[set[_Wrapper]] = set()  # in this batch
+
     def _keep(self, starts: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
+        assert self not in self.planned, "a wrapper is planned twice in a batch"
+        self.planned.add(self)
         assert all(part.dtype == torch.int32 for part in (indptr, pages, last))
         assert len(pages) >= int(indptr[-1])
         self._plan = (starts.tolist(), indptr, pages, last)
@@ -163,8 +167,21 @@ def install() -> None:
     torch.empty_like = lambda like, **_: empty_like(like).fill_(float("nan"))
 
     from cotenant.device.cuda import graphs
+    from cotenant.engine import assemble
+    from cotenant.engine.engine import OnlineEngine
     from cotenant.models import paged_attention
+    from cotenant.models.batch import PageLists
 
+    schedule = OnlineEngine.schedule
+
+    def next_batch(engine: OnlineEngine) -> Any:
+        _Wrapper.planned.clear()
+        return schedule(engine)
+
+    OnlineEngine.schedule = next_batch  # type: ignore[method-assign]
+    assemble.page_lists = lambda segment, page_tokens, device: PageLists(
+        *map(torch.from_numpy, assemble.page_indices(segment, page_tokens))
+    )
     graphs.capture_graph = _capture  # type: ignore[assignment]
     graphs.current_lane = lambda: _lane
     turns = iter(range(1 << 30))
@@ -181,7 +198,7 @@ def _engine(small: Any, page_tokens: int, budget: int) -> Any:
     return small.engine(160 // page_tokens + 8, page_tokens, 10, budget, max_model_len=96, max_loras=6)
 
 
-def _on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
+def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     from cotenant.engine import cuda_runner
     from cotenant.models.lora_stacks import LoraStacks
 
@@ -195,7 +212,7 @@ def _on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
     if sizes:
         runner.capture(sizes)
-    engine._runner = runner
+    engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
         engine.capture_lane()
@@ -271,7 +288,7 @@ def main() -> None:
                 key = (request.prompt, request.adapter, request.sampling.max_tokens)
                 if key not in expected:
                     expected[key] = _alone(small, request)
-            engine = _on_gpus_runner(small, _engine(small, page_tokens, budget), sizes)
+            engine = on_gpus_runner(small, _engine(small, page_tokens, budget), sizes)
             found = _run(engine, requests, rng, num_ahead)
             for request in requests:
                 key = (request.prompt, request.adapter, request.sampling.max_tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cotenant.core.request import AdapterRef, Request, SamplingParams
 from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
-from cotenant.engine.prefix import PrefixKeys, root_of
+from cotenant.engine.prefix import PrefixKeys
 from cotenant.engine.queue import SequenceQueue
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.engine.sequence import PENDING, Sequence
@@ -81,7 +81,7 @@ class Simulation:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         request = Request(f"r{number}", prompt, sampling, float(number), adapter(name), priority)
         sequence = Sequence(request, number, MAX_LENGTH, frozenset(), SamplingState(sampling), list(prompt))
-        self._texts[sequence] = text, PrefixKeys(self.limits.page_tokens, root_of(request.adapter, 0))
+        self._texts[sequence] = text, PrefixKeys(self.limits.page_tokens, repr(request.adapter).encode())
         if request.adapter is not None:
             self._ready_at.setdefault(request.adapter, self.iteration + self._load_iterations)
         self.waiting.add(sequence)

@@ -244,3 +244,23 @@ def test_whatever_comes_and_goes_who_runs_keeps_its_adapter(
             assert number_of(adapter) == number
         cache.check_integrity({ref for ref, _, _ in running})
     cache.close()
+
+
+def test_a_fingerprint_tells_weights_apart_and_nothing_else(make_cache, tmp_path) -> None:
+    adapters_by_name = {
+        "one": tiny_adapter(1.0),
+        "same": tiny_adapter(1.0),
+        "other": tiny_adapter(2.0),
+        "rank": tiny_adapter(1.0, r=3),
+        "scaled": LoraAdapter("tiny", TINY, 2, 4.0, tiny_adapter(1.0).weights),
+        "module": LoraAdapter("tiny", TINY, 2, 2.0, {(0, "k_proj"): tiny_adapter(1.0).weights[0, "q_proj"]}),
+    }
+    cache = make_cache(max_loras=2, max_cpu_loras=8)
+    found = {}
+    for name, adapter in adapters_by_name.items():
+        save_adapter(adapter, tmp_path / name, "tiny")
+        ref = AdapterRef(name, str(tmp_path / name))
+        fetch(cache, ref)
+        found[name] = cache.fingerprint(ref)
+    assert found.pop("same") == found["one"]
+    assert len(set(found.values())) == len(found)

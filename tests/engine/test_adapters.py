@@ -289,6 +289,57 @@ def test_who_waits_while_its_adapter_is_replaced_takes_no_pages_of_the_old_one(s
     assert small.tokens(outputs) == alone(small, prompt, refs[1], 12)
 
 
+def test_a_folder_that_changed_while_its_adapter_was_out_of_memory_gives_no_pages_of_the_old_one(
+    small, refs, tmp_path
+) -> None:
+    """Nobody says that it changed: it is read again because others were used meanwhile."""
+    prompt = small.prompt(30)
+    ref = AdapterRef("changing", str(tmp_path / "changing"))
+    shutil.copytree(refs[0].path, ref.path)
+    engine = small.engine(max_loras=1, max_cpu_loras=2)
+
+    def ask() -> tuple[list[int], int]:
+        """The text, and how many tokens of the prompt were found in the cache."""
+        num_hits = engine.num_hit_tokens
+        (outputs,) = run(small, engine, [small.request(prompt, 12, adapter=ref)]).values()
+        return small.tokens(outputs), engine.num_hit_tokens - num_hits
+
+    assert ask() == (alone(small, prompt, refs[0], 12), 0)
+    warm(small, engine, refs[2:])  # two others push it out of host memory
+    shutil.copytree(refs[1].path, ref.path, dirs_exist_ok=True)
+    assert ask() == (alone(small, prompt, refs[1], 12), 0)
+    warm(small, engine, refs[2:])
+    shutil.copytree(refs[1].path, ref.path, dirs_exist_ok=True)  # other files, the same weights
+    assert ask() == (alone(small, prompt, refs[1], 12), 28)
+    shutil.copytree(refs[0].path, ref.path, dirs_exist_ok=True)
+    assert ask() == (alone(small, prompt, refs[1], 12), 28)  # it is in host memory: nobody has looked
+    warm(small, engine, refs[2:])
+    assert ask() == (alone(small, prompt, refs[0], 12), 28)  # those of the first time
+
+
+def test_who_waits_or_runs_while_the_folder_changes_takes_pages_of_its_own_weights_alone(small, refs, tmp_path) -> None:
+    prompt = small.prompt(30)
+    ref = AdapterRef("changing", str(tmp_path / "changing"))
+    shutil.copytree(refs[0].path, ref.path)
+    engine = small.engine(max_loras=1, max_cpu_loras=2, max_num_seqs=1)
+    running = small.request(prompt, 40, adapter=ref)
+    engine.add(running)
+    outputs = until(engine, lambda: engine.num_running == 1)
+    shutil.copytree(refs[1].path, ref.path, dirs_exist_ok=True)
+    waiting = [small.request(prompt, 12, adapter=one) for one in (ref, refs[2], refs[3], ref)]
+    for request in waiting:
+        engine.add(request)
+    outputs += until(engine, lambda: not engine.has_work)
+    texts = [
+        small.tokens([output for output in outputs if output.request_id == request.request_id])
+        for request in (running, *waiting)
+    ]
+    assert texts == [
+        alone(small, prompt, weights, num_tokens)
+        for weights, num_tokens in ((refs[0], 40), (refs[0], 12), (refs[2], 12), (refs[3], 12), (refs[1], 12))
+    ]
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_an_adapter_that_is_not_finite_harms_no_neighbour(small, refs, tmp_path, caplog, poison: float) -> None:
     """Neither those in its batches nor those who get its pages afterwards."""

@@ -198,6 +198,46 @@ def test_a_capture_that_fails_leaves_the_stream_usable() -> None:
     torch.cuda.synchronize()
 
 
+def test_a_capture_that_is_invalidated_costs_its_graph_alone() -> None:
+    pool = torch.cuda.graph_pool_handle()
+    numbers = torch.ones(1 << 24, device="cuda")  # 64 MiB
+
+    def add() -> None:
+        numbers.add_(numbers * 2)
+
+    def synchronize() -> None:
+        add()
+        torch.cuda.synchronize()  # forbidden: no graph comes of this capture
+
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        add()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        kept = capture_graph(add, pool, warm_up=False)
+        for _ in range(2):
+            with pytest.raises(RuntimeError):
+                capture_graph(synchronize, pool, warm_up=False)
+        assert not torch.cuda.is_current_stream_capturing()
+        again = capture_graph(add, pool, warm_up=False)
+        numbers.fill_(1.0)
+        kept.replay()
+        again.replay()
+        assert float(numbers[0]) == 9.0
+        # While torch believes in a capture, what another stream has used is not free after it.
+        used = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+        used.record_stream(other)
+        del used
+        torch.cuda.synchronize()
+        del kept, again
+        for _ in range(2):  # also where the graph that does not come to be is the pool's only one
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() <= before, "a pool keeps memory for a graph that there is not"
+            with pytest.raises(RuntimeError):
+                capture_graph(synchronize, pool, warm_up=False)
+
+
 @pytest.mark.parametrize("takes_memory", [False, True], ids=["discards", "memory-taken"])
 @pytest.mark.parametrize("lengths", [[128] * 8, RAGGED * 2], ids=["uniform", "ragged"])
 def test_discards_change_no_more_than_running_twice_does(

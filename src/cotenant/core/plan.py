@@ -10,6 +10,8 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
+# The share of the TPOT target that is aimed at before any request has told how close is too close.
+FIRST_MARGIN = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Snapshot:
     requests: tuple[RequestView, ...] = ()
     job: JobView | None = None
     can_fuse: bool = False
-    margin: float = 0.9
+    margin: float = FIRST_MARGIN
     idle_s: float = math.inf
     largest_gap_s: float = 0.0
     partitions: tuple[Partition, ...] = ()

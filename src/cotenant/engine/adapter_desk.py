@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Set
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
 from cotenant.engine.adapters import AdapterCache, Reading
-from cotenant.engine.prefix import root_of
+from cotenant.engine.prefix import BASE_ROOT
 from cotenant.engine.sequence import Sequence
 from cotenant.models.lora import LoraAdapter
 
@@ -23,7 +22,6 @@ class AdapterDesk:
     def __init__(self, cache: AdapterCache) -> None:
         self.cache = cache
         self.is_used = False  # whether there ever was a request for an adapter
-        self._epochs: Counter[str] = Counter()  # by name: how many adapters of that name there were before
         self._loading: list[tuple[AdapterRef, Reading]] = []  # read because ``load`` asked for it
         self._all_were_ready = True  # those that waiting sequences wanted, at the last look
 
@@ -33,17 +31,16 @@ class AdapterDesk:
         self.cache.prefetch(ref)
 
     def prefix_root(self, ref: AdapterRef | None) -> bytes:
-        """What page keys begin with: pages of an adapter that was replaced are not its successor's."""
-        return root_of(ref, 0 if ref is None else self._epochs[ref.name])
+        """What the page keys of a sequence begin with that is admitted now; its adapter is ready. It follows from the
+        weights alone: a folder may change and be read again without anybody's saying so."""
+        return BASE_ROOT if ref is None else self.cache.fingerprint(ref)
 
     def register(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
-        self._epochs[ref.name] += 1
         self.cache.register(ref, adapter)
 
     def drop(self, name: str) -> None:
         """Forget the adapter of this name. Sequences that run on it keep it until they end."""
-        self._epochs[name] += 1
         self._loading = [(ref, reading) for ref, reading in self._loading if ref.name != name]
         self.cache.drop(name)
 
@@ -62,7 +59,6 @@ class AdapterDesk:
             if isinstance(result, InvalidInputError):
                 ended.append((ref, result))
             else:
-                self._epochs[ref.name] += 1
                 self.cache.replace(ref, reading)
                 ended.append((ref, None))
         return ended

@@ -27,8 +27,13 @@ logger = logging.getLogger(__name__)
 
 _MIN_CPU_LORAS = 16
 
-# In host memory: as it lies in a slot, or, without stacks, packed for products per span.
-_Prepared = HostAdapter | LoraAdapter
+
+class _Prepared(NamedTuple):
+    """In host memory: as it lies in a slot, or, without stacks, packed for products per span."""
+
+    adapter: HostAdapter | LoraAdapter
+    fingerprint: bytes
+
 
 Reading = Future[_Prepared | InvalidInputError]
 """An adapter that is being read, or why it cannot be."""
@@ -152,14 +157,21 @@ class AdapterCache:
         prepared = self._take_prepared(ref)
         if ref not in self._slots:
             number = self._free_slot(in_use)
-            if isinstance(prepared, HostAdapter):
+            if isinstance(prepared.adapter, HostAdapter):
                 assert self.stacks is not None
-                adapter = self.stacks.load(number, prepared)
+                adapter = self.stacks.load(number, prepared.adapter)
             else:
-                adapter = prepared.on_device(self._device)
+                adapter = prepared.adapter.on_device(self._device)
             self._slots[ref] = _Slot(number, ref, adapter)
         self._slots.move_to_end(ref)
         return self._slots[ref].adapter
+
+    def fingerprint(self, ref: AdapterRef) -> bytes:
+        """Of the weights that ``acquire`` gives: those that were read, whatever the folder holds by now. The caller has
+        seen that the adapter is ready."""
+        prepared = self._host[ref] if ref in self._host else self._readings[ref].result()
+        assert not isinstance(prepared, InvalidInputError), f"adapter {ref.name} could not be read"
+        return prepared.fingerprint
 
     def drop(self, name: str) -> None:
         """Forget the adapters served under this name, and why they could not be read."""
@@ -237,9 +249,13 @@ class AdapterCache:
         """As it is kept in host memory. Errors are returned: raised, they would keep what was read alive."""
         try:
             adapter = read(ref)
+            packed: HostAdapter | LoraAdapter
             if self.stacks is not None:
-                return self.stacks.pack(adapter)
-            return adapter.for_serving(torch.device("cpu"), self._dtype)
+                packed = self.stacks.pack(adapter)
+            else:
+                packed = adapter.for_serving(torch.device("cpu"), self._dtype)
+            # Of the copy that is served: what was read may still be the file's own pages, which change with the file.
+            return _Prepared(packed, packed.fingerprint())
         except InvalidInputError as error:
             return InvalidInputError(error.message, code="invalid_adapter", param="model")
         except Exception as error:  # whatever lies in the user's folder, only requests for it may fail

@@ -158,7 +158,7 @@ def send(host: HostBatch, device: torch.device, last_tokens: torch.Tensor) -> Ba
     for segment in host.segments:
         size, num_tokens = segment.tables.size, sum(segment.counts)
         tables = sent[place : place + size].view(segment.tables.shape)
-        pages = page_lists(segment, host.page_tokens, device) if device.type == "cuda" else None
+        pages = page_lists(segment, host.page_tokens, device)
         written = slots[row : row + num_tokens]
         segments.append(PagedSegment(segment.counts, segment.contexts, tables, written, segment.is_decode, pages))
         row, place = row + num_tokens, place + size
@@ -175,8 +175,10 @@ def page_indices(segment: HostSegment, page_tokens: int) -> tuple[Int32Array, In
     return indptr, segment.tables[used].astype(np.int32), last
 
 
-def page_lists(segment: HostSegment, page_tokens: int, device: torch.device) -> PageLists:
-    """A segment's pages for a CUDA device, sent without waiting for it."""
+def page_lists(segment: HostSegment, page_tokens: int, device: torch.device) -> PageLists | None:
+    """A segment's pages for a CUDA device, sent without waiting for it; on others nobody reads them."""
+    if device.type != "cuda":
+        return None
     indptr, indices, last = (torch.from_numpy(array).pin_memory() for array in page_indices(segment, page_tokens))
     return PageLists(indptr, indices.to(device, non_blocking=True), last)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -23,22 +22,21 @@ from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.plan import BatchShape, RequestView
 from cotenant.core.request import AdapterRef, Request, SequenceOutput
 from cotenant.device import Device, create_device
-from cotenant.device.readback import Interval
 from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.adapters import AdapterCache
 from cotenant.engine.admission import check_request
 from cotenant.engine.assemble import assemble, send
 from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
 from cotenant.engine.block_table import BlockTables
-from cotenant.engine.flight import Collected, Flight, Iterated, OnlineStep
+from cotenant.engine.flight import Collected, Iterated, OnlineStep
+from cotenant.engine.flights import Flights
 from cotenant.engine.kv_cache import KvCache
 from cotenant.engine.live import LiveSequences
-from cotenant.engine.logprobs import look_at_prompts
 from cotenant.engine.outputs import advance
-from cotenant.engine.runner import create_runner, sampled_logits
+from cotenant.engine.runner import create_runner
 from cotenant.engine.sampler import Sampler
 from cotenant.engine.sampling_state import SamplingState
-from cotenant.engine.sequence import PENDING, Sequence
+from cotenant.engine.sequence import Sequence
 from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -96,14 +94,13 @@ class OnlineEngine:
         self._runner = create_runner(
             decoder, self._cache.tensor, self._sampler, adapters.stacks, self._limits, self.max_model_len
         )
+        self._flights = Flights(decoder, self._runner, self._sampler)
         self._live = LiveSequences(
             self._cache, self._tables, self._sampler, self._adapters, clock, enable_prefix_caching=enable_prefix_caching
         )
         self._failures: list[tuple[str, CotenantError]] = []
         self._plan: BatchPlan | None = None  # what schedule() would do, until something changes
         self._step: OnlineStep | None = None
-        self._begun: tuple[Flight, torch.Tensor | None] | None = None  # what a launch that ran out of memory had done
-        self._flights: deque[Flight] = deque()
         self._num_added = 0
 
     # What the worker looks at.
@@ -244,7 +241,6 @@ class OnlineEngine:
     def register_adapter(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self._adapters.register(ref, adapter)
-        self._live.renew_keys(ref.name)
         self._plan = None
 
     def wait_for_adapters(self, refs: Iterable[AdapterRef]) -> None:
@@ -265,16 +261,13 @@ class OnlineEngine:
         """Put in place what ``load_adapter`` asked for and was read since the last call: each adapter with None, or
         with the reason why the one before goes on serving. Running requests keep theirs until they end."""
         loaded = self._adapters.take_loaded()
-        for ref, error in loaded:
-            if error is None:
-                self._live.renew_keys(ref.name)
-                self._plan = None
+        if any(error is None for _, error in loaded):
+            self._plan = None
         return loaded
 
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end."""
         self._adapters.drop(name)
-        self._live.renew_keys(name)
         self._plan = None
 
     def _look_for_adapters(self) -> None:
@@ -349,7 +342,8 @@ class OnlineEngine:
 
     def discard(self) -> None:
         """Give up the step that is scheduled and not launched, if there is one: its work will be scheduled again."""
-        self._step = self._begun = None
+        self._step = None
+        self._flights.discard()
 
     def _next_plan(self) -> BatchPlan:
         if self._plan is None:
@@ -377,37 +371,8 @@ class OnlineEngine:
         read or changed the tokens on the device is not done twice.
         """
         assert step is self._step, "a step is launched once, and before the next one is scheduled"
-        self._begun = self._begun or self._begin(step, hidden)
-        flight, logits = self._begun
-        if logits is not None:
-            flight.sample(self._sampler, logits)
-        flight.interval.end()
-        self._step = self._begun = self._plan = None
-        self._flights.append(flight)
-        for entry in step.host.entries:
-            sequence = entry.sequence
-            sequence.num_computed += entry.count
-            if entry.samples:
-                sequence.tokens.append(PENDING)
-                sequence.num_pending += 1
-
-    def _begin(self, step: OnlineStep, hidden: torch.Tensor | None) -> tuple[Flight, torch.Tensor | None]:
-        """All that comes before the choice of tokens: the batch on its way, and its logits."""
-        host = step.host
-        interval = Interval(self._decoder.device)
-        # Of a request that generates nothing no sampler sees whether its numbers are finite.
-        keep_hidden = any(
-            entry.sequence.prompt_logprobs is not None or entry.sequence.request.sampling.max_tokens == 0
-            for entry in host.entries
-        )
-        if hidden is None:
-            logits, hidden = self._runner.forward(host, interval, keep_hidden=keep_hidden)
-        else:
-            interval.begin()
-            logits = sampled_logits(self._decoder, host, hidden)
-        if hidden is not None:
-            look_at_prompts(self._decoder, hidden, host)
-        return Flight(step, interval, self._flights[-1].interval if self._flights else None), logits
+        self._flights.launch(step, hidden)
+        self._step = self._plan = None
 
     @torch.inference_mode()
     def collect(self) -> Collected:
@@ -415,7 +380,7 @@ class OnlineEngine:
 
         A request whose numbers are not finite ends with ``FinishReason.ABORT``; the others are not touched by it.
         """
-        flight = self._flights.popleft()
+        flight = self._flights.take_oldest()
         results = flight.results()
         self._plan = None
         now_s = self._clock()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from cotenant.core.plan import RequestView
-from cotenant.core.request import AdapterRef, Request
+from cotenant.core.request import AdapterRef
 from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.batcher import Admission, BatchPlan
 from cotenant.engine.block_table import BlockTables
@@ -79,7 +79,6 @@ class LiveSequences:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose request's id is not in use."""
-        sequence.prefix = self._prefix_keys(sequence.request)
         self._by_id[sequence.request.request_id] = sequence
         self.waiting.add(sequence)
 
@@ -100,6 +99,9 @@ class LiveSequences:
     def _admit(self, admission: Admission) -> None:
         sequence, request, pool = admission.sequence, admission.sequence.request, self._cache.pool
         page_tokens = self._tables.page_tokens
+        matched = sequence.prefix
+        self._renew_keys(sequence)
+        assert not admission.cached_pages or sequence.prefix is matched, "pages of other weights than it runs on"
         if request.adapter is not None:
             sequence.adapter = self._adapters.cache.acquire(request.adapter, self.adapters_in_use())
         num_cached = len(admission.cached_pages)
@@ -123,9 +125,7 @@ class LiveSequences:
         self.running.remove(sequence)
         self._vacate(sequence)
         sequence.num_computed = 0
-        if sequence.adapter is not None:
-            sequence.adapter = None
-            sequence.prefix = self._prefix_keys(sequence.request)  # the next one may be of other weights
+        sequence.adapter = None
         self.waiting.add(sequence)
         self.num_preemptions += 1
 
@@ -169,7 +169,9 @@ class LiveSequences:
     # Pages that others may use.
 
     def match(self, sequence: Sequence) -> tuple[int, ...]:
-        """The cached pages that hold the beginning of a waiting sequence; its last token is always computed."""
+        """The cached pages that hold the beginning of a waiting sequence; its last token is always computed. Its
+        adapter is ready."""
+        self._renew_keys(sequence)
         if sequence.prefix is None:
             return ()
         num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._tables.page_tokens
@@ -187,17 +189,15 @@ class LiveSequences:
                 self._cache.pool.register(sequence.number, index, keys[index])
             sequence.num_registered = num_full
 
-    def renew_keys(self, adapter_name: str) -> None:
-        """Sequences that wait for the adapter of this name will run on another one than their page keys say."""
-        for sequence in self.waiting:
-            if sequence.request.adapter is not None and sequence.request.adapter.name == adapter_name:
-                sequence.prefix = self._prefix_keys(sequence.request)
-
-    def _prefix_keys(self, request: Request) -> PrefixKeys | None:
+    def _renew_keys(self, sequence: Sequence) -> None:
+        """Name a waiting sequence's pages after the weights that it would get now: until it is admitted, they may
+        change. A running one keeps its weights and its keys."""
         # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
-        if not self._prefix_caching or request.sampling.prompt_logprobs is not None:
-            return None
-        return PrefixKeys(self._tables.page_tokens, self._adapters.prefix_root(request.adapter))
+        if not self._prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+            return
+        root = self._adapters.prefix_root(sequence.request.adapter)
+        if sequence.prefix is None or sequence.prefix.root != root:
+            sequence.prefix = PrefixKeys(self._tables.page_tokens, root)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if queues, pages and block tables disagree."""

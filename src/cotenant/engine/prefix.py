@@ -1,7 +1,7 @@
 """Names for the pages of a sequence: equal names, equal content of the KV cache.
 
 What a page holds follows from its own tokens, all tokens before it, and the weights. So a page's key is a hash chain
-over pages that starts from the adapter: vLLM's scheme ("Automatic prefix caching"), with 128 bits.
+over pages that starts from the adapter's weights: vLLM's scheme ("Automatic prefix caching"), with 128 bits.
 """
 
 from __future__ import annotations
@@ -10,30 +10,22 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from cotenant.core.request import AdapterRef
-
 KEY_BYTES = 16
 
-
-def root_of(adapter: AdapterRef | None, epoch: int) -> bytes:
-    """Where the chains of an adapter start (None: the base model).
-
-    ``epoch`` counts how often what is served under the adapter's name was dropped or replaced: after that its folder
-    may hold other weights.
-    """
-    weights = None if adapter is None else (adapter.name, adapter.path, epoch)
-    return blake2b(repr(weights).encode(), digest_size=KEY_BYTES).digest()
+BASE_ROOT = bytes(KEY_BYTES)
+"""Where the base model's chains start. Those of an adapter start from the fingerprint of its weights."""
 
 
 class PrefixKeys:
     """The keys of one sequence's full pages, computed once each.
 
-    key i = blake2b(key i-1 + the token ids of page i), and ``root`` stands before the first.
+    key i = blake2b(key i-1 + the token ids of page i), and ``root`` stands before the first: ``BASE_ROOT``, or an
+    adapter's fingerprint.
     """
 
     def __init__(self, page_tokens: int, root: bytes) -> None:
         self._page_tokens = page_tokens
-        self._root = root
+        self.root = root
         self._keys: list[bytes] = []
 
     def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
@@ -49,7 +41,7 @@ class PrefixKeys:
             ids = array("I", tokens[first:stop])
             page_bytes = self._page_tokens * ids.itemsize
             data = ids.tobytes()
-            key = self._keys[-1] if self._keys else self._root
+            key = self._keys[-1] if self._keys else self.root
             for start in range(0, len(data), page_bytes):
                 key = blake2b(key + data[start : start + page_bytes], digest_size=KEY_BYTES).digest()
                 self._keys.append(key)

@@ -148,12 +148,12 @@ class TrainingStep:
     def discard(self) -> None:
         """Drop the activations and gradients of the micro-batch in flight, which starts again."""
         self._pass = self._prepared = None
-        self._cursor.seek(self._cursor.run // self._runs_per_micro_batch * self._runs_per_micro_batch)
+        self._cursor.seek(self._num_done * self._runs_per_micro_batch)
 
     def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
         """Split what is not done yet into micro-batches of at most so many tokens, whose layers keep what ``recompute``
         says. The one in flight starts again, in another cut, if it is larger or keeps more."""
-        num_done = self._cursor.run // self._runs_per_micro_batch
+        num_done = self._num_done
         keeps_less = recompute and not self._recompute
         self._recompute = recompute
         fits = self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens
@@ -171,10 +171,14 @@ class TrainingStep:
         self._cursor = self._new_cursor()
         self._cursor.seek(run, within)
 
+    @property
+    def _num_done(self) -> int:
+        """Micro-batches done: the index of the one in flight."""
+        return self._cursor.run // self._runs_per_micro_batch
+
     def _current_pass(self) -> TrainingPass | CapturedPass:
-        index = self._cursor.run // self._runs_per_micro_batch
         if self._pass is None:
-            micro_batch = self._prepared or self._build(index)
+            micro_batch = self._prepared or self._build(self._num_done)
             self._prepared = None
             if self._activations is not None:
                 if not self._refreshed:
@@ -184,7 +188,7 @@ class TrainingStep:
             else:
                 self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
-            self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, index)
+            self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, self._num_done)
         return self._pass
 
     def _build(self, index: int) -> MicroBatch:
@@ -192,14 +196,14 @@ class TrainingStep:
 
     def _prepare_next(self) -> None:
         """Put the next micro-batch's tensors on the device while that has other things to do."""
-        index = self._cursor.run // self._runs_per_micro_batch + 1
+        index = self._num_done + 1
         if self._activations is not None and self._prepared is None and index < len(self._micro_batches):
             self._prepared = self._build(index)
 
     def _advance(self) -> None:
-        micro_batch = self._cursor.run // self._runs_per_micro_batch
+        num_done = self._num_done
         self._cursor.advance()
-        if self._cursor.run // self._runs_per_micro_batch != micro_batch:
+        if self._num_done > num_done:
             assert self._pass is not None
             self._pass.commit()
             self._sums += self._current_sums

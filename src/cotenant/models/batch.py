@@ -77,6 +77,9 @@ class AdapterSpan:
 class Batch:
     """One forward pass. ``positions`` are positions within each token's own sequence.
 
+    ``head``: a batch whose segments are the first of this one's, and whose tokens the first. What is planned for
+    attention over them holds for both, and is planned once: layers of the two may run in turn.
+
     ``derived`` holds what decoders work out once per batch instead of once per layer, by decoder. It lives and dies
     with the batch.
     """
@@ -85,6 +88,7 @@ class Batch:
     positions: torch.Tensor  # [tokens], int64
     segments: tuple[Segment, ...]
     spans: tuple[AdapterSpan, ...] = ()
+    head: Batch | None = None
     derived: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

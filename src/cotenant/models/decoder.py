@@ -88,7 +88,7 @@ class Decoder:
     ) -> torch.Tensor:
         """The first half of ``layer``: [tokens, hidden] -> [tokens, hidden], the second half's input."""
         weights = self.weights.layers[index]
-        plan = batch.derived.get(self) or self._make_plan(batch, kv_cache)
+        plan = self._plan_of(batch, kv_cache)
         normed = self.norm(hidden, weights.input_norm)
         attended = self._attend(index, normed, weights, plan, batch, kv_cache, tape)
         middle = self._linear(attended, weights.output, index, batch, tape, out="middle", add=hidden)
@@ -188,10 +188,14 @@ class Decoder:
         """RMS norm of ``x`` [rows, hidden] with one of the model's scales."""
         return norm(x, weight, self.spec.rms_norm_eps)
 
+    def _plan_of(self, batch: Batch, kv_cache: torch.Tensor | None) -> _Plan:
+        plan: _Plan = batch.derived.get(self) or self._make_plan(batch, kv_cache)
+        return plan
+
     def _make_plan(self, batch: Batch, kv_cache: torch.Tensor | None) -> _Plan:
-        segments = []
-        start = 0
-        for segment in batch.segments:
+        segments = [] if batch.head is None else list(self._plan_of(batch.head, kv_cache).segments)
+        start = segments[-1].rows.stop if segments else 0
+        for segment in batch.segments[len(segments) :]:
             rows = slice(start, start + segment.num_tokens)
             attention = self.attention.plan(segment, kv_cache)
             segments.append(_PlannedSegment(rows, attention))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,6 +203,13 @@ class LoraAdapter:
         assert self._packed is not None
         return self._packed.get((layer, first_module))
 
+    def fingerprint(self) -> bytes:
+        """Of a packed adapter: equal for equal weights, scales included, and different for different ones."""
+        assert self._packed is not None
+        layout = [(key, [block[:2] for block in blocks]) for key, (_, blocks) in self._packed.items()]
+        tensors = [tensor for a, blocks in self._packed.values() for tensor in (a, *(block.b for block in blocks))]
+        return fingerprint(repr(layout), tensors)
+
     def dropout_mask(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor | None:
         """What to multiply ``x`` [tokens, in] by: 0 or 1 / (1 - p) for each element. None: no dropout to apply."""
         if self.dropout_seed is None or self.dropout == 0.0:
@@ -246,6 +253,15 @@ class LoraAdapter:
                 column += num_columns
             row += num_out
         return PackedGroup(a, (PackedBlock(None, slice(0, len(a)), b),))
+
+
+def fingerprint(layout: str, tensors: Iterable[torch.Tensor]) -> bytes:
+    """A hash of tensors on the CPU, and of ``layout``, which says what they are: 16 bytes."""
+    digest = hashlib.blake2b(layout.encode(), digest_size=16)
+    for tensor in tensors:
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdapter:

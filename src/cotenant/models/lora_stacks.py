@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, ModuleKey, PackedBlock, PackedGroup
+from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, ModuleKey, PackedBlock, PackedGroup, fingerprint
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
@@ -78,6 +78,10 @@ class HostAdapter:
     rank: int
     modules: frozenset[ModuleKey]
     data: torch.Tensor  # [elements per rank * rank], pinned for CUDA
+
+    def fingerprint(self) -> bytes:
+        """As ``LoraAdapter.fingerprint``."""
+        return fingerprint(str(self.rank), [self.data])
 
 
 class LoraStacks:

@@ -7,6 +7,7 @@ nothing here waits for the device.
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
 
 class PagedAttention:
     """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
-    one after the other on one stream."""
+    one after the other on one stream. A wrapper holds one plan, its last."""
 
     def __init__(
         self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int, max_num_seqs: int
@@ -63,6 +64,7 @@ class PagedAttention:
         self.workspace = torch.empty(workspace_bytes(spec, max_num_seqs), dtype=torch.uint8, device=device)
         self._decode: Any = None
         self._prefill: dict[str, Any] = {}
+        self._num_plans: Counter[int] = Counter()  # by wrapper
         self.kernels = prepare(spec, device, dtype)
 
     def plan_decode(self, pages: PageLists) -> Any:
@@ -73,6 +75,7 @@ class PagedAttention:
             self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 self.workspace, "NHD", use_tensor_cores=True, backend="fa2"
             )
+        self._num_plans[id(self._decode)] += 1
         return self.plan_wrapper(self._decode, pages)
 
     def captured_decode(self, batch_size: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
@@ -133,7 +136,12 @@ class PagedAttention:
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
+        self._num_plans[id(wrapper)] += 1
         return wrapper
+
+    def num_plans(self, wrapper: Any) -> int:
+        """How often ``plan_decode`` or ``plan_prefill`` has planned a wrapper: once more, and a plan before is gone."""
+        return self._num_plans[id(wrapper)]
 
 
 class FlashInferBackend:
@@ -151,15 +159,18 @@ class FlashInferBackend:
         if kv_cache is None:
             raise ValueError("a PagedSegment needs a kv_cache")
         if segment.is_decode:
-            return _PagedSegmentAttention(self._paged.plan_decode(segment.pages), segment, kv_cache)
-        wrapper = self._paged.plan_prefill(segment.query_lengths, segment.pages)
-        return _PagedSegmentAttention(wrapper, segment, kv_cache)
+            wrapper = self._paged.plan_decode(segment.pages)
+        else:
+            wrapper = self._paged.plan_prefill(segment.query_lengths, segment.pages)
+        return _PagedSegmentAttention(self._paged, wrapper, segment, kv_cache)
 
 
 class _PagedSegmentAttention:
-    def __init__(self, wrapper: Any, segment: PagedSegment, kv_cache: torch.Tensor) -> None:
+    def __init__(self, paged: PagedAttention, wrapper: Any, segment: PagedSegment, kv_cache: torch.Tensor) -> None:
         page_tokens = kv_cache.shape[3]
+        self._paged = paged
         self._wrapper = wrapper
+        self._plan = paged.num_plans(wrapper)
         self._pages = segment.slots // page_tokens  # [tokens]
         self._rows = segment.slots % page_tokens  # [tokens]
 
@@ -167,6 +178,7 @@ class _PagedSegmentAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor | None
     ) -> torch.Tensor:
         assert kv_cache is not None
+        assert self._paged.num_plans(self._wrapper) == self._plan, "a wrapper holds one plan"
         keys, values = kv_cache[:, layer].unbind(1)  # each [pages, page_tokens, kv_heads, head_dim]
         keys[self._pages, self._rows] = key
         values[self._pages, self._rows] = value

@@ -240,6 +240,7 @@ def join(batch: Batch, piece: FusedInput) -> Batch:
         positions=torch.cat([batch.positions, piece.positions]),
         segments=(*batch.segments, piece.segment),
         spans=(*batch.spans, AdapterSpan(start, stop, piece.adapter)),
+        head=batch,
     )
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_FIRST, _LEAST, _MOST = 0.9, 0.5, 0.98
+from cotenant.core.plan import FIRST_MARGIN
+
+_LEAST, _MOST = 0.5, 0.98
 _FALL = 0.03  # at a miss
 _RECOVERY = 0.003  # at a request that training had no room beside, and that met the target
 _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
@@ -39,7 +41,7 @@ class Margin:
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
-        self.value = _FIRST
+        self.value = FIRST_MARGIN
 
     def trained(self, time_ms: float) -> None:
         """Training has made the running requests wait for so long."""
@@ -71,7 +73,7 @@ class Margin:
         if tpot_ms <= self._target_ms:
             self._num_judged += 1
             recovers = trained_ms == 0.0
-            self._change += (_RECOVERY if self.value < _FIRST else 0.0) if recovers else self._rise
+            self._change += (_RECOVERY if self.value < FIRST_MARGIN else 0.0) if recovers else self._rise
         elif tpot_ms - trained_ms <= self._target_ms and not life.has_missed:
             life.has_missed = True
             self._num_judged += 1

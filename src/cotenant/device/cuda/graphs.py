@@ -63,10 +63,40 @@ def _capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
             run()
         except BaseException:
             with suppress(Exception):  # the stream must not be left capturing, whatever that says of the failed graph
-                graph.capture_end()
+                _end(graph, pool)
             raise
-        graph.capture_end()
+        _end(graph, pool)
     finally:
         if collects:
             gc.enable()
     return graph
+
+
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    try:
+        graph.capture_end()
+    except Exception:
+        _let_go(graph, pool)
+        raise
+
+
+def _let_go(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Take back what torch notes as a capture begins, and does not take back itself when CUDA has invalidated it: that
+    a capture is under way, until whose end it frees nothing that other streams have used, and that the pool has a graph
+    more, which would keep the pool's memory for good."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # in some versions capture_end comes that far before it fails: nothing is under way
+        torch._C._cuda_endAllocateToPool(device, pool)
+    # A graph that was captured takes itself out of the pool as it goes; after 2.13.0 every graph does
+    # (pytorch/pytorch#190348). To do so twice would free the memory of the pool's other graphs.
+    if torch.__version__ < (2, 13, 1) and not _is_captured(graph):  # type: ignore[operator]
+        torch._C._cuda_releasePool(device, pool)
+
+
+def _is_captured(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether ``capture_end`` has got the graph, even if it could not make it ready to launch."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True

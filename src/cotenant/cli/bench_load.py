@@ -1,0 +1,103 @@
+"""What ``cotenant bench serve`` sends: a part of a trace, or a synthetic load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cotenant.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from cotenant.bench.serve import SyntheticLoad, TraceLoad
+    from cotenant.bench.traces import Trace
+
+DEFAULT_NUM_PROMPTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFlags:
+    """The flags that say what is sent, by their names."""
+
+    trace: Path | None
+    window: str | None
+    busiest: float | None
+    max_input_len: int | None
+    max_output_len: int | None
+    time_scale: float
+    request_rate: float | None
+    burstiness: float
+    random_input_len: int
+    random_output_len: int
+    sweep: str | None
+    num_prompts: int | None
+    duration: float | None
+
+    def load(self) -> TraceLoad | SyntheticLoad:
+        """Raises InvalidInputError for flags that make no sense, alone or together."""
+        if self.burstiness <= 0 or math.isnan(self.burstiness):
+            raise InvalidInputError(f"--burstiness must be above 0, not {self.burstiness:g}")
+        values = None if self.sweep is None else sorted({_rate("--sweep", part) for part in self.sweep.split(",")})
+        return self._synthetic(values) if self.trace is None else self._part_of_trace(self.trace, values)
+
+    def _part_of_trace(self, path: Path, scales: list[float] | None) -> TraceLoad:
+        from cotenant.bench.serve import TraceLoad
+
+        if self.request_rate is not None:
+            raise InvalidInputError("give --trace or --request-rate, not both")
+        chosen = _part_of_trace(path, self.window, self.busiest).capped(self.max_input_len, self.max_output_len)
+        scales = scales or [_rate("--time-scale", str(self.time_scale))]
+        return TraceLoad(path.name, chosen, scales, self.num_prompts, self.duration)
+
+    def _synthetic(self, rates: list[float] | None) -> SyntheticLoad:
+        from cotenant.bench.serve import SyntheticLoad
+
+        if self.window is not None or self.busiest is not None:
+            raise InvalidInputError("--window and --busiest choose a part of a trace: give --trace")
+        if rates is None and self.request_rate is None:
+            raise InvalidInputError("give --trace, --request-rate or --sweep: what is to be sent?")
+        rates = rates or [_rate("--request-rate", str(self.request_rate), may_be_infinite=True)]
+        num_prompts = self.num_prompts
+        if num_prompts is None and self.duration is None:
+            num_prompts = DEFAULT_NUM_PROMPTS
+        if num_prompts is None and math.inf in rates:
+            raise InvalidInputError("--request-rate inf sends all at once: give --num-prompts, not --duration")
+        input_len, output_len = self.random_input_len, self.random_output_len
+        return SyntheticLoad(rates, self.burstiness, input_len, output_len, num_prompts, self.duration)
+
+
+def _rate(flag: str, text: str, may_be_infinite: bool = False) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise InvalidInputError(f"{flag}: expected a number, got {text.strip()!r}") from None
+    if not value > 0 or (math.isinf(value) and not may_be_infinite):
+        raise InvalidInputError(f"{flag} must be above 0{'' if may_be_infinite else ' and finite'}, not {text.strip()}")
+    return value
+
+
+def _part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Trace:
+    from cotenant.bench.traces import read_trace
+
+    if window is not None and busiest_s is not None:
+        raise InvalidInputError("give --window or --busiest, not both")
+    trace = read_trace(path)
+    if window is not None:
+        trace = trace.window(*_window(window))
+    elif busiest_s is not None:
+        trace = trace.window(*trace.busiest(busiest_s))
+    if not trace.requests:
+        raise InvalidInputError(f"--window: {path} has no request between these seconds")
+    return trace
+
+
+def _window(text: str) -> tuple[float, float]:
+    start, _, end = text.partition(":")
+    try:
+        start_s, end_s = float(start or 0), float(end or math.inf)
+    except ValueError:
+        raise InvalidInputError(f"--window: expected START:END in seconds, got '{text}'") from None
+    if not 0 <= start_s < end_s:
+        raise InvalidInputError(f"--window: START must be at least 0 and before END, got '{text}'")
+    return start_s, end_s

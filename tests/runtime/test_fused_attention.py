@@ -1,0 +1,11 @@
+"""The attention of fused batches as a GPU runs it, where there is no GPU: see fused_on_cpu.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.test_cuda_runner import run_script
+
+
+def test_fused_batches_plan_each_wrapper_once_and_change_no_token() -> None:
+    assert run_script(Path(__file__).parent / "fused_on_cpu.py").count("layers fused") == 3
