@@ -19,6 +19,7 @@ from cotenant.predictor.records import Group, Record, RecordCache
 from cotenant.predictor.shapes import (
     BATCH_SCALES,
     TASKLET_SCALES,
+    BatchKey,
     batch_features,
     batch_key,
     sms,
@@ -64,6 +65,7 @@ class LatencyPredictor:
         self._batch_model = OnlineLinearModel(BATCH_SCALES)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
+        self._last_batch: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         self.error_ratio: float | None = None
 
     def batch_ms(
@@ -78,7 +80,7 @@ class LatencyPredictor:
             return 0.0
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training)
-        group, key = self._group(batch), batch_key(batch)
+        group, key = self._keys(batch)
         for name in ("shared batch", "batch") if beside_training else ("batch", "shared batch"):
             record = self._records.find(group, (name, key))
             if record is not None:
@@ -118,7 +120,8 @@ class LatencyPredictor:
         key = tasklet_key(shape)
         if beside is not None and not beside.empty:
             name = "fused" if fused else "beside"
-            record = self._records.find(self._group(beside), (name, batch_key(beside), key))
+            group, beside_key = self._keys(beside)
+            record = self._records.find(group, (name, beside_key, key))
             if record is not None:
                 return record.cautious_ms
         record = self._records.find(self._base_group, ("tasklet", key))
@@ -200,7 +203,8 @@ class LatencyPredictor:
     def _observe_batch(self, record: IterationRecord) -> None:
         batch, online_ms = record.batch, record.online_ms
         name = "batch" if record.mode is Mode.NONE else "shared batch"
-        self._records.add(self._group(batch), (name, batch_key(batch)), online_ms)
+        group, key = self._keys(batch)
+        self._records.add(group, (name, key), online_ms)
         self._batch_model.update(batch_features(batch), online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
@@ -210,7 +214,8 @@ class LatencyPredictor:
         key = tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty:
-            self._records.add(self._group(batch), ("beside", batch_key(batch), key), each_ms)
+            group, beside_key = self._keys(batch)
+            self._records.add(group, ("beside", beside_key, key), each_ms)
         # The model is asked for shapes without a record alone.
         model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
         if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
@@ -223,14 +228,15 @@ class LatencyPredictor:
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        key = ("fused", batch_key(record.batch), tasklet_key(record.fused.shape))
-        self._records.add(self._group(record.batch), key, added_ms)
+        group, key = self._keys(record.batch)
+        self._records.add(group, ("fused", key, tasklet_key(record.fused.shape)), added_ms)
 
     def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
         """Without any tasklet, it is stage 1's measurement."""
         batch, online_ms, together = record.batch, record.online_ms, bool(record.beside or record.tasklets)
         if not batch.empty:
-            self._records.add(self._group(batch), _partition_key(batch, partition, together=together), online_ms)
+            group, key = self._keys(batch)
+            self._records.add(group, _partition_key(key, partition, together=together), online_ms)
             if together:
                 alone_ms = self._alone_on_partition_ms(batch, partition)
                 self._partitions.observe_together(batch, partition, online_ms, alone_ms)
@@ -251,8 +257,8 @@ class LatencyPredictor:
             self._prior.observe_tasklet(shape, each_ms, partition)
 
     def _batch_on_partition_ms(self, batch: BatchShape, partition: Partition, *, beside_training: bool) -> float | None:
-        key = _partition_key(batch, partition, together=beside_training)
-        record = self._records.find(self._group(batch), key)
+        group, key = self._keys(batch)
+        record = self._records.find(group, _partition_key(key, partition, together=beside_training))
         if record is not None:
             return record.cautious_ms
         known_ms = self._alone_on_partition_ms(batch, partition)
@@ -264,7 +270,8 @@ class LatencyPredictor:
 
     def _alone_on_partition_ms(self, batch: BatchShape, partition: Partition) -> float | None:
         """Stage 1, or better what was measured of this shape."""
-        record = self._records.find(self._group(batch), _partition_key(batch, partition, together=False))
+        group, key = self._keys(batch)
+        record = self._records.find(group, _partition_key(key, partition, together=False))
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
@@ -301,12 +308,14 @@ class LatencyPredictor:
         known = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
         return each_ms if known is None else known.bounded(each_ms)
 
-    def _group(self, batch: BatchShape) -> Group:
-        return (*self._base_group, batch.num_adapters)
+    def _keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
+        """Of a batch's records: their group, and what they share of their shape."""
+        last = self._last_batch
+        if last is None or last[0] is not batch:
+            last = self._last_batch = (batch, (*self._base_group, batch.num_adapters), batch_key(batch))
+        return last[1], last[2]
 
 
-def _partition_key(batch: BatchShape, partition: Partition, *, together: bool) -> Hashable:
-    """A batch alone does not know how many of the other SMs are whose."""
-    if together:
-        return ("shared batch", batch_key(batch), sms(partition))
-    return ("batch", batch_key(batch), partition.online_sms)
+def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:
+    """A batch alone does not know whose the other SMs are."""
+    return ("shared batch", key, sms(partition)) if together else ("batch", key, partition.online_sms)
