@@ -73,6 +73,35 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     assert predictor.batch_ms(decode(4, 400)) >= 3.9
 
 
+def test_a_machine_that_becomes_faster_is_noticed() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(200):
+        learn(predictor, decode(4, 400), 4.0)
+    for _ in range(60):
+        learn(predictor, decode(4, 400), 2.0)
+    assert predictor.batch_ms(decode(4, 400)) <= 2.1
+
+
+@pytest.mark.parametrize("change", [0.5, 2.0])
+def test_a_changed_machine_is_noticed_for_shapes_that_were_never_run(change: float) -> None:
+    predictor = LatencyPredictor("h", "m")
+
+    def train(speed: float) -> None:
+        for num_tokens in (256, 512, 1024, 2048):
+            shape, each_ms = TaskletShape(TaskletKind.BACKWARD, num_tokens, 256), speed * (0.1 + num_tokens / 500)
+            predictor.observe(
+                IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 9.0, ((TaskletRun(shape, 1), each_ms),))
+            )
+
+    between = TaskletShape(TaskletKind.BACKWARD, 1500, 256)
+    for _ in range(300):
+        train(speed=1.0)
+    assert predictor.tasklet_ms(between) == pytest.approx(3.1, rel=0.03)
+    for _ in range(150):
+        train(speed=change)
+    assert predictor.tasklet_ms(between) == pytest.approx(3.1 * change, rel=0.12)
+
+
 def test_one_frozen_second_does_not_become_the_expectation() -> None:
     record = Record(2.0)
     for _ in range(50):
