@@ -82,6 +82,43 @@ def test_a_machine_that_becomes_faster_is_noticed() -> None:
     assert predictor.batch_ms(decode(4, 400)) <= 2.1
 
 
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_a_tasklet_that_was_too_long_once_is_tried_again(policy: str) -> None:
+    """Beside one batch tasklets were slow for a while, too slow to be planned there again; elsewhere they are not."""
+    predictor, elsewhere = taught_predictor(2.0, 1.0, 3.0), decode(9, 4000)
+    running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (running,), JobView("job", (TaskletRun(BACKWARD, 4),)))
+
+    def run(batch: BatchShape, tasklet_ms: float) -> None:
+        tasklets = ((TaskletRun(BACKWARD, 1), tasklet_ms),)
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 2.0, 2.0 + tasklet_ms, tasklets))
+
+    def planned() -> int:
+        return create_policy(policy, predictor).plan(snapshot).num_tasklets
+
+    assert planned() == 4
+    for _ in range(40):
+        run(DECODE, 90.0)
+    assert planned() == 0
+    for _ in range(11_000):
+        run(elsewhere, 3.0)
+    assert planned() == 4
+    for _ in range(3):
+        run(DECODE, 3.0)
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0, rel=0.01)
+    assert planned() == 4
+
+
+def test_a_stale_record_wins_as_long_as_nothing_contradicts_it() -> None:
+    predictor = taught_predictor(2.0, 1.0, 3.0)
+    for _ in range(11_000):
+        learn(predictor, decode(9, 4000), 5.0)
+    assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0)
+    learn(predictor, DECODE, 2.1)
+    assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("change", [0.5, 2.0])
 def test_a_changed_machine_is_noticed_for_shapes_that_were_never_run(change: float) -> None:
     predictor = LatencyPredictor("h", "m")

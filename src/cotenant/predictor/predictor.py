@@ -33,7 +33,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # A tasklet's model learns from so many measurements of one shape, which cost more than its record does, and then from
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
-_AGREEMENT = 0.1
+_AGREEMENT = 0.05
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
@@ -49,6 +49,11 @@ class CoRun:
 def _known(predicted_ms: float) -> float | None:
     """A linear model says 0 where it is out of its range: work takes some time."""
     return predicted_ms if predicted_ms > 0 else None
+
+
+def _less(stale_ms: float, known_ms: float | None) -> float:
+    """What a stale record says, unless something else that is known says less: then the shape is tried again."""
+    return stale_ms if known_ms is None else min(stale_ms, known_ms)
 
 
 class LatencyPredictor:
@@ -118,14 +123,15 @@ class LatencyPredictor:
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition)
         key = tasklet_key(shape)
+        specific: Record | None = None
         if beside is not None and not beside.empty:
-            name = "fused" if fused else "beside"
             group, beside_key = self._keys(beside)
-            record = self._records.find(group, (name, beside_key, key))
-            if record is not None:
-                return record.cautious_ms
+            specific = self._records.find(group, ("fused" if fused else "beside", beside_key, key))
+            if specific is not None and not self._records.is_stale(specific):
+                return specific.cautious_ms
         record = self._records.find(self._base_group, ("tasklet", key))
-        return self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
+        known_ms = self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
+        return known_ms if specific is None else _less(specific.cautious_ms, known_ms)
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
@@ -185,6 +191,7 @@ class LatencyPredictor:
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration."""
+        self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None:
@@ -259,11 +266,15 @@ class LatencyPredictor:
     def _batch_on_partition_ms(self, batch: BatchShape, partition: Partition, *, beside_training: bool) -> float | None:
         group, key = self._keys(batch)
         record = self._records.find(group, _partition_key(key, partition, together=beside_training))
-        if record is not None:
+        if record is not None and not self._records.is_stale(record):
             return record.cautious_ms
-        known_ms = self._alone_on_partition_ms(batch, partition)
         if beside_training:
-            known_ms = self._partitions.together_ms(batch, partition, known_ms)
+            alone_ms = self._alone_on_partition_ms(batch, partition)
+            known_ms = self._partitions.together_ms(batch, partition, alone_ms)
+        else:
+            known_ms = self._partitions.alone_ms(batch, partition.online_sms)
+        if record is not None:
+            return _less(record.cautious_ms, known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.batch_ms(batch, partition, beside_training=beside_training)
         return known_ms
@@ -276,12 +287,15 @@ class LatencyPredictor:
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
         record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)))
-        if record is not None:
+        if record is not None and not self._records.is_stale(record):
             return record.cautious_ms
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
-        if factor is not None and alone_ms is not None:
-            return factor * alone_ms
-        return None if self._prior is None else self._prior.tasklet_ms(shape, partition)
+        known_ms = None if factor is None or alone_ms is None else factor * alone_ms
+        if record is not None:
+            return _less(record.cautious_ms, known_ms)
+        if known_ms is None and self._prior is not None:
+            return self._prior.tasklet_ms(shape, partition)
+        return known_ms
 
     def _mean_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """Alone on all SMs."""
