@@ -74,3 +74,5 @@ def test_what_another_model_learned_can_be_taken_over() -> None:
         OnlineLinearModel(SCALES[:2]).restore(model.state())
     with pytest.raises(ValueError, match="3 features"):
         other.restore(model.state()._replace(weights=[1.0, float("nan"), 1.0]))
+    with pytest.raises(ValueError, match="3 features"):
+        other.restore(model.state()._replace(covariance=[0.0] * 9))

@@ -73,14 +73,14 @@ class OnlineLinearModel:
 
     def restore(self, state: LinearState) -> None:
         """Take over what another model learned; what comes now counts more than it does. Raises ValueError for a state
-        of another number of features, or with values that are not finite."""
+        of another number of features, or with values that cannot be."""
         size = len(self._weights)
-        numbers = (*state.weights, *state.covariance)
-        if (len(state.weights), len(numbers)) != (size, size + size * size) or not all(map(math.isfinite, numbers)):
+        numbers, trace = (*state.weights, *state.covariance), sum(state.covariance[:: size + 1])
+        is_of_size = (len(state.weights), len(state.covariance)) == (size, size * size)
+        if not is_of_size or not all(map(math.isfinite, numbers)) or trace <= 0:
             raise ValueError(f"no state of a linear model of {size} features")
         self._weights = list(state.weights)
         self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
-        trace = sum(row[index] for index, row in enumerate(self._covariance))
         doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / trace))
         self._covariance = [[value * doubt for value in row] for row in self._covariance]
         self.num_samples = state.num_samples
