@@ -211,3 +211,14 @@ def test_an_export_of_another_version_is_passed_over() -> None:
     exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":2', b'"version":1')
     with pytest.raises(ValueError, match="version 1"):
         LatencyPredictor("test hardware", "test model").restore(exported)
+
+
+def test_a_partition_that_was_too_slow_once_is_tried_again() -> None:
+    machine, predictor = Machine(5, noise=0.0), LatencyPredictor("h", "m")
+    true_ms = machine.together_ms(DECODE, SMALL)
+    for _ in range(20):
+        together(predictor, DECODE, SMALL, 10 * true_ms)
+    for _ in range(11_000):
+        batch = machine.batch()
+        together(predictor, batch, SMALL, machine.together_ms(batch, SMALL))
+    assert predictor.batch_ms(DECODE, beside_training=True, partition=SMALL) == pytest.approx(true_ms, rel=0.05)

@@ -73,6 +73,72 @@ def test_a_machine_that_becomes_slower_is_noticed() -> None:
     assert predictor.batch_ms(decode(4, 400)) >= 3.9
 
 
+def test_a_machine_that_becomes_faster_is_noticed() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(200):
+        learn(predictor, decode(4, 400), 4.0)
+    for _ in range(60):
+        learn(predictor, decode(4, 400), 2.0)
+    assert predictor.batch_ms(decode(4, 400)) <= 2.1
+
+
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_a_tasklet_that_was_too_long_once_is_tried_again(policy: str) -> None:
+    """Beside one batch tasklets were slow for a while, too slow to be planned there again; elsewhere they are not."""
+    predictor, elsewhere = taught_predictor(2.0, 1.0, 3.0), decode(9, 4000)
+    running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (running,), JobView("job", (TaskletRun(BACKWARD, 4),)))
+
+    def run(batch: BatchShape, tasklet_ms: float) -> None:
+        tasklets = ((TaskletRun(BACKWARD, 1), tasklet_ms),)
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 2.0, 2.0 + tasklet_ms, tasklets))
+
+    def planned() -> int:
+        return create_policy(policy, predictor).plan(snapshot).num_tasklets
+
+    assert planned() == 4
+    for _ in range(40):
+        run(DECODE, 90.0)
+    assert planned() == 0
+    for _ in range(11_000):
+        run(elsewhere, 3.0)
+    assert planned() == 4
+    for _ in range(3):
+        run(DECODE, 3.0)
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0, rel=0.01)
+    assert planned() == 4
+
+
+def test_a_stale_record_wins_as_long_as_nothing_contradicts_it() -> None:
+    predictor = taught_predictor(2.0, 1.0, 3.0)
+    for _ in range(11_000):
+        learn(predictor, decode(9, 4000), 5.0)
+    assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
+    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0)
+    learn(predictor, DECODE, 2.1)
+    assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("change", [0.5, 2.0])
+def test_a_changed_machine_is_noticed_for_shapes_that_were_never_run(change: float) -> None:
+    predictor = LatencyPredictor("h", "m")
+
+    def train(speed: float) -> None:
+        for num_tokens in (256, 512, 1024, 2048):
+            shape, each_ms = TaskletShape(TaskletKind.BACKWARD, num_tokens, 256), speed * (0.1 + num_tokens / 500)
+            predictor.observe(
+                IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 9.0, ((TaskletRun(shape, 1), each_ms),))
+            )
+
+    between = TaskletShape(TaskletKind.BACKWARD, 1500, 256)
+    for _ in range(300):
+        train(speed=1.0)
+    assert predictor.tasklet_ms(between) == pytest.approx(3.1, rel=0.03)
+    for _ in range(150):
+        train(speed=change)
+    assert predictor.tasklet_ms(between) == pytest.approx(3.1 * change, rel=0.12)
+
+
 def test_one_frozen_second_does_not_become_the_expectation() -> None:
     record = Record(2.0)
     for _ in range(50):

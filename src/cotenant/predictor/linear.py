@@ -1,8 +1,10 @@
 """A linear model learned one measurement at a time.
 
-Recursive least squares with forgetting: LLMStation section 4.2 uses linear models over simple features; learning them
-online replaces its offline profiling runs. Vectors have two to six entries, for which plain floats are faster than
-arrays.
+Recursive least squares: LLMStation section 4.2 uses linear models over simple features; learning them online replaces
+its offline profiling runs. Forgetting is directional (Kulhavy, 1987): a measurement takes the place of older ones like
+it, and what it does not touch stays as it is. Forgotten evenly, what is not measured for some thousand iterations would
+be lost, and the covariance would grow without bound, its rounding errors first. Vectors have two to six entries, for
+which plain floats are faster than arrays.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ import math
 from operator import mul
 from typing import NamedTuple
 
-_FORGETTING = 0.995
+_FORGETTING = 0.99
 _PRIOR_VARIANCE = 1e4
-_MAX_VARIANCE = 1e6
 _REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
 _RESTORED_DOUBT = 10.0
 
@@ -55,18 +56,16 @@ class OnlineLinearModel:
         """Learn from one measurement. Older ones count less and less."""
         x = self._scaled(features)
         spread = self._spread(x)
-        share = 1.0 / (_FORGETTING + _dot(x, spread))
-        correction = share * (target - self._estimate(x))
-        self._weights = [weight + correction * each for weight, each in zip(self._weights, spread, strict=True)]
-        kept = 1.0 / _FORGETTING
-        self._covariance = [
-            [(value - share * each * other) * kept for value, other in zip(row, spread, strict=True)]
-            for row, each in zip(self._covariance, spread, strict=True)
-        ]
-        # Forgetting inflates the covariance along directions that no measurement touches; keep it bounded.
-        trace = sum(row[index] for index, row in enumerate(self._covariance))
-        if trace > _MAX_VARIANCE * len(x):
-            self._inflate(_MAX_VARIANCE * len(x) / trace)
+        variance = _dot(x, spread)
+        if variance > 0:
+            correction = (target - self._estimate(x)) / (1.0 + variance)
+            self._weights = [weight + correction * each for weight, each in zip(self._weights, spread, strict=True)]
+            # Its fixed point, a variance of 1 / _FORGETTING - 1, is that of about 1 / (1 - _FORGETTING) measurements.
+            learned = (1.0 - (1.0 / _FORGETTING - 1.0) / variance) / (1.0 + variance)
+            self._covariance = [  # each * other first: it stays symmetric to the last bit
+                [value - learned * (each * other) for value, other in zip(row, spread, strict=True)]
+                for row, each in zip(self._covariance, spread, strict=True)
+            ]
         self.num_samples += 1
 
     def state(self) -> LinearState:
@@ -74,14 +73,16 @@ class OnlineLinearModel:
 
     def restore(self, state: LinearState) -> None:
         """Take over what another model learned; what comes now counts more than it does. Raises ValueError for a state
-        of another number of features, or with values that are not finite."""
+        of another number of features, or with values that cannot be."""
         size = len(self._weights)
-        numbers = (*state.weights, *state.covariance)
-        if (len(state.weights), len(numbers)) != (size, size + size * size) or not all(map(math.isfinite, numbers)):
+        numbers, trace = (*state.weights, *state.covariance), sum(state.covariance[:: size + 1])
+        is_of_size = (len(state.weights), len(state.covariance)) == (size, size * size)
+        if not is_of_size or not all(map(math.isfinite, numbers)) or trace <= 0:
             raise ValueError(f"no state of a linear model of {size} features")
         self._weights = list(state.weights)
         self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
-        self._inflate(_RESTORED_DOUBT)
+        doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / trace))
+        self._covariance = [[value * doubt for value in row] for row in self._covariance]
         self.num_samples = state.num_samples
 
     def _scaled(self, features: tuple[float, ...]) -> list[float]:
@@ -93,9 +94,6 @@ class OnlineLinearModel:
     def _spread(self, x: list[float]) -> list[float]:
         """``covariance · x``"""
         return [_dot(row, x) for row in self._covariance]
-
-    def _inflate(self, factor: float) -> None:
-        self._covariance = [[value * factor for value in row] for row in self._covariance]
 
 
 def _dot(left: list[float], right: list[float]) -> float:

@@ -19,6 +19,7 @@ from cotenant.predictor.records import Group, Record, RecordCache
 from cotenant.predictor.shapes import (
     BATCH_SCALES,
     TASKLET_SCALES,
+    BatchKey,
     batch_features,
     batch_key,
     sms,
@@ -32,7 +33,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # A tasklet's model learns from so many measurements of one shape, which cost more than its record does, and then from
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
-_AGREEMENT = 0.1
+_AGREEMENT = 0.05
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
@@ -50,6 +51,11 @@ def _known(predicted_ms: float) -> float | None:
     return predicted_ms if predicted_ms > 0 else None
 
 
+def _less(stale_ms: float, known_ms: float | None) -> float:
+    """What a stale record says, unless something else that is known says less: then the shape is tried again."""
+    return stale_ms if known_ms is None else min(stale_ms, known_ms)
+
+
 class LatencyPredictor:
     """Predicts online batches and tasklets; ``observe`` feeds it what was measured.
 
@@ -64,6 +70,7 @@ class LatencyPredictor:
         self._batch_model = OnlineLinearModel(BATCH_SCALES)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
+        self._last_batch: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         self.error_ratio: float | None = None
 
     def batch_ms(
@@ -78,7 +85,7 @@ class LatencyPredictor:
             return 0.0
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training)
-        group, key = self._group(batch), batch_key(batch)
+        group, key = self._keys(batch)
         for name in ("shared batch", "batch") if beside_training else ("batch", "shared batch"):
             record = self._records.find(group, (name, key))
             if record is not None:
@@ -116,13 +123,15 @@ class LatencyPredictor:
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition)
         key = tasklet_key(shape)
+        specific: Record | None = None
         if beside is not None and not beside.empty:
-            name = "fused" if fused else "beside"
-            record = self._records.find(self._group(beside), (name, batch_key(beside), key))
-            if record is not None:
-                return record.cautious_ms
+            group, beside_key = self._keys(beside)
+            specific = self._records.find(group, ("fused" if fused else "beside", beside_key, key))
+            if specific is not None and not self._records.is_stale(specific):
+                return specific.cautious_ms
         record = self._records.find(self._base_group, ("tasklet", key))
-        return self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
+        known_ms = self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
+        return known_ms if specific is None else _less(specific.cautious_ms, known_ms)
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
@@ -182,6 +191,7 @@ class LatencyPredictor:
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration."""
+        self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None:
@@ -200,7 +210,8 @@ class LatencyPredictor:
     def _observe_batch(self, record: IterationRecord) -> None:
         batch, online_ms = record.batch, record.online_ms
         name = "batch" if record.mode is Mode.NONE else "shared batch"
-        self._records.add(self._group(batch), (name, batch_key(batch)), online_ms)
+        group, key = self._keys(batch)
+        self._records.add(group, (name, key), online_ms)
         self._batch_model.update(batch_features(batch), online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
@@ -210,7 +221,8 @@ class LatencyPredictor:
         key = tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty:
-            self._records.add(self._group(batch), ("beside", batch_key(batch), key), each_ms)
+            group, beside_key = self._keys(batch)
+            self._records.add(group, ("beside", beside_key, key), each_ms)
         # The model is asked for shapes without a record alone.
         model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
         if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
@@ -223,14 +235,15 @@ class LatencyPredictor:
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        key = ("fused", batch_key(record.batch), tasklet_key(record.fused.shape))
-        self._records.add(self._group(record.batch), key, added_ms)
+        group, key = self._keys(record.batch)
+        self._records.add(group, ("fused", key, tasklet_key(record.fused.shape)), added_ms)
 
     def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
         """Without any tasklet, it is stage 1's measurement."""
         batch, online_ms, together = record.batch, record.online_ms, bool(record.beside or record.tasklets)
         if not batch.empty:
-            self._records.add(self._group(batch), _partition_key(batch, partition, together=together), online_ms)
+            group, key = self._keys(batch)
+            self._records.add(group, _partition_key(key, partition, together=together), online_ms)
             if together:
                 alone_ms = self._alone_on_partition_ms(batch, partition)
                 self._partitions.observe_together(batch, partition, online_ms, alone_ms)
@@ -251,30 +264,38 @@ class LatencyPredictor:
             self._prior.observe_tasklet(shape, each_ms, partition)
 
     def _batch_on_partition_ms(self, batch: BatchShape, partition: Partition, *, beside_training: bool) -> float | None:
-        key = _partition_key(batch, partition, together=beside_training)
-        record = self._records.find(self._group(batch), key)
-        if record is not None:
+        group, key = self._keys(batch)
+        record = self._records.find(group, _partition_key(key, partition, together=beside_training))
+        if record is not None and not self._records.is_stale(record):
             return record.cautious_ms
-        known_ms = self._alone_on_partition_ms(batch, partition)
         if beside_training:
-            known_ms = self._partitions.together_ms(batch, partition, known_ms)
+            alone_ms = self._alone_on_partition_ms(batch, partition)
+            known_ms = self._partitions.together_ms(batch, partition, alone_ms)
+        else:
+            known_ms = self._partitions.alone_ms(batch, partition.online_sms)
+        if record is not None:
+            return _less(record.cautious_ms, known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.batch_ms(batch, partition, beside_training=beside_training)
         return known_ms
 
     def _alone_on_partition_ms(self, batch: BatchShape, partition: Partition) -> float | None:
         """Stage 1, or better what was measured of this shape."""
-        record = self._records.find(self._group(batch), _partition_key(batch, partition, together=False))
+        group, key = self._keys(batch)
+        record = self._records.find(group, _partition_key(key, partition, together=False))
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
         record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)))
-        if record is not None:
+        if record is not None and not self._records.is_stale(record):
             return record.cautious_ms
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
-        if factor is not None and alone_ms is not None:
-            return factor * alone_ms
-        return None if self._prior is None else self._prior.tasklet_ms(shape, partition)
+        known_ms = None if factor is None or alone_ms is None else factor * alone_ms
+        if record is not None:
+            return _less(record.cautious_ms, known_ms)
+        if known_ms is None and self._prior is not None:
+            return self._prior.tasklet_ms(shape, partition)
+        return known_ms
 
     def _mean_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """Alone on all SMs."""
@@ -301,12 +322,14 @@ class LatencyPredictor:
         known = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
         return each_ms if known is None else known.bounded(each_ms)
 
-    def _group(self, batch: BatchShape) -> Group:
-        return (*self._base_group, batch.num_adapters)
+    def _keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
+        """Of a batch's records: their group, and what they share of their shape."""
+        last = self._last_batch
+        if last is None or last[0] is not batch:
+            last = self._last_batch = (batch, (*self._base_group, batch.num_adapters), batch_key(batch))
+        return last[1], last[2]
 
 
-def _partition_key(batch: BatchShape, partition: Partition, *, together: bool) -> Hashable:
-    """A batch alone does not know how many of the other SMs are whose."""
-    if together:
-        return ("shared batch", batch_key(batch), sms(partition))
-    return ("batch", batch_key(batch), partition.online_sms)
+def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:
+    """A batch alone does not know whose the other SMs are."""
+    return ("shared batch", key, sms(partition)) if together else ("batch", key, partition.online_sms)

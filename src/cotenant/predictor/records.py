@@ -1,7 +1,8 @@
 """Measured latencies in a nested cache: LLMStation section 4.2.
 
 The outer key is what the machine runs (hardware, model, adapters), the inner one is the shape of the work. A record
-that exists wins over any model. Old measurements fade, so that a changed machine is noticed.
+that exists wins over any model. Old measurements fade, so that a changed machine is noticed. They fade where new ones
+come; what is planned no more, because it once took too long, would stay known as that, so records go stale as well.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ Group = tuple[Hashable, ...]
 _WEIGHT_OF_NEWEST = 0.1
 _MAX_SHAPES = 4096
 _OUTLIER_RATIO = 8.0
+_STALE_AFTER = 10_000  # iterations: minutes
+_CONTRADICTION = 0.25
 
 
 @dataclass(slots=True)
 class Record:
-    """A fading mean and mean deviation of one shape's latency, in milliseconds."""
+    """A fading mean and mean deviation of one shape's latency, in milliseconds. ``iteration``: of the last one."""
 
     mean_ms: float
     deviation_ms: float = 0.0
     count: int = 1
+    iteration: int = 0
 
     def add(self, latency_ms: float) -> None:
         """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does."""
@@ -38,6 +42,9 @@ class Record:
         """A measurement of this shape as it is believed: once it is known well, not many times the mean."""
         return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 5 else latency_ms
 
+    def contradicts(self, latency_ms: float) -> bool:
+        return abs(latency_ms - self.mean_ms) > _CONTRADICTION * self.mean_ms
+
     @property
     def cautious_ms(self) -> float:
         """The mean plus one deviation: what a planner that must not be late should count with."""
@@ -45,10 +52,11 @@ class Record:
 
 
 class RecordCache:
-    """``shape`` any hashable description of the work."""
+    """``shape`` any hashable description of the work. ``iteration``: how many there were, which its owner counts."""
 
     def __init__(self) -> None:
         self._groups: dict[Group, OrderedDict[Hashable, Record]] = {}
+        self.iteration = 0
 
     def find(self, group: Group, shape: Hashable, min_count: int = 3) -> Record | None:
         """The record of this shape if it rests on at least ``min_count`` measurements."""
@@ -57,17 +65,23 @@ class RecordCache:
         return record if record is not None and record.count >= min_count else None
 
     def add(self, group: Group, shape: Hashable, latency_ms: float) -> Record:
-        """Take one measurement in; the shape unused for longest goes when there are too many. Returns its record."""
+        """Take one measurement in; the shape unused for longest goes when there are too many. Returns its record, a new
+        one where a stale one is contradicted."""
         shapes = self._groups.setdefault(group, OrderedDict())
         record = shapes.get(shape)
-        if record is None:
+        if record is None or (self.is_stale(record) and record.contradicts(latency_ms)):
             record = shapes[shape] = Record(latency_ms)
             if len(shapes) > _MAX_SHAPES:
                 shapes.popitem(last=False)
         else:
             record.add(latency_ms)
-            shapes.move_to_end(shape)
+        shapes.move_to_end(shape)
+        record.iteration = self.iteration
         return record
+
+    def is_stale(self, record: Record) -> bool:
+        """Whether it was not measured for long: what else is known may then be newer."""
+        return self.iteration - record.iteration > _STALE_AFTER
 
     def export(self) -> list[tuple[Group, tuple[Hashable, float, float, int]]]:
         """All records: group, and shape, mean, deviation, count."""

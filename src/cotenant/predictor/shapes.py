@@ -8,6 +8,8 @@ from cotenant.core.tasklet import TaskletShape
 BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0)
 TASKLET_SCALES = (1.0, 256.0, 256.0 * 256.0)
 
+BatchKey = tuple[int, int, int, int]
+
 
 def bucket(tokens: int) -> int:
     """Token counts that differ by less than an eighth share a record."""
@@ -17,7 +19,7 @@ def bucket(tokens: int) -> int:
     return (tokens >> shift) << shift
 
 
-def batch_key(batch: BatchShape) -> tuple[int, int, int, int]:
+def batch_key(batch: BatchShape) -> BatchKey:
     return (
         batch.num_decode,
         bucket(batch.context_tokens),

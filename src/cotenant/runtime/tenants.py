@@ -7,12 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from cotenant.config import ServerConfig
 from cotenant.core.plan import Slo
 from cotenant.finetune.optimizer import warm_up
 from cotenant.models.decoder import Decoder
 from cotenant.models.products import has_triton
+from cotenant.models.spec import ModelSpec
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.prior import Prior
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
@@ -68,7 +73,8 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     model = " ".join(
         filter(None, (serving.resolved.name, str(decoder.dtype).removeprefix("torch."), config.model.quantization))
     )
-    predictor = LatencyPredictor(device.name, model)
+    prior = _prior(spec, decoder.dtype, config.model.quantization, device.name)
+    predictor = LatencyPredictor(device.name, model, prior)
     latencies = LatencyFile(Path(config.data_dir), device.name, model)
     num_records = latencies.load(predictor)
     if num_records:
@@ -91,6 +97,25 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
     return Tenants(serving, training, executor, predictor, latencies, slo, fuse, trace)
+
+
+def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device_name: str) -> Prior | None:
+    """None for a device whose rates nobody has measured, a CPU above all."""
+    rates = RATES.get(device_name)
+    if rates is None:
+        return None
+    sizes = ModelSizes(
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vocab_size=spec.vocab_size,
+        bytes_per_weight=dtype.itemsize if quantization is None else 1.0,
+        bytes_per_element=dtype.itemsize,
+    )
+    return Prior(Roofline(sizes, rates))
 
 
 def _compile_training(decoder: Decoder) -> Callable[[], bool]:

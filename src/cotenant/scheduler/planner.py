@@ -9,6 +9,9 @@ from cotenant.core.plan import BatchShape
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import CoRun, LatencyPredictor
 
+_LEAST_MS = 1e-3  # of a tasklet
+_CLEARLY = 1.001  # more than rounding makes of anything
+
 
 def tasklet_budget(slo_ms: float, num_decodes: int, corun: CoRun) -> int:
     """LLMStation's Equation 1 (section 4.2): the most tasklets that may run with ``num_decodes`` decode steps that must
@@ -39,26 +42,39 @@ def plan_tasklets(
 
     Returns (tasklets, how many of them are fused into the step, milliseconds they are predicted to add). With ``fuse``,
     leading forward layers run inside the step. A shape of unknown latency gets one tasklet and no more after it, if
-    there is any slack at all: that is how it becomes known.
+    there is any slack at all, and as much as a prior says that it needs: that is how it becomes known.
     """
     total, num_fused, left_ms = 0, 0, slack_ms
+    known: dict[int, tuple[int, float, float, CoRun]] = {}  # by the run: layers share theirs
+    coruns: dict[TaskletShape, CoRun] = {}
     for run in upcoming:
-        fused = fuse and total == num_fused and run.shape.kind is TaskletKind.FORWARD
-        corun = predictor.corun(batch, run.shape, fused=fused)
-        if corun is None:
-            if left_ms > 0 and total == 0:
-                return 1, int(fused), 0.0
-            break
-        count = min(run.count, tasklet_budget(left_ms + corun.decode_solo_ms, 1, corun))
+        found = known.get(id(run))
+        if found is None:
+            if fuse and run.shape.kind is not TaskletKind.FORWARD:
+                fuse, num_fused = False, total
+                known.clear()
+                coruns.clear()
+            corun = coruns.get(run.shape) or predictor.corun(batch, run.shape, fused=fuse)
+            if corun is None:
+                if total == 0 and _may_be_tried(predictor, run.shape, left_ms):
+                    return 1, int(fuse), 0.0
+                break
+            coruns[run.shape] = corun
+            each_ms = corun.decode_corun_ms - corun.decode_solo_ms
+            # With more than this left, Equation 1 says that all of them fit.
+            clear_ms = run.count * each_ms * _CLEARLY if each_ms > _LEAST_MS else math.inf
+            found = known[id(run)] = (run.count, run.count * each_ms, clear_ms, corun)
+        run_count, run_ms, clear_ms, corun = found
+        if left_ms > clear_ms:
+            total += run_count
+            left_ms -= run_ms
+            continue
+        count = min(run_count, tasklet_budget(left_ms + corun.decode_solo_ms, 1, corun))
         total += count
-        num_fused += count if fused else 0
         left_ms -= count * (corun.decode_corun_ms - corun.decode_solo_ms)
-        if count < run.count:
+        if count < run_count:
             break
-    return total, num_fused, slack_ms - left_ms
-
-
-_LEAST_MS = 1e-3  # of a tasklet
+    return total, total if fuse else num_fused, slack_ms - left_ms
 
 
 class Filling(NamedTuple):
@@ -80,32 +96,46 @@ def fill(
     fuse: bool = False,
 ) -> Filling:
     """As many of the next tasklets as ``slack_ms`` has room for beside one decode step; with ``fuse`` leading forward
-    layers run inside it. A shape that was never measured gets one tasklet, and no other with it: so it is measured."""
+    layers run inside it. A shape that was never measured gets one tasklet, and no other with it, if there is room for
+    what a prior says that it needs: so it is measured."""
     count = num_fused = 0
     added_ms = alone_ms = used_ms = 0.0
-    costs: dict[tuple[TaskletShape, bool], tuple[float, float] | None] = {}
+    known: dict[int, tuple[float, int, float, float, float]] = {}  # by the run: layers share theirs
+    costs: dict[TaskletShape, tuple[float, float]] = {}
     for run in upcoming if slack_ms > 0 else ():
-        fused = fuse and count == num_fused and run.shape.kind is TaskletKind.FORWARD
-        key = (run.shape, fused)
-        if key not in costs:
-            costs[key] = _cost(predictor, batch, run.shape, fused=fused)
-        cost = costs[key]
-        if cost is None:
-            if count == 0:
-                return Filling(1, int(fused), 0.0, 0.0)
+        found = known.get(id(run))
+        if found is None:
+            if fuse and run.shape.kind is not TaskletKind.FORWARD:
+                fuse, num_fused = False, count
+                known.clear()
+                costs.clear()
+            cost = costs.get(run.shape) or _cost(predictor, batch, run.shape, fused=fuse)
+            if cost is None:
+                if count == 0 and _may_be_tried(predictor, run.shape, slack_ms):
+                    return Filling(1, int(fuse), 0.0, 0.0)
+                break
+            costs[run.shape] = cost
+            # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
+            each_ms = cost[0] if cost[0] > 0 else max(cost[1], _LEAST_MS)
+            found = known[id(run)] = (each_ms, run.count, run.count * each_ms, run.count * cost[0], run.count * cost[1])
+        each_ms, run_count, run_ms, run_added_ms, run_alone_ms = found
+        num_fitting = (slack_ms - used_ms) / each_ms
+        if num_fitting < run_count:
+            num_taken, cost = max(0, math.floor(num_fitting)), costs[run.shape]
+            count += num_taken
+            added_ms += num_taken * cost[0]
+            alone_ms += num_taken * cost[1]
             break
-        each_added_ms, each_alone_ms = cost
-        # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
-        each_used_ms = each_added_ms if each_added_ms > 0 else max(each_alone_ms, _LEAST_MS)
-        num_taken = max(0, min(run.count, math.floor((slack_ms - used_ms) / each_used_ms)))
-        count += num_taken
-        num_fused += num_taken if fused else 0
-        used_ms += num_taken * each_used_ms
-        added_ms += num_taken * each_added_ms
-        alone_ms += num_taken * each_alone_ms
-        if num_taken < run.count:
-            break
-    return Filling(count, num_fused, added_ms, alone_ms)
+        count += run_count
+        used_ms += run_ms
+        added_ms += run_added_ms
+        alone_ms += run_alone_ms
+    return Filling(count, count if fuse else num_fused, added_ms, alone_ms)
+
+
+def _may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, slack_ms: float) -> bool:
+    """Whether there is room for a tasklet of a shape that was never measured."""
+    return slack_ms > 0 and predictor.first_tasklet_ms(shape) <= slack_ms
 
 
 def _cost(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
 from cotenant.scheduler.planner import Filling, fill
@@ -27,7 +28,7 @@ class AdaptivePolicy:
         batch, upcoming = snapshot.batch, snapshot.job.upcoming
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
         fillings = [fill(self._predictor, batch, upcoming, slack_ms)]
-        if snapshot.can_fuse:
+        if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
             fillings.append(fill(self._predictor, batch, upcoming, slack_ms, fuse=True))
         best = max(fillings, key=lambda filling: _speed(filling, step_ms))
         if best.num_tasklets == 0:

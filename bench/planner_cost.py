@@ -1,0 +1,124 @@
+"""What planning costs: one call of a policy's ``plan``, and one of the predictor.
+
+The snapshot has 32 running requests with much slack, and a job with 161 runs of tasklets of six shapes up to the end of
+its step: the micro-batch of a model with 32 captured layers. "records": each shape was measured beside the batch.
+"models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the roofline
+answers.
+
+    python bench/planner_cost.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.prior import Prior
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
+from cotenant.scheduler.policies.adaptive import AdaptivePolicy
+from cotenant.scheduler.policies.multitask import MultitaskPolicy
+
+NUM_LAYERS = 32
+NUM_REQUESTS = 32
+NOW_S = 1000.0
+FORWARD_MS = {TaskletKind.FORWARD_ATTENTION: 0.4, TaskletKind.FORWARD_MLP: 0.9}
+BACKWARD_MS = {
+    TaskletKind.BACKWARD_DOWN: 0.5,
+    TaskletKind.BACKWARD_UP: 0.8,
+    TaskletKind.BACKWARD_ATTENTION: 0.6,
+}
+TASKLET_MS = {**FORWARD_MS, TaskletKind.LOSS: 0.8, **BACKWARD_MS}
+BATCH = BatchShape(NUM_REQUESTS, NUM_REQUESTS * 1024)
+PARTITION = Partition(48, 84)
+# Llama-3.1-8B in bf16.
+SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=5000, help="of each kind")
+    num_calls = parser.parse_args().calls
+    snapshot = _snapshot()
+    predictors = {"records": _with_records(), "models": _with_models(), "prior": _with_prior()}
+    for known, predictor in predictors.items():
+        for policy in (AdaptivePolicy(predictor), MultitaskPolicy(predictor)):
+            name = type(policy).__name__
+            planned = policy.plan(snapshot).num_tasklets
+            _report(f"{name}, {known}", num_calls, partial(policy.plan, snapshot), f"plans {planned} tasklets")
+        shape = snapshot.job.upcoming[0].shape
+        calls: dict[str, Callable[[], object]] = {
+            "batch_ms": partial(predictor.batch_ms, BATCH, beside_training=True),
+            "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
+            "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
+            "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
+        }
+        for name, call in calls.items():
+            _report(f"{name}, {known}", num_calls, call, "is not known" if call() is None else "")
+
+
+def _shapes(num_tokens: int) -> list[TaskletShape]:
+    return [TaskletShape(kind, num_tokens, num_tokens // 2) for kind in TASKLET_MS]
+
+
+def _snapshot() -> Snapshot:
+    runs = {shape.kind: TaskletRun(shape, 1) for shape in _shapes(2048)}
+    forward, backward = [runs[kind] for kind in FORWARD_MS], [runs[kind] for kind in BACKWARD_MS]
+    loss = TaskletRun(runs[TaskletKind.LOSS].shape, 8)
+    upcoming = (*forward * NUM_LAYERS, loss, *backward * NUM_LAYERS)
+    requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, 1000) for index in range(NUM_REQUESTS))
+    return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, JobView("job", upcoming), can_fuse=True)
+
+
+def _teach(predictor: LatencyPredictor, batch: BatchShape, num_tokens: int, times: int) -> None:
+    share = num_tokens / 2048
+    tasklets = tuple((TaskletRun(shape, 1), share * TASKLET_MS[shape.kind]) for shape in _shapes(num_tokens))
+    step_ms = 4.0 + batch.num_decode / 40 + batch.context_tokens / 30_000
+    for _ in range(times):
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, step_ms, 20.0, tasklets))
+        alone = IterationRecord(batch, Mode.NONE, 1.3 * step_ms, 1.3 * step_ms, partition=PARTITION)
+        predictor.observe(alone)
+        beside = IterationRecord(
+            batch, Mode.SPATIAL, 1.6 * step_ms, 1.6 * step_ms, partition=PARTITION, beside=tasklets
+        )
+        predictor.observe(beside)
+
+
+def _with_records() -> LatencyPredictor:
+    predictor = LatencyPredictor("hardware", "model")
+    _teach(predictor, BATCH, 2048, times=20)
+    return predictor
+
+
+def _with_models() -> LatencyPredictor:
+    predictor = LatencyPredictor("hardware", "model")
+    for num_decode in (4, 8, 16, 64):
+        for num_tokens in (512, 768, 1024, 1536):
+            _teach(predictor, BatchShape(num_decode, num_decode * num_tokens), num_tokens, times=3)
+    return predictor
+
+
+def _with_prior() -> LatencyPredictor:
+    predictor = LatencyPredictor("hardware", "model", Prior(Roofline(SIZES, RATES["NVIDIA H200"])))
+    _teach(predictor, BatchShape(8, 4000), 512, times=3)
+    return predictor
+
+
+def _report(name: str, num_calls: int, call: Callable[[], object], remark: str) -> None:
+    times_us = []
+    for _ in range(num_calls):
+        start = time.perf_counter_ns()
+        call()
+        times_us.append((time.perf_counter_ns() - start) / 1e3)
+    times_us.sort()
+    p50, p99 = (times_us[math.floor(share * num_calls)] for share in (0.5, 0.99))
+    print(f"{name:40} p50 {p50:7.2f} us, p99 {p99:7.2f} us  {remark}")
+
+
+if __name__ == "__main__":
+    main()

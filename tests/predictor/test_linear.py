@@ -1,0 +1,78 @@
+"""Linear models that go on learning for as long as a server runs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.predictor.linear import OnlineLinearModel
+
+SCALES = (1.0, 8.0, 4096.0)
+ASKED = ((1.0, 5.0, 2_000.0), (1.0, 40.0, 60_000.0), (1.0, 100.0, 50_000.0))
+
+
+def truth(features: tuple[float, ...], speed: float = 1.0) -> float:
+    return speed * (3.0 + 0.03 * features[1] + 3e-5 * features[2])
+
+
+def step(rng: random.Random) -> tuple[float, ...]:
+    num = rng.randint(1, 64)
+    return (1.0, float(num), float(num * rng.randint(100, 2000)))
+
+
+def worst_error(model: OnlineLinearModel, speed: float = 1.0) -> float:
+    return max(abs(model.predict(features) - truth(features, speed)) / truth(features, speed) for features in ASKED)
+
+
+@given(weights=st.lists(st.floats(0.1, 10), min_size=3, max_size=3), seed=st.integers(0, 1000))
+def test_a_linear_truth_is_found(weights: list[float], seed: int) -> None:
+    rng, model = random.Random(seed), OnlineLinearModel((1.0, 1.0, 1.0))
+    for _ in range(50):
+        features = (1.0, rng.uniform(0, 5), rng.uniform(0, 5))
+        model.update(features, sum(weight * each for weight, each in zip(weights, features, strict=True)))
+    assert model.predict((1.0, 2.0, 3.0)) == pytest.approx(weights[0] + 2 * weights[1] + 3 * weights[2], rel=1e-3)
+
+
+def test_thousands_of_one_shape_take_nothing_away_and_the_model_still_learns() -> None:
+    rng, model = random.Random(0), OnlineLinearModel(SCALES)
+
+    def learn(count: int, speed: float = 1.0) -> None:
+        for _ in range(count):
+            features = step(rng)
+            model.update(features, truth(features, speed) * rng.uniform(0.97, 1.03))
+
+    learn(300)
+    assert worst_error(model) < 0.02
+    for _ in range(20_000):
+        model.update((1.0, 8.0, 6000.0), truth((1.0, 8.0, 6000.0)) * rng.uniform(0.97, 1.03))
+    assert worst_error(model) < 0.03
+    assert all(model.reaches(features) for features in ASKED)
+    learn(500, speed=2.0)
+    assert worst_error(model, speed=2.0) < 0.15
+
+
+def test_a_model_does_not_reach_where_no_measurement_has_told_its_weights() -> None:
+    model = OnlineLinearModel(SCALES)
+    for context in range(100, 2000, 50):
+        features = (1.0, 4.0, 4.0 * context)
+        model.update(features, truth(features))
+    assert model.reaches((1.0, 4.0, 6000.0))
+    assert not model.reaches((1.0, 40.0, 60_000.0))
+
+
+def test_what_another_model_learned_can_be_taken_over() -> None:
+    rng, model, other = random.Random(1), OnlineLinearModel(SCALES), OnlineLinearModel(SCALES)
+    for _ in range(50):
+        features = step(rng)
+        model.update(features, truth(features))
+    other.restore(model.state())
+    assert all(other.predict(features) == model.predict(features) for features in ASKED)
+    with pytest.raises(ValueError, match="2 features"):
+        OnlineLinearModel(SCALES[:2]).restore(model.state())
+    with pytest.raises(ValueError, match="3 features"):
+        other.restore(model.state()._replace(weights=[1.0, float("nan"), 1.0]))
+    with pytest.raises(ValueError, match="3 features"):
+        other.restore(model.state()._replace(covariance=[0.0] * 9))

@@ -1,0 +1,132 @@
+"""The roofline, and the prior that is made of it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.prior import Prior
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, bandwidth_share
+from cotenant.scheduler import create_policy
+
+H200 = RATES["NVIDIA H200"]
+SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)  # Llama-3.1-8B in bf16
+ROOFLINE = Roofline(SIZES, H200)
+SLOWER = 1.4  # than its roofline is the machine of these tests
+WORK_KINDS = [kind for kind in TaskletKind if kind is not TaskletKind.OPTIMIZER]
+
+batches = st.builds(
+    lambda num, context, prompt: BatchShape(num, num * context, prompt, prompt),
+    st.integers(1, 128),
+    st.integers(1, 4000),
+    st.sampled_from([0, 0, 100, 2000]),
+)
+tasklets = st.builds(TaskletShape, st.sampled_from(WORK_KINDS), st.integers(64, 8192), st.integers(64, 8192))
+
+
+def test_a_decode_step_takes_what_was_measured_on_an_h200() -> None:
+    """Decode steps of layers without a head, on so many SMs: batch, context, and milliseconds measured."""
+    sizes = ModelSizes(32, 4096, 14336, 32, 8, 128, 1, 2.0, 2.0)
+    roofline = Roofline(sizes, H200)
+    for batch, measured in {
+        BatchShape(32, 32 * 1024): {16: 14.8, 24: 11.0, 32: 8.7, 48: 7.2, 64: 6.0, 132: 5.5},
+        BatchShape(8, 8 * 512): {16: 9.9, 24: 7.5, 32: 6.3, 48: 5.2, 64: 4.8, 132: 4.5},
+    }.items():
+        for num_sms, measured_ms in measured.items():
+            assert roofline.batch_ms(batch, num_sms) == pytest.approx(measured_ms, rel=0.35)
+
+
+@given(batch=batches, tasklet=tasklets, few=st.integers(1, 132), more=st.integers(0, 131))
+def test_more_sms_are_never_slower(batch: BatchShape, tasklet: TaskletShape, few: int, more: int) -> None:
+    many = min(132, few + more)
+    assert ROOFLINE.batch_ms(batch, many) <= ROOFLINE.batch_ms(batch, few) * (1 + 1e-9)
+    assert 0 < ROOFLINE.tasklet_ms(tasklet, many) <= ROOFLINE.tasklet_ms(tasklet, few) * (1 + 1e-9)
+    assert ROOFLINE.batch_ms(batch, 132) == ROOFLINE.batch_ms(batch)
+
+
+@given(share=st.floats(0.01, 1.0))
+def test_bandwidth_needs_fewer_sms_than_arithmetic(share: float) -> None:
+    assert share <= bandwidth_share(share) <= 1.0
+
+
+def test_nothing_measured_nothing_said() -> None:
+    predictor = LatencyPredictor("h", "m", Prior(ROOFLINE))
+    assert predictor.batch_ms(BatchShape(8, 4000)) is None
+    assert predictor.tasklet_ms(TaskletShape(TaskletKind.BACKWARD, 512, 512), partition=Partition(32, 100)) is None
+
+
+@given(asked=batches, shape=tasklets, partition=st.sampled_from([Partition(16, 116), Partition(48, 84)]))
+def test_one_shape_of_a_kind_corrects_the_prior_of_all(
+    asked: BatchShape, shape: TaskletShape, partition: Partition
+) -> None:
+    """It errs on the side of late, by no more than half."""
+    predictor = LatencyPredictor("h", "m", Prior(ROOFLINE))
+    for batch in (BatchShape(8, 4000), BatchShape(0, 0, 500, 500)) * 3:
+        alone_ms = SLOWER * ROOFLINE.batch_ms(batch)
+        predictor.observe(IterationRecord(batch, Mode.NONE, alone_ms, alone_ms))
+    measured = TaskletShape(shape.kind, 512, 512)
+    each_ms = SLOWER * ROOFLINE.tasklet_ms(measured)
+    for _ in range(3):
+        predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 9.0, ((TaskletRun(measured, 1), each_ms),)))
+    predicted = predictor.batch_ms(asked, partition=partition)
+    assert predicted is not None
+    assert 1.0 <= predicted / (SLOWER * ROOFLINE.batch_ms(asked, partition.online_sms)) <= 1.5
+    beside = predictor.tasklet_ms(shape, partition=partition)
+    assert beside is not None
+    assert 1.0 <= beside / (SLOWER * ROOFLINE.tasklet_ms(shape, partition.best_effort_sms)) <= 1.6
+
+
+def test_measured_co_runs_correct_what_the_other_tenant_costs() -> None:
+    predictor, partition, batch = LatencyPredictor("h", "m", Prior(ROOFLINE)), Partition(32, 100), BatchShape(8, 4000)
+    beside = ((TaskletRun(TaskletShape(TaskletKind.BACKWARD, 512, 512), 4), 8.0),)
+    for factor, is_beside in [(1.2, False), (3.0, True)] * 3:
+        step_ms = factor * ROOFLINE.batch_ms(batch, 32)
+        tasklets = beside if is_beside else ()
+        predictor.observe(IterationRecord(batch, Mode.SPATIAL, step_ms, step_ms, partition=partition, beside=tasklets))
+    asked, other = BatchShape(64, 64_000), Partition(48, 84)
+    for factor, beside_training in ((1.2, False), (3.0, True)):
+        predicted = predictor.batch_ms(asked, beside_training=beside_training, partition=other)
+        assert predicted == pytest.approx(1.25 * factor * ROOFLINE.batch_ms(asked, 48))
+
+
+def test_a_linear_model_gives_way_where_it_does_not_reach() -> None:
+    """Steps of one batch size alone do not tell a row's cost from the step's own."""
+    with_prior, without = LatencyPredictor("h", "m", Prior(ROOFLINE)), LatencyPredictor("h", "m")
+    for context in range(100, 1000, 50):
+        batch = BatchShape(2, 2 * context)
+        step_ms = SLOWER * ROOFLINE.batch_ms(batch)
+        for predictor in (with_prior, without):
+            predictor.observe(IterationRecord(batch, Mode.NONE, step_ms, step_ms))
+    large = BatchShape(100, 100_000)
+    true_ms, guessed_ms = SLOWER * ROOFLINE.batch_ms(large), without.batch_ms(large)
+    assert guessed_ms is not None
+    assert guessed_ms > 1.5 * true_ms
+    assert with_prior.batch_ms(large) == pytest.approx(1.25 * true_ms, rel=0.1)
+
+
+def test_what_corrects_the_prior_can_be_taken_over() -> None:
+    predictor, other = (LatencyPredictor("h", "m", Prior(ROOFLINE)) for _ in range(2))
+    for _ in range(4):
+        predictor.observe(IterationRecord(BatchShape(8, 4000), Mode.NONE, 9.0, 9.0))
+    other.restore(predictor.export())
+    asked = BatchShape(64, 64_000)
+    assert other.batch_ms(asked) == predictor.batch_ms(asked) is not None
+    LatencyPredictor("h", "m").restore(predictor.export())  # one without a prior has no use for it
+
+
+@pytest.mark.parametrize("policy", ["multitask", "adaptive"])
+def test_an_unknown_tasklet_is_tried_only_with_room_for_what_it_should_take(policy: str) -> None:
+    predictor, batch = LatencyPredictor("h", "m", Prior(ROOFLINE)), BatchShape(8, 4000)
+    for _ in range(3):
+        predictor.observe(IterationRecord(batch, Mode.NONE, 5.0, 5.0))
+    unknown = TaskletShape(TaskletKind.BACKWARD, 8192, 8192)
+    assert 5.0 < predictor.first_tasklet_ms(unknown) < 15.0
+    job = JobView("job", (TaskletRun(unknown, 4),))
+    for tpot_ms, expected in ((8.0, 0), (40.0, 1)):
+        running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+        snapshot = Snapshot(100.0, Slo(500.0, tpot_ms, itl_ms=max(10.0, tpot_ms)), batch, (running,), job)
+        assert create_policy(policy, predictor).plan(snapshot).num_tasklets == expected
