@@ -12,7 +12,18 @@ from pathlib import Path
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
-POLICIES = ("multitask", "adaptive", "temporal", "lifecycle", "fineinfer", "whole-step", "inference-only")
+POLICIES = (
+    "multitask",
+    "adaptive",
+    "harli",
+    "static",
+    "chunked",
+    "temporal",
+    "lifecycle",
+    "fineinfer",
+    "whole-step",
+    "inference-only",
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
 QUANTIZATIONS = ("fp8",)
@@ -146,7 +157,8 @@ class CoExecutionConfig:
     on the CPU; 500 ms and 40 ms on CUDA.
 
     ``tasklet_tokens``: training tokens per micro-batch at most (None: 256 on the CPU, about 2,048 on CUDA). ``fuse``
-    None: on CUDA only.
+    None: on CUDA only. ``sm_shares``: of a GPU's SMs, that batches may have while training runs on the others (None:
+    what the policy wants; empty: none).
     """
 
     policy: str = "multitask"
@@ -156,6 +168,7 @@ class CoExecutionConfig:
     slo_attainment: float = 0.99
     tasklet_tokens: int | None = None
     fuse: bool | None = None
+    sm_shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
@@ -164,6 +177,7 @@ class CoExecutionConfig:
         _require(self.slo_itl_ms is None or self.slo_itl_ms > 0, "slo-itl-ms", "must be positive")
         _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
+        _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")
 
     def slo(self, default: Slo) -> Slo:
         return Slo(

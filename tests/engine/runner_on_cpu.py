@@ -145,6 +145,7 @@ class _Graph:
 
 def _capture(run: Callable[[], None], pool: object, *, warm_up: bool = True) -> _Graph:
     run()
+    _Wrapper.planned.clear()  # a capture is no batch
     return _Graph(run)
 
 
@@ -215,7 +216,7 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
-        engine.capture_lane()
+        runner.capture_lane()
     _go_to(_ALL_SMS)
     return engine
 

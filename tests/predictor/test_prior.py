@@ -85,8 +85,8 @@ def test_measured_co_runs_correct_what_the_other_tenant_costs() -> None:
     beside = ((TaskletRun(TaskletShape(TaskletKind.BACKWARD, 512, 512), 4), 8.0),)
     for factor, is_beside in [(1.2, False), (3.0, True)] * 3:
         step_ms = factor * ROOFLINE.batch_ms(batch, 32)
-        tasklets = beside if is_beside else ()
-        predictor.observe(IterationRecord(batch, Mode.SPATIAL, step_ms, step_ms, partition=partition, beside=tasklets))
+        mode, tasklets = (Mode.SPATIAL, beside) if is_beside else (Mode.NONE, ())
+        predictor.observe(IterationRecord(batch, mode, step_ms, step_ms, partition=partition, beside=tasklets))
     asked, other = BatchShape(64, 64_000), Partition(48, 84)
     for factor, beside_training in ((1.2, False), (3.0, True)):
         predicted = predictor.batch_ms(asked, beside_training=beside_training, partition=other)

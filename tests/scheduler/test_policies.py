@@ -6,7 +6,17 @@ import pytest
 
 from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    Plan,
+    RequestView,
+    Slo,
+    Snapshot,
+)
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
@@ -137,3 +147,36 @@ def test_whole_step_cannot_be_interrupted() -> None:
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidInputError, match="'fastest' is not one of multitask"):
         create_policy("fastest", LatencyPredictor("h", "m"))
+
+
+IN_SPACE = (Partition(80, 52),)
+
+
+def test_static_keeps_training_to_its_sms_while_nobody_asks() -> None:
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), BatchShape(), (), JOB, partitions=IN_SPACE)
+    decided = create_policy("static", taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+    assert (decided.run_online, decided.partition, decided.num_tasklets) == (False, IN_SPACE[0], 7)
+    assert decided.num_beside == decided.num_tasklets
+
+
+def test_static_without_partitions_trains_while_nobody_asks() -> None:
+    assert plan("static", batch=DECODE, requests=(RUNNING,)).num_tasklets == 0
+    assert plan("static", batch=BatchShape(), requests=()).num_tasklets == 7
+
+
+@pytest.mark.parametrize("policy", ["harli", "adaptive"])
+def test_prompts_and_those_who_wait_have_all_sms(policy: str) -> None:
+    prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)
+    for batch, requests in ((prefill, (RUNNING,)), (DECODE, (RUNNING, WAITING))):
+        snapshot = Snapshot(100.0, Slo(100.0, 20.0), batch, requests, JOB, partitions=IN_SPACE)
+        decided = create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+        assert (decided.partition, decided.num_tasklets) == (None, 0)
+
+
+def test_chunked_takes_the_same_time_in_every_iteration_whatever_there_is_to_give() -> None:
+    fast = RequestView("f", arrival_s=90.0, first_token_s=99.0, num_generated=400)
+    slow = RequestView("s", arrival_s=90.0, first_token_s=90.1, num_generated=3)
+    prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=8, prefill_context_tokens=8)
+    counts = {plan("chunked", batch=DECODE, requests=(one,)).num_tasklets for one in (fast, slow, WAITING)}
+    assert counts == {(14 - 2) // 2}, "0.7 of 20 ms, less a step of 2 ms, in tasklets of 2 ms"
+    assert plan("chunked", batch=prefill, requests=(fast,)).num_tasklets <= 6

@@ -109,6 +109,13 @@ _ALL_FLAGS = (
     Flag("slo-attainment", CoExecutionConfig, "slo_attainment", "Share of requests that should meet the TPOT target."),
     Flag("tasklet-tokens", CoExecutionConfig, "tasklet_tokens", "Training tokens in a micro-batch."),
     Flag("fuse", CoExecutionConfig, "fuse", "Run forward tasklets inside online batches.", "--fuse/--no-fuse"),
+    Flag(
+        "sm-shares",
+        CoExecutionConfig,
+        "sm_shares",
+        "Share of the GPU's SMs that batches may have beside training, in place of the policy's choice; may be given "
+        "several times.",
+    ),
     Flag("host", ApiConfig, "host", "Address to listen on."),
     Flag("port", ApiConfig, "port", "Port to listen on; 0 picks a free one."),
     Flag("api-key", ApiConfig, "api_key", "Key that /v1 asks for; or set COTENANT_API_KEY."),
@@ -197,7 +204,8 @@ def _read_file(file: Path) -> dict[str, object]:
 
 
 def _convert(name: str, value: object, kind: Any) -> Any:
-    if typing.get_origin(kind) is tuple and not isinstance(value, list | tuple):
+    is_list = any(typing.get_origin(each) is tuple for each in (kind, *typing.get_args(kind)))
+    if is_list and not isinstance(value, list | tuple):
         value = [value]
     try:
         return msgspec.convert(value, kind)

@@ -52,6 +52,7 @@ def serve(
     slo_attainment: Annotated[float | None, option("slo-attainment")] = None,
     tasklet_tokens: Annotated[int | None, option("tasklet-tokens")] = None,
     fuse: Annotated[bool | None, option("fuse")] = None,
+    sm_shares: Annotated[list[float] | None, option("sm-shares")] = None,
     host: Annotated[str | None, option("host")] = None,
     port: Annotated[int | None, option("port")] = None,
     api_key: Annotated[str | None, option("api-key")] = None,

@@ -127,7 +127,7 @@ class OnlineEngine:
     @property
     def has_landed(self) -> bool:
         """Whether ``collect`` would not wait."""
-        return self._flights[0].has_landed
+        return self._flights.has_landed
 
     @property
     def num_running(self) -> int:

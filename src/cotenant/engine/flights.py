@@ -28,6 +28,11 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether the results of the oldest are here."""
+        return self._flights[0].has_landed
+
     def launch(self, step: OnlineStep, hidden: torch.Tensor | None) -> None:
         """See ``OnlineEngine.launch``. The step's sequences count what it computes as computed from now on."""
         self._begun = self._begun or self._begin(step, hidden)

@@ -239,8 +239,8 @@ class LatencyPredictor:
         self._records.add(group, ("fused", key, tasklet_key(record.fused.shape)), added_ms)
 
     def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
-        """Without any tasklet, it is stage 1's measurement."""
-        batch, online_ms, together = record.batch, record.online_ms, bool(record.beside or record.tasklets)
+        """Where nothing shared the device with the batch, it is stage 1's measurement."""
+        batch, online_ms, together = record.batch, record.online_ms, record.mode is not Mode.NONE
         if not batch.empty:
             group, key = self._keys(batch)
             self._records.add(group, _partition_key(key, partition, together=together), online_ms)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cotenant.config import ServerConfig
+from cotenant.config import CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device, create_device
 from cotenant.engine.engine import OnlineEngine
@@ -16,6 +16,7 @@ from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.sizing import num_pages
+from cotenant.scheduler.space import sm_shares
 
 # Of a micro-batch at most, on each type of device, unless --tasklet-tokens says otherwise.
 TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -43,6 +44,7 @@ def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> tor
 def build_serving(config: ServerConfig) -> Serving:
     """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served."""
     device = create_device(config.model.device)
+    split(device, config.coexecution)
     resolved = resolve_model(config.model)
     dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
     if is_supported(resolved.spec, device.torch_device, dtype):
@@ -68,6 +70,9 @@ def build_serving(config: ServerConfig) -> Serving:
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
             engine.warm_up(config.batch.cuda_graph_sizes, enforce_eager=config.batch.enforce_eager)
+        for partition in device.partitions:
+            with device.online(partition):
+                engine.capture_lane()
     except torch.OutOfMemoryError as error:
         raise InvalidInputError(
             f"the KV cache and what serving needs beside it do not fit into the device's memory: lower "
@@ -76,6 +81,13 @@ def build_serving(config: ServerConfig) -> Serving:
         ) from error
     spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens)
+
+
+def split(device: Device, config: CoExecutionConfig) -> None:
+    """Make the partitions of the device's SMs that batches may have."""
+    shares = sm_shares(config.policy) if config.sm_shares is None else config.sm_shares
+    if shares and device.num_multiprocessors is not None:
+        device.split(round(share * device.num_multiprocessors) for share in shares)
 
 
 def spare_host_threads(device: Device) -> None:

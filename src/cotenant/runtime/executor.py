@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan
 from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device import Device
@@ -77,12 +77,12 @@ class Executor:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
-            self._run_beside(plan, num_left, interrupted)
+            num_beside = self._run_beside(plan, num_left, interrupted)
             if is_launched and self._device.overlaps and fused is None and num_behind > 0:
                 num_launched += self._launch_behind(plan, interrupted)
             collected = self._collect(emit, num_left)
         else:
-            self._run_beside(plan, 0, interrupted)
+            num_beside = self._run_beside(plan, 0, interrupted)
         online_end = time.perf_counter()
         num_launched += self._run_behind(plan, num_launched, interrupted)
         end = time.perf_counter()
@@ -90,15 +90,17 @@ class Executor:
         if self._trace is not None:
             self._trace.tasklets(finished)
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
+        beside = () if plan.partition is None else _group(finished, plan.partition)
+        is_alone = plan.partition is not None and not (num_beside or num_behind or beside)
         record = IterationRecord(
             batch=BatchShape() if collected is None else collected.shape,
-            mode=plan.mode,
+            mode=Mode.NONE if is_alone else plan.mode,
             online_ms=0.0 if collected is None else (online_end - start) * 1e3,
             total_ms=(end - start) * 1e3,
             tasklets=_group(finished, None),
             fused=fused,
             partition=plan.partition,
-            beside=() if plan.partition is None else _group(finished, plan.partition),
+            beside=beside,
             num_untimed=tuple(others.items()),
             predicted_ms=plan.predicted_ms if num_launched == num_behind and collected is not None else None,
         )
@@ -145,9 +147,9 @@ class Executor:
         self._launched.append(plan)
         return fused, True
 
-    def _run_beside(self, plan: Plan, num_left: int, interrupted: Callable[[], bool]) -> None:
-        """Run tasklets on the SMs that batches do not have, until there is a batch to collect. The last one may go on
-        after that: the next batch's SMs are not its own."""
+    def _run_beside(self, plan: Plan, num_left: int, interrupted: Callable[[], bool]) -> int:
+        """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many. The last one
+        may go on after that: the next batch's SMs are not its own."""
         waits = self._engine.num_in_flight > num_left
 
         def is_over() -> bool:
@@ -161,6 +163,7 @@ class Executor:
             if not is_over():
                 self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
                 count += 1
+        return count
 
     def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens

@@ -6,10 +6,13 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
+from cotenant.scheduler.policies.chunked import ChunkedPolicy
 from cotenant.scheduler.policies.fineinfer import FineInferPolicy
+from cotenant.scheduler.policies.harli import HarliPolicy
 from cotenant.scheduler.policies.inference_only import InferenceOnlyPolicy
 from cotenant.scheduler.policies.lifecycle import LifecyclePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
+from cotenant.scheduler.policies.static import StaticPolicy
 from cotenant.scheduler.policies.temporal import TemporalPolicy
 from cotenant.scheduler.policies.whole_step import WholeStepPolicy
 
@@ -19,6 +22,9 @@ def create_policy(name: str, predictor: LatencyPredictor) -> Policy:
     policies: dict[str, Policy] = {
         "multitask": MultitaskPolicy(predictor),
         "adaptive": AdaptivePolicy(predictor),
+        "harli": HarliPolicy(predictor),
+        "static": StaticPolicy(predictor),
+        "chunked": ChunkedPolicy(predictor),
         "inference-only": InferenceOnlyPolicy(),
         "whole-step": WholeStepPolicy(),
         "temporal": TemporalPolicy(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape
@@ -90,7 +91,7 @@ class Filling(NamedTuple):
 def fill(
     predictor: LatencyPredictor,
     batch: BatchShape,
-    upcoming: tuple[TaskletRun, ...],
+    upcoming: Iterable[TaskletRun],
     slack_ms: float,
     *,
     fuse: bool = False,

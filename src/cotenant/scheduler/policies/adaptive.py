@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cotenant.core.plan import Mode, Partition, Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
 from cotenant.scheduler.planner import Filling, fill
 from cotenant.scheduler.slack import decode_slack_ms
+from cotenant.scheduler.space import after, beside
+
+# What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
+# is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
+_SLACK_WORTH = 0.5
+
+
+class _Candidate(NamedTuple):
+    """A plan, how far it gets training (time that this would take alone), and what it adds to a step with all SMs.
+    ``gained_ms`` None: not known yet, and so worth trying."""
+
+    plan: Plan
+    gained_ms: float | None
+    added_ms: float
 
 
 class AdaptivePolicy:
-    """Slack is counted for each request, and aimed at with the margin that the requests so far have taught. It is
-    filled with tasklets behind the decode step (temporal) and, where a job's layers can run inside it, with fused ones;
-    the plan with the most training per second is taken. Requests that wait for their first token come first: training
-    is suspended for them.
+    """Slack is counted for each request, and aimed at with the margin that the requests so far have taught. Ways of
+    filling it are compared, and the one is taken that gets training furthest, the slack that it takes being counted at
+    what tasklets behind a step would make of it:
+
+    - tasklets behind the decode step (temporal),
+    - forward layers inside it, where a job's can be (fused),
+    - the step on a part of the SMs and tasklets on the others (spatial), alone or with tasklets behind it.
+
+    Requests that wait for their first token come first: training is suspended for them.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
@@ -25,24 +47,72 @@ class AdaptivePolicy:
         step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
         if plan is not None or snapshot.job is None or step_ms is None:
             return plan or serving_alone(self._predictor, snapshot)
-        batch, upcoming = snapshot.batch, snapshot.job.upcoming
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
-        fillings = [fill(self._predictor, batch, upcoming, slack_ms)]
-        if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
-            fillings.append(fill(self._predictor, batch, upcoming, slack_ms, fuse=True))
-        best = max(fillings, key=lambda filling: _speed(filling, step_ms))
-        if best.num_tasklets == 0:
+        if slack_ms <= 0:
             return serving_alone(self._predictor, snapshot)
-        return Plan(
-            num_tasklets=best.num_tasklets,
-            num_fused=best.num_fused,
-            mode=Mode.FUSED if best.num_fused else Mode.TEMPORAL,
-            predicted_ms=step_ms + best.added_ms,
-        )
+        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms)
+        worth = _SLACK_WORTH * (filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0)
+        best, best_score = None, 0.0
+        for candidate in self._candidates(snapshot, filling, step_ms, slack_ms):
+            if candidate.gained_ms is None:
+                return candidate.plan
+            score = candidate.gained_ms - worth * candidate.added_ms
+            if score > best_score:
+                best, best_score = candidate.plan, score
+        return best or serving_alone(self._predictor, snapshot)
+
+    def _candidates(
+        self, snapshot: Snapshot, filling: Filling, step_ms: float, slack_ms: float
+    ) -> Iterator[_Candidate]:
+        """``filling``: of the slack behind the step."""
+        assert snapshot.job is not None
+        if filling.num_tasklets:
+            yield _in_time(filling, step_ms)
+        upcoming = snapshot.job.upcoming
+        if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
+            fused = fill(self._predictor, snapshot.batch, upcoming, slack_ms, fuse=True)
+            if fused.num_fused:
+                yield _in_time(fused, step_ms)
+        for partition in snapshot.partitions:
+            yield from self._in_space(snapshot, partition, step_ms, slack_ms)
+
+    def _in_space(
+        self, snapshot: Snapshot, partition: Partition, step_ms: float, slack_ms: float
+    ) -> Iterator[_Candidate]:
+        assert snapshot.job is not None
+        batch, upcoming = snapshot.batch, snapshot.job.upcoming
+        shared = beside(self._predictor, batch, upcoming, partition, step_ms)
+        added_ms = shared.step_ms - step_ms
+        if added_ms > slack_ms:
+            return
+
+        def plan(num_behind: int, total_ms: float | None) -> Plan:
+            return Plan(
+                num_tasklets=shared.most_beside + num_behind,
+                num_beside=shared.most_beside,
+                partition=partition,
+                mode=Mode.SPATIAL,
+                predicted_ms=total_ms,
+            )
+
+        if not shared.is_known:
+            yield _Candidate(plan(0, None), None, added_ms)
+            return
+        yield _Candidate(plan(0, shared.step_ms), shared.alone_ms, added_ms)
+        # With tasklets behind it: they wait for the one in flight, which ends where it began.
+        added_ms += shared.rest_ms
+        rest = fill(self._predictor, batch, after(upcoming, shared.num_tasklets + 1), slack_ms - added_ms)
+        if rest.num_tasklets and rest.alone_ms > 0:
+            gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
+            total_ms = shared.step_ms + shared.rest_ms + rest.added_ms
+            yield _Candidate(plan(rest.num_tasklets, total_ms), gained_ms, added_ms + rest.added_ms)
 
 
-def _speed(filling: Filling, step_ms: float) -> float:
-    """Training, as time that it would take alone, per time. What is not known yet is worth trying."""
-    if filling.num_tasklets and filling.alone_ms == 0.0:
-        return float("inf")
-    return filling.alone_ms / (step_ms + filling.added_ms)
+def _in_time(filling: Filling, step_ms: float) -> _Candidate:
+    plan = Plan(
+        num_tasklets=filling.num_tasklets,
+        num_fused=filling.num_fused,
+        mode=Mode.FUSED if filling.num_fused else Mode.TEMPORAL,
+        predicted_ms=step_ms + filling.added_ms,
+    )
+    return _Candidate(plan, filling.alone_ms or None, filling.added_ms)

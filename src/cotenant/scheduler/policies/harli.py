@@ -1,0 +1,49 @@
+"""Harli's scheduler (section 6.2): decode steps share the device in space, always."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import plan_of_one, serving_alone
+from cotenant.scheduler.space import Beside, beside
+
+
+class HarliPolicy:
+    """Each decode step has the partition in which it is predicted to end latest within the TPOT target (section 5.2.3:
+    training is fastest there), aimed at with the learned margin; training has the other SMs. Where no partition is fast
+    enough, training is suspended. Harli serves prompts elsewhere; here they have the device to themselves.
+    """
+
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        self._predictor = predictor
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        plan = plan_of_one(self._predictor, snapshot)
+        step_ms = self._predictor.batch_ms(snapshot.batch)
+        if plan is not None or snapshot.job is None or step_ms is None:
+            return plan or serving_alone(self._predictor, snapshot)
+        upcoming = snapshot.job.upcoming
+        found = [beside(self._predictor, snapshot.batch, upcoming, each, step_ms) for each in snapshot.partitions]
+        target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
+        # What is not known is tried, if one gap may be so long: Harli has measured it before.
+        unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
+        fitting = [each for each in found if each.is_known and each.step_ms <= target_ms]
+        if not unknown and not fitting:
+            return serving_alone(self._predictor, snapshot)
+        return in_space(min(unknown, key=_step_ms) if unknown else max(fitting, key=_step_ms))
+
+
+def _step_ms(found: Beside) -> float:
+    return found.step_ms
+
+
+def in_space(chosen: Beside) -> Plan:
+    """The batch in a partition, and tasklets beside it alone."""
+    count = chosen.most_beside
+    return Plan(
+        num_tasklets=count,
+        num_beside=count,
+        partition=chosen.partition,
+        mode=Mode.SPATIAL,
+        predicted_ms=chosen.step_ms if chosen.is_known else None,
+    )

@@ -1,0 +1,41 @@
+"""A fixed split of the SMs, 60% for requests: StaticMode, which Harli is compared with (section 8.1)."""
+
+from __future__ import annotations
+
+from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import IDLE_TASKLETS, idle_tasklets
+
+_ONLINE_SHARE = 0.6
+
+
+class StaticPolicy:
+    """Each tenant has its SMs, whatever the other does: batches of all kinds run on 60% of them, training on the rest,
+    also while there is nothing to serve. Without partitions training is suspended while requests are live."""
+
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        self._predictor = predictor
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        has_batch = not snapshot.batch.empty
+        if snapshot.job is None or (not snapshot.partitions and (has_batch or snapshot.requests)):
+            return Plan(
+                run_online=has_batch, predicted_ms=self._predictor.batch_ms(snapshot.batch) if has_batch else None
+            )
+        if not snapshot.partitions:
+            return Plan(run_online=False, num_tasklets=idle_tasklets(snapshot), mode=Mode.TEMPORAL)
+        partition = min(
+            snapshot.partitions,
+            key=lambda each: abs(each.online_sms / (each.online_sms + each.best_effort_sms) - _ONLINE_SHARE),
+        )
+        predicted_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True, partition=partition)
+        # Beside a batch they end with it.
+        count = IDLE_TASKLETS if has_batch else idle_tasklets(snapshot)
+        return Plan(
+            run_online=has_batch,
+            num_tasklets=count,
+            num_beside=count,
+            partition=partition,
+            mode=Mode.SPATIAL,
+            predicted_ms=predicted_ms if has_batch else None,
+        )

@@ -1,0 +1,93 @@
+"""Sharing in space: what a partition of the SMs gets training while a decode step runs, and what it costs the step.
+
+A step beside tasklets takes longer, for it has fewer SMs and shares the memory's bandwidth; training goes on meanwhile
+at the speed of the SMs that it has. The rest of a request's slack is as good for tasklets on all SMs as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cotenant.core.plan import BatchShape, Partition
+from cotenant.core.tasklet import TaskletRun
+from cotenant.predictor.predictor import LatencyPredictor
+
+# Of the SMs, for batches, where nothing else is said. Adaptive: a third was best on one H200 by the co-run map, fewer
+# where memory's bandwidth is reached early. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: as
+# Harli's StaticMode (section 8.1).
+_SM_SHARES = {
+    "adaptive": (0.25, 0.37, 0.49),
+    "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
+    "static": (0.6,),
+}
+# A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
+_UNKNOWN_RATIO = 1.25
+# Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them.
+_SPARE = 2
+_MOST_BESIDE = 64
+
+
+def sm_shares(policy: str) -> tuple[float, ...]:
+    """Of the SMs, that batches have under a policy while tasklets run on the others."""
+    return _SM_SHARES.get(policy, ())
+
+
+class Beside(NamedTuple):
+    """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
+    the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
+    ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was."""
+
+    partition: Partition
+    step_ms: float
+    num_tasklets: int = 0
+    alone_ms: float = 0.0
+    rest_ms: float = 0.0
+    rest_alone_ms: float = 0.0
+    is_known: bool = False
+
+    @property
+    def most_beside(self) -> int:
+        """How many tasklets to allow beside the batch."""
+        return min(_MOST_BESIDE, self.num_tasklets + _SPARE)
+
+
+def beside(
+    predictor: LatencyPredictor,
+    batch: BatchShape,
+    upcoming: tuple[TaskletRun, ...],
+    partition: Partition,
+    step_ms: float,
+) -> Beside:
+    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs."""
+    known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
+    if known_ms is None:
+        num_sms = partition.online_sms + partition.best_effort_sms
+        return Beside(partition, step_ms * num_sms / partition.online_sms * _UNKNOWN_RATIO)
+    left_ms, alone_ms, count = known_ms, 0.0, 0
+    for run in upcoming:
+        each_ms = predictor.tasklet_ms(run.shape, beside=batch, partition=partition)
+        each_alone_ms = predictor.tasklet_ms(run.shape)
+        if each_ms is None or each_alone_ms is None:
+            return Beside(partition, known_ms, count, alone_ms, is_known=count > 0)
+        # Where the one in flight stands is not known: on average the step's end finds one half done.
+        num_ended = min(run.count, int(left_ms / each_ms))
+        count += num_ended
+        alone_ms += num_ended * each_alone_ms
+        left_ms -= num_ended * each_ms
+        if num_ended < run.count:
+            part = left_ms / each_ms
+            alone_ms += part * each_alone_ms
+            return Beside(partition, known_ms, count, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
+    return Beside(partition, known_ms, count, alone_ms, is_known=True)
+
+
+def after(upcoming: tuple[TaskletRun, ...], num_tasklets: int) -> Iterator[TaskletRun]:
+    """What is left of a job's tasklets after the first so many."""
+    for run in upcoming:
+        if num_tasklets <= 0:
+            yield run
+        elif num_tasklets < run.count:
+            cut = TaskletRun(run.shape, run.count - num_tasklets)
+            yield cut
+        num_tasklets -= run.count
