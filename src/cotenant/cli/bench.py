@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from cotenant.cli.bench_colocate import colocate
+from cotenant.cli.bench_colocate_report import colocate_report
 from cotenant.cli.bench_engine import engine
 from cotenant.cli.bench_finetune import finetune
 from cotenant.cli.output import fail, write_json
@@ -29,6 +30,7 @@ bench_app = typer.Typer(help="Measure a server, or the engine or training by its
 bench_app.command()(engine)
 bench_app.command()(finetune)
 bench_app.command()(colocate)
+bench_app.command()(colocate_report)
 
 
 @bench_app.command()
