@@ -50,7 +50,7 @@ class _Watch:
     modes: Counter[str] = field(default_factory=Counter)
     errors: list[float] = field(default_factory=list)
     progress: list[tuple[float, float]] = field(default_factory=list)
-    step_tasklets: int = 0  # of the longest step so far: all are alike
+    step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
 
     def note(self, record: IterationRecord) -> None:
         training, now_s = self.tenants.training, self.load.now_s
@@ -148,6 +148,7 @@ class ColocateBench:
         self._workload = workload
         self.max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
         self._num_loads = itertools.count()
+        self._last_watch: _Watch | None = None
 
     def __enter__(self) -> ColocateBench:
         return self
@@ -258,6 +259,9 @@ class ColocateBench:
     def _begin(self, load: Load, policy: str, slo: Slo) -> tuple[_Watch, WorkerLoop]:
         timeline = Timeline(self._tenants.serving.device.num_multiprocessors)
         watch = _Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
+        if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
+            watch.step_tasklets = self._last_watch.step_tasklets
+        self._last_watch = watch
         return watch, self._tenants.loop(load, policy, slo)
 
     def _sampler(self) -> UtilisationSampler:
