@@ -183,10 +183,10 @@ def _marker(marker: Marker, x_axis: _Axis, y_axis: _Axis) -> str:
             f'<text class="halo" x="{right - 4}" y="{max(_TOP + 9, y - 4):.1f}" text-anchor="end">{label}</text>'
         )
     x = x_axis.at(marker.x)
-    side, anchor = (-4, "end") if x > (_LEFT + WIDTH) / 2 else (4, "start")
+    anchor = "end" if x > WIDTH - 4 * _RIGHT else "middle"  # above the frame, where no line is hidden
     return (
         f'<line class="marker" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/>'
-        f'<text class="halo" x="{x + side:.1f}" y="{_TOP + 10}" text-anchor="{anchor}">{label}</text>'
+        f'<text x="{x:.1f}" y="{_TOP - 4}" text-anchor="{anchor}">{label}</text>'
     )
 
 

@@ -16,7 +16,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 
 code { overflow-wrap: anywhere; } summary { cursor: pointer; margin-top: .6rem; font-weight: 600; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; }
 th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); }
-th:first-child, td:first-child { text-align: left; } .missed { color: var(--soft); }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; } .missed { color: var(--soft); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr)); gap: 1.2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } figure svg { width: 100%; }
 svg text { font-size: 11px; fill: var(--soft); }
