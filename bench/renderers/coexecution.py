@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from renderers.text import Result, machine_text, table
+from cotenant.bench.colocate_text import comparison_lines
+from renderers.text import Result, machine_text, pair, table
 
 
 def colocate(results: Sequence[Result]) -> list[str]:
-    """One row for each load, target and policy; the best harvest among those that held 99% is in bold."""
+    """One row for each load, target and policy, the best harvest among those that held 99% in bold; then what the
+    comparison says, if the result has one."""
     parts = []
     for result in results:
         training = result["training"]
@@ -20,6 +22,8 @@ def colocate(results: Sequence[Result]) -> list[str]:
         header = ("load", "TPOT target, ms", "policy", "harvest", "attainment", "TTFT p50 / p99, ms", "TPOT", "ITL",
                   "prediction error")  # fmt: skip
         parts.append(table(header, [_row(cell, result["cells"]) for cell in result["cells"]]))
+        if "comparison" in result:
+            parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
     return parts
 
 
@@ -33,14 +37,14 @@ def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
         f"{cell['slo']['tpot_ms']:g}",
         f"`{cell['policy']}`",
         f"**{harvest}**" if _held(cell) and cell["harvest"] == best else harvest,
-        f"{cell['attainment']:.1%} of {cell['num_requests']}",
+        "-" if cell["attainment"] is None else f"{cell['attainment']:.1%} of {cell['num_requests']}",
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
         "-" if error is None else f"{error:.1%}",
     ]
 
 
 def _held(cell: Result) -> bool:
-    return bool(cell["attainment"] >= 0.99)
+    return bool(cell["attainment"] is not None and cell["attainment"] >= 0.99)
 
 
 def _place(cell: Result) -> tuple[str, float]:
@@ -50,8 +54,8 @@ def _place(cell: Result) -> tuple[str, float]:
 def _load(cell: Result) -> str:
     if cell["load"] == "steady":
         return f"{cell['batch_size']} sequences of about {cell['context']:,}"
-    return f"{cell['format']} trace, {cell['time_scale']:g} x, {cell['duration_s']:.0f} s"
+    return f"{cell.get('trace') or cell['format']} trace, {cell['time_scale']:g} x, {cell['duration_s']:.0f} s"
 
 
 def _pair(figures: Result | None) -> str:
-    return "-" if figures is None else f"{figures['p50']:.1f} / {figures['p99']:.1f}"
+    return "-" if figures is None else pair(figures["p50"], figures["p99"])

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cotenant.bench.comparison import compare
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -241,3 +243,57 @@ def test_a_resize_says_what_it_cost(tmp_path: Path) -> None:
     page = target.read_text()
     assert "| resizing | 9.00 | 9.20 | 9.30 |" in page
     assert "**failed: a token differs" in page
+
+
+def colocate_cell(policy: str, harvest: float, attainment: float | None, **more: Any) -> dict[str, Any]:
+    latency = {"p50": 5.0, "p90": 8.0, "p99": None, "mean": 5.5}
+    return {
+        "load": "trace",
+        "trace": "conv",
+        "format": "azure",
+        "time_scale": 0.5,
+        "policy": policy,
+        "slo": {"ttft_ms": 500.0, "tpot_ms": 40.0},
+        "duration_s": 60.0,
+        "num_requests": 90,
+        "attainment": attainment,
+        "ttft_ms": latency,
+        "tpot_ms": {**latency, "p99": 9.25},
+        "itl_ms": None,
+        "train_tokens_per_s": 1000 * harvest,
+        "harvest": harvest,
+        "prediction_error": None,
+        **more,
+    }
+
+
+def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    result = {
+        "kind": "colocate",
+        "command": "cotenant bench colocate tiny",
+        "model": "tiny",
+        "dtype": "float32",
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
+        "versions": {"torch": "2.13.0"},
+        "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
+        "train_alone_tokens_per_s": 1000.0,
+        "cells": [
+            colocate_cell("adaptive", 0.75, 1.0),
+            colocate_cell("static", 0.8, 0.5),
+            colocate_cell("temporal", 0.5, 1.0),
+            colocate_cell("idle", 0.9, None, num_requests=0, time_scale=2.0),
+        ],
+    }
+    result["comparison"] = compare(result, 0.99)
+    (results / "colocate.json").write_text(json.dumps(result))
+    target = tmp_path / "page.md"
+    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    page = target.read_text()
+    assert (
+        "| conv trace, 0.5 x, 60 s | 40 | `adaptive` | **75.0%** | 100.0% of 90 | 5.0 / - | 5.0 / 9.2 | - | - |" in page
+    )
+    assert "| `static` | 80.0% | 50.0% of 90 |" in page
+    assert "| `idle` | 90.0% | - |" in page
+    assert "- Two GPUs under a trace at 1 times its rate, both with adaptive" in page

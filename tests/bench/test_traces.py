@@ -108,3 +108,16 @@ def test_caps_cut_only_what_is_longer() -> None:
     trace = Trace("azure", [TraceRequest(0.0, 100, 10), TraceRequest(1.0, 5, 40)])
     assert [(one.input_len, one.output_len) for one in trace.capped(50, 20).requests] == [(50, 10), (5, 20)]
     assert trace.capped(None, None).requests == trace.requests
+
+
+def test_a_trace_over_and_over_goes_on_at_its_rate() -> None:
+    trace = Trace("azure", [TraceRequest(0.0, 5, 1), TraceRequest(4.0, 6, 2)])
+    again = trace.repeated(3)
+    assert [request.at_s for request in again.requests] == [0.0, 4.0, 8.0, 12.0, 16.0, 20.0]
+    assert [request.input_len for request in again.requests] == [5, 6] * 3
+    assert again.duration_s == 20.0
+    chosen = Trace("azure", trace.requests, window_s=(30.0, 35.0)).repeated(2)
+    assert [request.at_s for request in chosen.requests] == [0.0, 4.0, 5.0, 9.0]
+    assert (chosen.duration_s, chosen.num_runs) == (10.0, 2)
+    assert trace.repeated(1) == trace
+    assert [request.at_s for request in Trace("azure", trace.requests[:1]).repeated(2).requests] == [0.0, 1.0]

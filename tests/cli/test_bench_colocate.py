@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -15,39 +17,65 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6,5000,9
 2023-11-16 18:15:47.5,8,20
 """
+SHORT = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.0,12,4
+2023-11-16 18:15:46.3,9,6
+"""
 TRAINING = ["--seq-len", "16", "--tokens-per-step", "16", "--alone-seconds", "0.5", "--device", "cpu"]
 
 
-def bench_colocate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cotenant", "bench", "colocate", *arguments]
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cotenant", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def bench_colocate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return bench("colocate", *arguments)
 
 
 def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(TRACE)
-    path = tmp_path / "colocate.json"
-    load = ["--batch-sizes", "3", "--context", "40", "--num-tokens", "16", "--trace", str(tmp_path / "trace.csv")]
+    (tmp_path / "short & <b>.csv").write_text(SHORT)
+    path, page = tmp_path / "colocate.json", tmp_path / "pages" / "colocate.html"
+    load = ["--batch-sizes", "3", "--context", "40", "--num-tokens", "16", "--min-requests", "3"]
+    load += ["--trace", str(tmp_path / "trace.csv"), "--trace", str(tmp_path / "short & <b>.csv")]
     targets = ["--slo-tpot-ms", "1,10000", "--slo-ttft-ms", "60000", "--policies", "multitask,inference-only"]
-    result = bench_colocate("tiny", *TRAINING, *load, *targets, "--json", str(path))
+    result = bench_colocate("tiny", *TRAINING, *load, *targets, "--json", str(path), "--html", str(page))
     assert result.returncode == 0, result.stderr
     report = json.loads(path.read_text())
     assert (report["kind"], report["model"]) == ("colocate", "tiny")
     assert report["train_alone_tokens_per_s"] > 0
     cells = report["cells"]
-    assert [(cell["load"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in cells] == [
-        (load, tpot_ms, policy)
-        for load in ("steady", "trace")
+    assert [(cell.get("trace"), cell["slo"]["tpot_ms"], cell["policy"]) for cell in cells] == [
+        (trace, tpot_ms, policy)
+        for trace in (None, "trace", "short & <b>")
         for tpot_ms in (1, 10000)
         for policy in ("multitask", "inference-only")
     ]
     for cell in cells:
         assert cell["num_failed"] == 0
-        assert 0 < cell["itl_ms"]["p50"] <= cell["itl_ms"]["p99"]
-        assert cell["num_requests"] == 3, "the one that is too long for the model is left out"
-        assert (cell["ttft_ms"] is None) == (cell["load"] == "steady")
+        assert (cell["ttft_ms"] is None) == (cell["cdf"]["ttft_ms"] is None) == (cell["load"] == "steady")
+        assert 0 < cell["itl_ms"]["p50"] == pytest.approx(cell["cdf"]["itl_ms"][50])
+        assert cell["itl_ms"]["p99"] is cell["tpot_ms"]["p99"] is None, "nothing has a hundred values here"
+        assert cell["cdf"]["tpot_ms"] == sorted(cell["cdf"]["tpot_ms"])
+        assert len(cell["cdf"]["tpot_ms"]) == 101
+        assert cell["utilisation"] is None
+        timeline = cell["timeline"]
+        assert len(timeline["seconds"]) == len(timeline["step_ms"]) == len(timeline["trained_tokens"]) <= 200
+        assert timeline["seconds"][-1] == pytest.approx(cell["duration_s"], abs=1e-2)
+        assert sum(timeline["online_share"]) > 0
+        trained = timeline["trained_tokens"][-1] / cell["duration_s"]
+        assert trained == pytest.approx(cell["train_tokens_per_s"], rel=0.01, abs=1)
+        assert any(timeline["best_effort_share"]) == (cell["harvest"] > 0)
         if cell["policy"] == "inference-only":
             assert cell["harvest"] == 0.0
             assert set(cell["iterations"]) == {"none"}
+    assert [cell["num_requests"] for cell in cells[::4]] == [3, 3, 4], "one is too long for the model; two runs of two"
+    assert [cell["num_runs"] for cell in cells[4::4]] == [1, 2]
+    check_report(report, page, result.stdout)
+    again = bench("colocate-report", str(path), "--html", str(tmp_path / "again.html"))
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again.html").read_text() == page.read_text()
     relaxed = cells[2]
     assert relaxed["iterations"]["temporal"] > 0, "with such targets training runs beside every step"
     assert relaxed["harvest"] > 0
@@ -56,11 +84,49 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
     assert relaxed["harvest"] == pytest.approx(expected, abs=1e-3)
 
 
+def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
+    """The comparison and the page belong to the figures."""
+    comparison = report["comparison"]
+    assert len(comparison["places"]) == 6
+    assert comparison["averages"]["inference-only"] == 0.0
+    relaxed = comparison["places"][3]
+    assert relaxed["policies"]["multitask"]["meets_slo"]
+    assert relaxed["best_other"] == "multitask"
+    assert "The SLO is met where at least 0.99 of the requests met both targets" in printed
+    root = ElementTree.fromstring(page.read_text(encoding="utf-8"))
+    text = " ".join(root.itertext())
+    assert "short & <b> x 1 at 10000 ms" in text
+    names = [caption.text or "" for caption in root.iter("figcaption")]
+    for policy in ("multitask", "inference-only"):
+        assert f"{policy}: who has the device" in names
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"kind": "serve"}', "[1]"])
+def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "figures.json").write_text(content)
+    result = bench("colocate-report", str(tmp_path / "figures.json"), "--html", str(tmp_path / "page.html"))
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [tmp_path / "trace.csv", tmp_path / "other" / "trace.csv"]
+    for path in paths:
+        path.write_text(SHORT)
+    result = bench_colocate("tiny", *TRAINING, "--trace", str(paths[0]), "--trace", str(paths[1]))
+    assert result.returncode == 2
+    assert "--trace: two files are named trace" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--policies", "multitask,fastest"], "--policy: must be one of multitask"),
         (["--slo-tpot-ms", "10,fast"], "--slo-tpot-ms: expected numbers above 0"),
+        (["--policies", " ,"], "--policies: which are to be measured?"),
         (["--batch-sizes", ""], "--batch-sizes or --trace"),
         (["--batch-sizes", "0.5"], "--batch-sizes: expected whole numbers"),
         (["--seq-len", "5000"], "--seq-len: 5000 is too long: tiny takes 1024 tokens"),

@@ -9,20 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cotenant.bench.charts import Marker, Series, cumulative, line_chart
+from cotenant.bench.page import page, table
 from cotenant.bench.summary import RequestResult, Targets
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; } .sub { color: #5b6b7c; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid #e2e8ef; }
-th:first-child, td:first-child { text-align: left; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } svg { width: 100%; } svg text { font-size: 11px; fill: #5b6b7c; }
-.grid { stroke: #e2e8ef; } .marker { stroke: #b3392f; stroke-dasharray: 4 3; } .legend span { margin-right: 1rem; }
-.legend i { display: inline-block; width: .8rem; height: .25rem; margin-right: .3rem; vertical-align: middle; }
-blockquote { margin: .3rem 0; padding: .4rem .8rem; background: #f4f7fa; border-left: 3px solid #2f6fab; }
-"""
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
@@ -45,25 +33,17 @@ def write_html(
         _timeline("TTFT over time, with the job", corun, "ttft_ms"),
         line_chart("Training loss", "step", "loss", [Series("training loss", [(float(s), v) for s, v in loss])]),
     ]
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(left)}</td><td>{html.escape(right)}</td></tr>"
-        for name, left, right in table_rows(report)
-    )
     answers = report["answers"]
-    page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>cotenant: one run</title>
-<style>{_STYLE}</style></head><body>
-<h1>One model, two tenants</h1>
+    body = f"""<h1>One model, two tenants</h1>
 <p class="sub">Chat traffic and a fine-tuning job on the same weights. Every figure was measured in this run, on
 {html.escape(report["machine"]["cpu"])} ({report["machine"]["num_cores"]} cores), policy
 {html.escape(report["policy"])}. Targets: four times the medians without the job.</p>
-<table><tr><th></th><th>requests alone</th><th>with the job</th></tr>{rows}</table>
+{table(("", "requests alone", "with the job"), table_rows(report))}
 <h2>Latency and loss</h2><div class="charts">{"".join(charts)}</div>
 <h2>Before and after</h2><p>{html.escape(answers["question"])}</p>
 <blockquote>base: {html.escape(answers["base"])}</blockquote>
-<blockquote>tuned: {html.escape(answers["tuned"])}</blockquote>
-</body></html>
-"""
-    path.write_text(page, encoding="utf-8")
+<blockquote>tuned: {html.escape(answers["tuned"])}</blockquote>"""
+    path.write_text(page("cotenant: one run", body), encoding="utf-8")
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:

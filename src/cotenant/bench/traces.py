@@ -41,13 +41,22 @@ class TraceRequest:
 class Trace:
     """Requests in the order of their arrival. ``num_skipped`` rows of the file had no prompt or no answer.
 
-    ``window_s`` is the part of the file's time that was chosen; None: all of it.
+    ``window_s`` is the part of the file's time that was chosen; None: all of it. ``num_runs``: how many times over the
+    requests are there.
     """
 
     format: str
     requests: list[TraceRequest]
     num_skipped: int = 0
     window_s: tuple[float, float] | None = None
+    num_runs: int = 1
+
+    @property
+    def duration_s(self) -> float:
+        """Of the chosen window, else until the last request; each time it is run through."""
+        if self.window_s is not None:
+            return (self.window_s[1] - self.window_s[0]) * self.num_runs
+        return self.requests[-1].at_s
 
     def window(self, start_s: float, end_s: float) -> Trace:
         """The requests of ``[start_s, end_s)``, timed from ``start_s``."""
@@ -67,6 +76,20 @@ class Trace:
             if end - start > most:
                 best_start_s, most = request.at_s, end - start
         return best_start_s, best_start_s + length_s
+
+    def repeated(self, num_runs: int) -> Trace:
+        """The same requests ``num_runs`` times over, one run after the other. Where no window was chosen, a mean gap
+        between two requests lies between two runs; a second, if there is only one request."""
+        if self.window_s is not None:
+            period_s = self.duration_s
+        elif len(self.requests) > 1:
+            period_s = self.duration_s * len(self.requests) / (len(self.requests) - 1)
+        else:
+            period_s = 1.0
+        requests = [
+            replace(request, at_s=request.at_s + run * period_s) for run in range(num_runs) for request in self.requests
+        ]
+        return replace(self, requests=requests, num_runs=self.num_runs * num_runs)
 
     def capped(self, max_input_len: int | None, max_output_len: int | None) -> Trace:
         """The same requests, none longer than this."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from cotenant.cli.bench_colocate import colocate
+from cotenant.cli.bench_colocate_report import colocate_report
 from cotenant.cli.bench_engine import engine
 from cotenant.cli.bench_finetune import finetune
 from cotenant.cli.bench_serve import serve
@@ -13,4 +14,5 @@ bench_app = typer.Typer(help="Measure a server, or the engine or training by its
 bench_app.command()(engine)
 bench_app.command()(finetune)
 bench_app.command()(colocate)
+bench_app.command()(colocate_report)
 bench_app.command()(serve)

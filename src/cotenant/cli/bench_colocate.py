@@ -5,29 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from cotenant.bench.colocate_report import write_report
+from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_row
+from cotenant.bench.comparison import compare
 from cotenant.cli.bench_finetune import check_rows
+from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
+from cotenant.cli.colocate_loads import ColocateLoad, read_traces, steady_load, trace_load
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import write_json
+from cotenant.cli.output import fail, write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
 if TYPE_CHECKING:
-    from cotenant.bench.traces import Trace
-    from cotenant.runtime.colocate_bench import Cell, ColocateBench
+    from cotenant.runtime.colocate_bench import ColocateBench
 
 KIND = "colocate"
-_Measure = Callable[[str, Slo], "Cell"]
 _TTFT_SLO_MS = 500.0
+_FILE_WIDTH = 140  # of tables, in a file or a pipe
 
 
 def colocate(
@@ -37,18 +42,26 @@ def colocate(
     ),
     slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
     slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Of requests of a trace.")] = _TTFT_SLO_MS,
+    slo_attainment: Annotated[
+        float, typer.Option(min=0.001, max=0.9999, help="Share of requests that must meet both for the SLO to be met.")
+    ] = 0.99,
     batch_sizes: Annotated[
         str, typer.Option(help="Steady decoding of so many sequences, one row each; '' for none.")
     ] = "32",
     context: Annotated[int, typer.Option(min=2, help="Tokens of each of them, about.")] = 1024,
     num_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each of them that are timed.")] = 512,
     trace: Annotated[
-        Path | None,
-        typer.Option(help="Requests of a trace, as for `cotenant bench serve`, one row each.", show_default=False),
+        list[Path] | None,
+        typer.Option(
+            help="Requests of a trace, as for `cotenant bench serve`; several when given again.", show_default=False
+        ),
     ] = None,
     busiest: Annotated[
         float | None, typer.Option(min=1.0, help="Its busiest so many seconds alone.", show_default=False)
     ] = None,
+    min_requests: Annotated[
+        int, typer.Option(min=1, help="A trace with fewer is run through again: p99 is not stated of fewer than 100.")
+    ] = MIN_VALUES_FOR_P99,
     time_scale: Annotated[str, typer.Option(help="How many times as fast as it was recorded, one row each.")] = "1",
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence.")] = 2048,
     tokens_per_step: Annotated[int, typer.Option(min=2, help="Of an optimizer step, a multiple of --seq-len.")] = 4096,
@@ -67,28 +80,35 @@ def colocate(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the figures here.", show_default=False)
     ] = None,
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write a report with charts here.", show_default=False)
+    ] = None,
 ) -> None:
     """Train a LoRA adapter on random tokens beside a load, through the loop of the server's worker: what requests wait
-    and what training gets, for each policy, target and load. Harvest is training's speed as a share of what it reaches
-    with the device to itself, measured in the same run.
+    and what training gets, for each policy, target and load, and how policies compare. Harvest is training's speed as a
+    share of what it reaches with the device to itself, measured in the same run.
     """
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = list(dict.fromkeys(name.strip() for name in policies.split(",") if name.strip()))
+    if not names:
+        raise InvalidInputError("--policies: which are to be measured?", param="policies")
     tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
-    scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace is not None else []
+    scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace else []
     chosen, limit = model_to_measure(model, load_format, dtype, device)
-    if not sizes and trace is None:
+    if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
     check_rows(model, limit, seq_len, tokens_per_step)
     for name in names:
         CoExecutionConfig(policy=name)  # that it exists
-    requests = None if trace is None else _requests(trace, busiest, max_model_len or limit)
+    traces = read_traces(trace or [], busiest, max_model_len or limit)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
 
-    longest = 0 if requests is None else max(each.input_len + each.output_len for each in requests.requests)
-    longest = max([longest, *(steady_len(size, context, num_tokens) for size in sizes)])
+    longest = max(
+        [each.input_len + each.output_len for one in traces.values() for each in one.requests]
+        + [steady_len(size, context, num_tokens) for size in sizes]
+    )
     if longest > (max_model_len or limit):
         raise InvalidInputError(
             f"--context: {num_tokens} tokens of {max(sizes)} sequences around {context} take up to {longest}; the "
@@ -104,15 +124,37 @@ def colocate(
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     with ColocateBench(config, workload) as bench:
         alone = bench.alone(alone_seconds)
-        slos = [Slo(slo_ttft_ms, tpot_ms) for tpot_ms in tpots_ms]
-        loads = _loads(bench, sizes, context, num_tokens, requests, scales)
-        report = {**_report(bench, label), "train_alone_tokens_per_s": round(alone, 2)}
+        slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
+        # A seed for each load: what policies are compared under is the same.
+        loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
+        for name, scale in itertools.product(traces, scales):
+            loads.append(trace_load(bench, name, traces[name], scale, min_requests, len(loads)))
+        report = {
+            **_report(bench, label),
+            "slo_attainment": slo_attainment,
+            "train_alone_tokens_per_s": round(alone, 2),
+        }
         _measure_grid(report, loads, slos, names, json_path)
+    report["comparison"] = compare(report, slo_attainment)
+    _print(report)
+    if json_path is not None:
+        write_json(json_path, report, is_compact=True)
+    if html_path is not None:
+        save_html(html_path, report)
+
+
+def save_html(path: Path, report: dict[str, Any]) -> None:
+    """Write what ``--html`` asked for, or say why it cannot be and end the program."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_report(path, report)
+    except OSError as error:
+        fail(f"--html: {path} cannot be written: {error}", exit_code=1)
 
 
 def _measure_grid(
     report: dict[str, Any],
-    loads: Sequence[tuple[dict[str, Any], _Measure]],
+    loads: Sequence[ColocateLoad],
     slos: Sequence[Slo],
     policies: Sequence[str],
     json_path: Path | None,
@@ -123,73 +165,11 @@ def _measure_grid(
     alone = report["train_alone_tokens_per_s"]
     console.print(f"training alone: {alone:.0f} tokens/s")
     cells = report["cells"] = []
-    for (load, measure), slo, policy in itertools.product(loads, slos, policies):
-        cells.append(_figures(load, measure(policy, slo), alone))
-        console.print(_line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
+    for load, slo, policy in itertools.product(loads, slos, policies):
+        cells.append(cell_figures(load.parameters, load.measure(policy, slo), alone))
+        console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
         if json_path is not None:
-            write_json(json_path, report)
-    _print(report, console)
-
-
-def _loads(
-    bench: ColocateBench,
-    sizes: Sequence[int],
-    context: int,
-    num_tokens: int,
-    requests: Trace | None,
-    scales: Sequence[float],
-) -> list[tuple[dict[str, Any], _Measure]]:
-    """Each load's name and parameters, and how to measure a policy under it."""
-    from cotenant.runtime.load import Arrival
-
-    def steady(size: int) -> tuple[dict[str, Any], _Measure]:
-        load = {"load": "steady", "batch_size": size, "context": context, "num_tokens": num_tokens}
-        return load, lambda policy, slo: bench.steady(policy, slo, size, context, num_tokens)
-
-    def traced(chosen: Trace, scale: float) -> tuple[dict[str, Any], _Measure]:
-        arrivals = [Arrival(each.at_s / scale, each.input_len, each.output_len) for each in chosen.requests]
-        start_s, end_s = chosen.window_s or (0.0, chosen.requests[-1].at_s)
-        duration_s = max((end_s - start_s) / scale, 1e-3)
-        load = {"load": "trace", "format": chosen.format, "time_scale": scale, "window_s": chosen.window_s}
-        return load, lambda policy, slo: bench.trace(policy, slo, arrivals, duration_s)
-
-    loads = [steady(size) for size in sizes]
-    return loads + [traced(requests, scale) for scale in scales] if requests is not None else loads
-
-
-def _requests(path: Path, busiest_s: float | None, limit: int) -> Trace:
-    """The trace's requests that fit ``limit`` tokens."""
-    from cotenant.bench.traces import read_trace
-
-    trace = read_trace(path)
-    if busiest_s is not None:
-        trace = trace.window(*trace.busiest(busiest_s))
-    fitting = [each for each in trace.requests if each.input_len + each.output_len <= limit]
-    if not fitting:
-        raise InvalidInputError(f"--trace: no request of {path} fits {limit} tokens", param="trace")
-    return replace(trace, requests=fitting, num_skipped=trace.num_skipped + len(trace.requests) - len(fitting))
-
-
-def _figures(load: dict[str, Any], cell: Cell, alone: float) -> dict[str, Any]:
-    from cotenant.bench.summary import distribution
-
-    return {
-        **load,
-        "policy": cell.policy,
-        "slo": {"ttft_ms": cell.slo.ttft_ms, "tpot_ms": cell.slo.tpot_ms},
-        "duration_s": round(cell.duration_s, 3),
-        "num_requests": cell.num_requests,
-        "num_failed": cell.num_failed,
-        "attainment": round(cell.num_attained / cell.num_requests, 4) if cell.num_requests else None,
-        "ttft_ms": distribution(cell.ttft_ms) if cell.ttft_ms else None,
-        "tpot_ms": distribution(cell.tpot_ms) if cell.tpot_ms else None,
-        "itl_ms": distribution(cell.itl_ms) if cell.itl_ms else None,
-        "output_tokens_per_s": round(cell.output_tokens_per_s, 2),
-        "train_tokens_per_s": round(cell.train_tokens_per_s, 2),
-        "harvest": round(cell.train_tokens_per_s / alone, 4),
-        "iterations": cell.modes,
-        "prediction_error": None if cell.prediction_error is None else round(cell.prediction_error, 4),
-    }
+            write_json(json_path, report, is_compact=True)
 
 
 def _report(bench: ColocateBench, label: str) -> dict[str, Any]:
@@ -222,40 +202,17 @@ def _whole(text: str, flag: str) -> int:
     return int(value)
 
 
-def load_name(cell: dict[str, Any]) -> str:
-    """A load in a few words."""
-    if cell["load"] == "steady":
-        return f"{cell['batch_size']} x {cell['context']}"
-    return f"{cell['format']} x {cell['time_scale']:g}"
-
-
-def _cells(cell: dict[str, Any]) -> list[str]:
-    def pair(name: str) -> str:
-        return "-" if cell[name] is None else f"{cell[name]['p50']:.1f}/{cell[name]['p99']:.1f}"
-
-    attainment = "-" if cell["attainment"] is None else f"{cell['attainment']:.1%}"
-    return [
-        load_name(cell),
-        f"{cell['slo']['tpot_ms']:g}",
-        cell["policy"],
-        f"{cell['harvest']:.1%}",
-        attainment,
-        pair("ttft_ms"),
-        pair("tpot_ms"),
-        pair("itl_ms"),
-    ]
-
-
-def _line(cell: dict[str, Any]) -> str:
-    load, tpot_ms, policy, harvest, attainment, ttft, tpot, itl = _cells(cell)
-    return (
-        f"{load}, TPOT target {tpot_ms} ms, {policy}: harvest {harvest}, attainment {attainment}, TTFT {ttft}, "
-        f"TPOT {tpot}, ITL {itl} ms"
-    )
-
-
-def _print(report: dict[str, Any], console: Console) -> None:
-    table = Table("load", "TPOT target", "policy", "harvest", "attainment", "TTFT p50/p99", "TPOT", "ITL")
+def _print(report: dict[str, Any]) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    table = Table(*HEADER)
     for cell in report["cells"]:
-        table.add_row(*_cells(cell))
+        table.add_row(*map(escape, table_row(cell)))
     console.print(table)
+    averages = Table("policy", "training tokens/s on average where the SLO is met")
+    for policy, value in report["comparison"]["averages"].items():
+        averages.add_row(policy, "-" if value is None else f"{value:.0f}")
+    console.print(averages)
+    for text in comparison_lines(report["comparison"]):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)

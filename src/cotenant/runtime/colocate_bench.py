@@ -24,6 +24,8 @@ from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
+from cotenant.runtime.timeline import Timeline
+from cotenant.runtime.utilisation import UtilisationSampler
 from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 
 _JOB_ID = "ftjob-bench"
@@ -44,19 +46,21 @@ class _Watch:
     load: Load
     tenants: Tenants
     step_tokens: int
+    timeline: Timeline
     modes: Counter[str] = field(default_factory=Counter)
     errors: list[float] = field(default_factory=list)
     progress: list[tuple[float, float]] = field(default_factory=list)
-    step_tasklets: int = 0  # of the longest step so far: all are alike
+    step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
 
     def note(self, record: IterationRecord) -> None:
-        training = self.tenants.training
+        training, now_s = self.tenants.training, self.load.now_s
+        self.timeline.note(now_s, record)
         if training.job_id is not None:
             view = training.view()
             num_left = sum(run.count for run in view.upcoming) if view is not None else 0
             self.step_tasklets = max(self.step_tasklets, num_left)
             done = 1 - num_left / self.step_tasklets if num_left else 0.0
-            self.progress.append((self.load.now_s, training.trained_tokens + done * self.step_tokens))
+            self.progress.append((now_s, training.trained_tokens + done * self.step_tokens))
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
         if record.predicted_ms is not None and record.total_ms > 0:
@@ -67,12 +71,26 @@ class _Watch:
         inside = [tokens for at_s, tokens in self.progress if start_s <= at_s <= end_s]
         return (inside[-1] - inside[0]) / (end_s - start_s) if inside else 0.0
 
+    def timeline_figures(self, start_s: float, end_s: float) -> dict[str, Any]:
+        """The timeline, and the tokens trained by the end of each of its intervals."""
+        figures = self.timeline.figures(start_s, end_s)
+        inside = [(at_s, tokens) for at_s, tokens in self.progress if start_s <= at_s <= end_s]
+        first = inside[0][1] if inside else 0.0
+        trained, index, tokens = [], 0, first
+        for seconds in figures["seconds"]:
+            while index < len(inside) and inside[index][0] <= start_s + seconds:
+                tokens = inside[index][1]
+                index += 1
+            trained.append(round(tokens - first, 1))
+        return {**figures, "trained_tokens": trained}
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
-    failed. ``modes``: iterations with a batch, by how training shared them."""
+    failed. ``modes``: iterations with a batch, by how training shared them. ``timeline``: ``Timeline.figures`` and
+    ``trained_tokens`` so far. ``utilisation``: ``UtilisationSampler.figures``."""
 
     policy: str
     slo: Slo
@@ -87,6 +105,8 @@ class Cell:
     train_tokens_per_s: float
     modes: dict[str, int]
     prediction_error: float | None
+    timeline: dict[str, Any]
+    utilisation: dict[str, float] | None
 
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
@@ -127,7 +147,8 @@ class ColocateBench:
         )
         self._workload = workload
         self.max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
-        self._seeds = itertools.count()  # no two loads have the same prompts: none is found in the prefix cache
+        self._num_loads = itertools.count()
+        self._last_watch: _Watch | None = None
 
     def __enter__(self) -> ColocateBench:
         return self
@@ -165,12 +186,13 @@ class ColocateBench:
             "model": serving.resolved.name,
             "dtype": str(serving.decoder.dtype).removeprefix("torch."),
             "device": serving.device.name,
+            "num_sms": serving.device.num_multiprocessors,
             "training": asdict(self._workload),
         }
 
     def alone(self, duration_s: float) -> float:
         """Tokens/s of training with the device to itself."""
-        load = Load((), self._vocab_size, next(self._seeds), [StartJob(self._spec)])
+        load = Load((), self._vocab_size, seed=0, first_messages=[StartJob(self._spec)])
         watch, loop = self._begin(load, "multitask", self._tenants.default_slo)
         warm_tokens = _WARM_STEPS * self._workload.tokens_per_step
         while self._tenants.training.trained_tokens < warm_tokens:
@@ -182,19 +204,20 @@ class ColocateBench:
             self._iterate(loop, watch)
         return watch.tokens_per_s(start_s, load.now_s)
 
-    def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float) -> Cell:
+    def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop; training counts while they arrive, for ``duration_s``."""
-        load = Load(arrivals, self._vocab_size, next(self._seeds))
+        load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
-        while not (load.done and load.now_s >= duration_s):
-            self._iterate(loop, watch)
-            if load.now_s > duration_s + _ANSWERED_WITHIN_S:
-                load.abort()
-                break
+        with self._sampler() as utilisation:
+            while not (load.done and load.now_s >= duration_s):
+                self._iterate(loop, watch)
+                if load.now_s > duration_s + _ANSWERED_WITHIN_S:
+                    load.abort()
+                    break
         self._become_idle(loop, watch)
-        return _cell(policy, slo, watch, 0.0, duration_s, with_ttft=True)
+        return _cell(policy, slo, watch, 0.0, duration_s, utilisation.figures, with_ttft=True)
 
-    def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
+    def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
         if batch_size > self.max_num_seqs:
@@ -204,32 +227,45 @@ class ColocateBench:
         input_len, limit = max(1, context - num_tokens // 2), self._tenants.serving.max_model_len
         assert steady_len(batch_size, context, num_tokens) <= limit
         room = limit - input_len
-        load = Load([Arrival(0.0, input_len, room)] * batch_size, self._vocab_size, next(self._seeds))
+        load = self._load([Arrival(0.0, input_len, room)] * batch_size, seed)
         # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
         watch, loop = self._begin(load, "inference-only", _NO_TARGET)
         while not _are_settled(load, slo):
             self._iterate(loop, watch)
         watch, loop = self._begin(load, policy, slo)
         start_s, most = load.now_s, min(len(answer.token_s) for answer in load.answers) + num_tokens
-        while min(len(answer.token_s) for answer in load.answers) < most:
-            self._iterate(loop, watch)
+        with self._sampler() as utilisation:
+            while min(len(answer.token_s) for answer in load.answers) < most:
+                self._iterate(loop, watch)
         end_s = load.now_s
         is_whole = not any(answer.done for answer in load.answers)
         load.abort()
         self._become_idle(loop, watch)
         assert is_whole, "a sequence ended before the others had their tokens"
-        return _cell(policy, slo, watch, start_s, end_s, with_ttft=False)
+        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, with_ttft=False)
 
     @property
     def _vocab_size(self) -> int:
         return self._tenants.serving.resolved.spec.vocab_size
+
+    def _load(self, arrivals: Sequence[Arrival], seed: int) -> Load:
+        """The same prompts whenever the seed is the same, but for the first token: none is in the prefix cache."""
+        return Load(arrivals, self._vocab_size, seed, next(self._num_loads) % self._vocab_size)
 
     def _hear(self, message: FromWorker) -> None:
         if isinstance(message, JobFailed):
             self._failure = message
 
     def _begin(self, load: Load, policy: str, slo: Slo) -> tuple[_Watch, WorkerLoop]:
-        return _Watch(load, self._tenants, self._workload.tokens_per_step), self._tenants.loop(load, policy, slo)
+        timeline = Timeline(self._tenants.serving.device.num_multiprocessors)
+        watch = _Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
+        if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
+            watch.step_tasklets = self._last_watch.step_tasklets
+        self._last_watch = watch
+        return watch, self._tenants.loop(load, policy, slo)
+
+    def _sampler(self) -> UtilisationSampler:
+        return UtilisationSampler(self._tenants.serving.device.torch_device)
 
     def _iterate(self, loop: WorkerLoop, watch: _Watch) -> None:
         watch.note(loop.iterate())
@@ -241,7 +277,16 @@ class ColocateBench:
             self._iterate(loop, watch)
 
 
-def _cell(policy: str, slo: Slo, watch: _Watch, start_s: float, end_s: float, *, with_ttft: bool) -> Cell:
+def _cell(
+    policy: str,
+    slo: Slo,
+    watch: _Watch,
+    start_s: float,
+    end_s: float,
+    utilisation: dict[str, float] | None,
+    *,
+    with_ttft: bool,
+) -> Cell:
     """Of the requests whose tokens came in this time; ``with_ttft``: of all requests, from their beginning."""
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
@@ -274,4 +319,6 @@ def _cell(policy: str, slo: Slo, watch: _Watch, start_s: float, end_s: float, *,
         train_tokens_per_s=watch.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
         prediction_error=sum(watch.errors) / len(watch.errors) if watch.errors else None,
+        timeline=watch.timeline_figures(start_s, end_s),
+        utilisation=utilisation,
     )

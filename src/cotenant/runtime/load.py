@@ -38,13 +38,19 @@ class Load:
     """The loop's channel: hands requests over when they are due, and notes when their tokens come."""
 
     def __init__(
-        self, arrivals: Sequence[Arrival], vocab_size: int, seed: int, first_messages: Sequence[ToWorker] = ()
+        self,
+        arrivals: Sequence[Arrival],
+        vocab_size: int,
+        seed: int,
+        first_token: int = 0,
+        first_messages: Sequence[ToWorker] = (),
     ) -> None:
-        """Prompts are random tokens; it begins at once."""
+        """It begins at once. Prompts are random tokens after ``first_token``: loads of one seed that differ in it are
+        the same load, and find nothing of each other in a prefix cache."""
         generator = torch.Generator().manual_seed(seed)
         self.answers = [Answer(arrival) for arrival in sorted(arrivals, key=lambda arrival: arrival.due_s)]
         self._prompts = [
-            tuple(torch.randint(vocab_size, (answer.arrival.input_len,), generator=generator).tolist())
+            (first_token, *torch.randint(vocab_size, (answer.arrival.input_len - 1,), generator=generator).tolist())
             for answer in self.answers
         ]
         self._messages = list(first_messages)

@@ -1,0 +1,126 @@
+"""The report of `cotenant bench colocate` as one page: what was measured, the comparison, the charts."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cotenant.bench.colocate_charts import ColocateCharts
+from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
+from cotenant.bench.page import page, table
+
+_MARKS = "A hollow mark, and a row in grey: the policy misses the SLO there."
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """``report``: what ``--json`` has, with its comparison. Raises OSError."""
+    path.write_text(page(f"cotenant: {report['label']}", _body(report)), encoding="utf-8")
+
+
+def _body(report: Mapping[str, Any]) -> str:
+    comparison = report["comparison"]
+    charts = ColocateCharts(report["cells"], comparison["slo_attainment"], report.get("num_sms"))
+    parts = ["<h1>A fine-tuning job beside requests, policy by policy</h1>", *_setting(report)]
+    parts += ["<h2>How the policies compare</h2>", *_comparison(comparison)]
+    parts += _section("Training throughput against the TPOT target", _MARKS, charts.against_target())
+    parts += _section("Training throughput against the rate of requests", _MARKS, charts.against_rate())
+    place, timelines = charts.timelines()
+    about = f"{place}: who had the device over time, and how long steps took, tasklets beside or after them included."
+    parts += _section("Timelines", about, timelines)
+    parts += _distributions(charts.distributions())
+    parts += ["<h2>All cells</h2>", f'<p class="sub">Latencies in ms. {_MARKS}</p>', _cells(report)]
+    return "\n".join(parts)
+
+
+def _setting(report: Mapping[str, Any]) -> list[str]:
+    machine, training = report["machine"], report["training"]
+    gpus = "".join(f", {gpu}" for gpu in machine["gpus"])
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    settings = (
+        f"{report['model']} in {report['dtype']} on {report['device']}; {machine['cpu']}, {machine['num_cores']} cores"
+        f"{gpus}; {versions}."
+    )
+    job = (
+        f"The job trains on sequences of {training['seq_len']:,} tokens, {training['tokens_per_step']:,} a step, rank "
+        f"{training['r']}: {report['train_alone_tokens_per_s']:,.0f} tokens/s with the device to itself, measured "
+        "in the same run. Harvest is its speed beside requests as a share of that."
+    )
+    return [
+        f'<p class="sub">{html.escape(settings)} {html.escape(job)}</p>',
+        f"<p><code>{html.escape(report['command'])}</code></p>",
+    ]
+
+
+def _comparison(comparison: Mapping[str, Any]) -> list[str]:
+    averages: dict[str, float | None] = comparison["averages"]
+    met = {name: [place["policies"][name] for place in comparison["places"] if name in place["policies"]]
+           for name in averages}  # fmt: skip
+    ordered = sorted(averages, key=lambda name: -(averages[name] or 0.0))
+    rows = [
+        [
+            name,
+            "-" if averages[name] is None else f"{averages[name]:,.0f}",
+            f"{sum(figures['meets_slo'] for figures in met[name])} of {len(met[name])}",
+        ]
+        for name in ordered
+    ]
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in comparison_lines(comparison))
+    header = ("policy", "training, tokens/s, averaged over the grid (0 where the SLO is missed)", "places that meet it")
+    return [table(header, rows), f"<ul>{lines}</ul>", *_best(comparison)]
+
+
+def _best(comparison: Mapping[str, Any]) -> list[str]:
+    """Place by place: harvest of each policy, the best other than ``adaptive``, and the ratio to it."""
+    policies = list(comparison["averages"])
+    rows = []
+    for place in comparison["places"]:
+        cells = [_harvest(place["policies"].get(name)) for name in policies]
+        ratio = place["ratio_to_best_other"]
+        rows.append(
+            [place_name(place["place"]), *cells, place["best_other"] or "-", "-" if ratio is None else f"{ratio:.2f}"]
+        )
+    header = ("place", *policies, "best other", "adaptive to it")
+    note = "Harvest of each policy at each place; in brackets where it misses the SLO."
+    return [f'<p class="sub">{note}</p>', table(header, rows)]
+
+
+def _harvest(figures: Mapping[str, Any] | None) -> str:
+    if figures is None:
+        return "-"
+    return f"{figures['harvest']:.1%}" if figures["meets_slo"] else f"({figures['harvest']:.1%})"
+
+
+def _section(title: str, note: str, charts: Sequence[str]) -> list[str]:
+    if not charts:
+        return []
+    return [f"<h2>{title}</h2>", f'<p class="sub">{html.escape(note)}</p>', _grid(charts)]
+
+
+def _distributions(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    if not found:
+        return []
+    parts = ["<h2>Distributions of latency</h2>"]
+    for index, (name, charts) in enumerate(found):
+        state = ' open="open"' if index == 0 else ""
+        parts.append(f"<details{state}><summary>{html.escape(name)}</summary>{_grid(charts)}</details>")
+    return parts
+
+
+def _grid(charts: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _cells(report: Mapping[str, Any]) -> str:
+    attainment = report["comparison"]["slo_attainment"]
+    rows, classes = [], []
+    for cell in report["cells"]:
+        busy = cell.get("utilisation")
+        rows.append([*table_row(cell), str(cell["num_requests"]), _percent(busy, "sm"), _percent(busy, "memory")])
+        classes.append("" if cell["attainment"] is None or cell["attainment"] >= attainment else "missed")
+    return table((*HEADER, "requests", "SMs busy", "memory busy"), rows, classes)
+
+
+def _percent(busy: Mapping[str, float] | None, name: str) -> str:
+    return "-" if busy is None else f"{busy[name]:.0%}"

@@ -1,0 +1,107 @@
+"""The figures of `cotenant bench colocate` in words: names of loads, cells of tables, what the comparison says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cotenant.bench.comparison import BASELINES, SUBJECT, TOLERANCE
+
+HEADER = ("load", "TPOT target", "policy", "tokens/s", "harvest", "attainment", "TTFT p50/p99", "TPOT", "ITL")
+
+Cell = Mapping[str, Any]
+
+
+def load_name(cell: Cell) -> str:
+    """A load in a few words."""
+    if cell["load"] == "steady":
+        return f"{cell['batch_size']} x {cell['context']}"
+    return f"{cell.get('trace') or cell['format']} x {cell['time_scale']:g}"
+
+
+def table_row(cell: Cell) -> list[str]:
+    """A cell under ``HEADER``; latencies in milliseconds, a dash for what was not measured or cannot be stated."""
+    return [
+        load_name(cell),
+        f"{cell['slo']['tpot_ms']:g}",
+        cell["policy"],
+        f"{cell['train_tokens_per_s']:.0f}",
+        f"{cell['harvest']:.1%}",
+        _share(cell["attainment"]),
+        *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
+    ]
+
+
+def line(cell: Cell) -> str:
+    """The same in a line."""
+    load, tpot_ms, policy, speed, harvest, attainment, ttft, tpot, itl = table_row(cell)
+    return (
+        f"{load}, TPOT target {tpot_ms} ms, {policy}: {speed} tokens/s, harvest {harvest}, attainment {attainment}, "
+        f"TTFT {ttft}, TPOT {tpot}, ITL {itl} ms"
+    )
+
+
+def place_name(place: Mapping[str, Any]) -> str:
+    """A load, its rate and its target."""
+    return f"{load_name(place)} at {place['slo']['tpot_ms']:g} ms"
+
+
+def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
+    """What the comparison says, a sentence each."""
+    num_places, attainment = len(comparison["places"]), comparison["slo_attainment"]
+    lines = [
+        f"The SLO is met where at least {attainment:.4g} of the requests met both targets. Averages are over "
+        f"{comparison['num_whole_places']} of {num_places} places (load, rate and target), those where every policy "
+        "was measured; a place where a policy misses the SLO counts as 0 for it."
+    ]
+    if SUBJECT not in comparison["averages"]:
+        return lines
+    lines += _ratio_lines(comparison["ratios"])
+    lines.append(_places_line(f"{SUBJECT} misses an SLO that inference-only meets", comparison["misses"]))
+    lines.append(_places_line(f"{SUBJECT} is more than {TOLERANCE:.0%} behind the best other", comparison["behind"]))
+    return lines + _two_gpus_lines(comparison["two_gpus"])
+
+
+def _ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for key in ("best_other", *BASELINES):
+        entry = ratios.get(key)
+        if entry is None or entry["policy"] is None:
+            continue
+        name = f"the best other policy, {entry['policy']}" if key == "best_other" else entry["policy"]
+        ratio = "no ratio, that one is 0" if entry["ratio"] is None else f"{entry['ratio']:.2f} times"
+        lines.append(f"{SUBJECT} on average against {name}: {ratio}.")
+    return lines
+
+
+def _places_line(text: str, places: Sequence[Mapping[str, Any]]) -> str:
+    return f"Places where {text}: {'; '.join(map(place_name, places)) if places else 'none'}."
+
+
+def _two_gpus_lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One for each rate, over traces and targets."""
+    lines = []
+    for time_scale in sorted({entry["time_scale"] for entry in entries}):
+        ours = [entry for entry in entries if entry["time_scale"] == time_scale and entry["ratio"] is not None]
+        if not ours:
+            continue
+        ratios = [entry["ratio"] for entry in ours]
+        num_missed = sum(entry["separate_meets_slo"] is False for entry in ours)
+        note = f" (which misses the SLO by itself in {num_missed} of {len(ours)} places)" if num_missed else ""
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        lines.append(
+            f"Two GPUs under a trace at {time_scale:g} times its rate, both with {SUBJECT}, against one that "
+            f"serves{note} and one that trains: {sum(ratios) / len(ratios):.2f} times the training throughput{spread}."
+        )
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _pair(latency: Mapping[str, float | None] | None) -> str:
+    if latency is None:
+        return "-"
+    p50, p99 = latency["p50"], latency["p99"]
+    return f"{p50:.1f}/{'-' if p99 is None else format(p99, '.1f')}"

@@ -1,0 +1,147 @@
+"""Policies compared over the grid of `cotenant bench colocate`, from its figures alone.
+
+A place is a load at a rate with a target: one cell for each policy. A policy meets the SLO there if the share of
+requests that met both targets is at least ``slo_attainment``. Cells without requests say nothing about it and are left
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SUBJECT = "adaptive"
+BASELINES = ("chunked", "static")
+REFERENCE = "inference-only"
+TOLERANCE = 0.03
+_PLACE = ("load", "batch_size", "context", "num_tokens", "trace", "format", "time_scale", "request_rate")
+
+Report = Mapping[str, Any]
+Cell = Mapping[str, Any]
+
+
+def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
+    """``places``: what each policy did at each, and which was the best beside ``adaptive``. ``averages``: training
+    tokens/s over the places where all policies were measured; 0 counts where the SLO is missed. ``ratios``: of
+    ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the run, or 0).
+    ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it is more than
+    3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""
+    policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
+    places = [_place(cells, slo_attainment) for cells in by_place(report["cells"])]
+    places = [place for place in places if place["policies"]]
+    whole = [place for place in places if len(place["policies"]) == len(policies)]
+    averages = {
+        policy: round(sum(_counted(place["policies"][policy]) for place in whole) / len(whole), 2) if whole else None
+        for policy in policies
+    }
+    return {
+        "slo_attainment": slo_attainment,
+        "places": places,
+        "num_whole_places": len(whole),
+        "averages": averages,
+        "ratios": _ratios(averages) if SUBJECT in averages else {},
+        "misses": [place["place"] for place in places if _misses(place)],
+        "behind": [place["place"] for place in places if _is_behind(place)],
+        "two_gpus": _two_gpus(places, report["train_alone_tokens_per_s"]),
+    }
+
+
+def by_place(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of each place, both in the order in which they were measured."""
+    groups: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in cells:
+        key = (*(cell.get(name) for name in _PLACE), cell["slo"]["ttft_ms"], cell["slo"]["tpot_ms"])
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())
+
+
+def meets_slo(cell: Cell, slo_attainment: float) -> bool:
+    """False too where there were no requests."""
+    return cell["attainment"] is not None and cell["attainment"] >= slo_attainment
+
+
+def _place(cells: Sequence[Cell], slo_attainment: float) -> dict[str, Any]:
+    policies = {
+        cell["policy"]: {
+            "train_tokens_per_s": cell["train_tokens_per_s"],
+            "harvest": cell["harvest"],
+            "attainment": cell["attainment"],
+            "meets_slo": meets_slo(cell, slo_attainment),
+        }
+        for cell in cells
+        if cell["num_requests"]
+    }
+    others = [name for name, figures in policies.items() if name != SUBJECT and figures["meets_slo"]]
+    best = max(others, key=lambda name: float(policies[name]["train_tokens_per_s"]), default=None)
+    ratio = None
+    if best is not None and SUBJECT in policies:
+        ratio = _ratio(_counted(policies[SUBJECT]), policies[best]["train_tokens_per_s"])
+    place = {name: cells[0][name] for name in (*_PLACE, "slo") if name in cells[0]}
+    return {"place": place, "policies": policies, "best_other": best, "ratio_to_best_other": ratio}
+
+
+def _counted(figures: Mapping[str, Any]) -> float:
+    """Tokens/s, 0 where the SLO is missed."""
+    return float(figures["train_tokens_per_s"]) if figures["meets_slo"] else 0.0
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    return round(ours / theirs, 4) if theirs > 0 else None
+
+
+def _ratios(averages: Mapping[str, float | None]) -> dict[str, dict[str, Any]]:
+    measured = {name: value for name, value in averages.items() if value is not None}
+    if SUBJECT not in measured:
+        return {}
+    others = {name: value for name, value in measured.items() if name != SUBJECT}
+    best = max(others, key=lambda name: others[name], default=None)
+    named = {"best_other": best, **{name: name if name in others else None for name in BASELINES}}
+    return {
+        key: {"policy": name, "ratio": None if name is None else _ratio(measured[SUBJECT], others[name])}
+        for key, name in named.items()
+    }
+
+
+def _misses(place: Mapping[str, Any]) -> bool:
+    ours, reference = place["policies"].get(SUBJECT), place["policies"].get(REFERENCE)
+    return bool(ours and reference and reference["meets_slo"] and not ours["meets_slo"])
+
+
+def _is_behind(place: Mapping[str, Any]) -> bool:
+    if place["best_other"] is None or SUBJECT not in place["policies"]:
+        return False
+    best = place["policies"][place["best_other"]]["train_tokens_per_s"]
+    return bool(_counted(place["policies"][SUBJECT]) < best * (1 - TOLERANCE))
+
+
+def _two_gpus(places: Sequence[Mapping[str, Any]], alone_tokens_per_s: float) -> list[dict[str, Any]]:
+    """Two GPUs that each serve half of a trace's requests beside ``adaptive``'s training, against one that serves all
+    and one that trains alone. The first comes from the trace at half the rate, so each cell of a trace at a rate tells
+    of twice that rate. ``separate_meets_slo``: whether `inference-only` meets the SLO at the whole rate; None if that
+    was not measured. Like everywhere, 0 tokens/s where the SLO is missed."""
+    found = []
+    for half in places:
+        if half["place"]["load"] != "trace" or SUBJECT not in half["policies"]:
+            continue
+        whole = next((place for place in places if _is_twice(half["place"], place["place"])), None)
+        reference = whole["policies"].get(REFERENCE) if whole is not None else None
+        colocated = 2 * _counted(half["policies"][SUBJECT])
+        found.append(
+            {
+                "trace": half["place"].get("trace"),
+                "time_scale": 2 * half["place"]["time_scale"],
+                "slo": half["place"]["slo"],
+                "colocated_tokens_per_s": round(colocated, 2),
+                "separate_tokens_per_s": alone_tokens_per_s,
+                "ratio": _ratio(colocated, alone_tokens_per_s),
+                "separate_meets_slo": None if reference is None else reference["meets_slo"],
+            }
+        )
+    return found
+
+
+def _is_twice(half: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
+    return (
+        all(place.get(name) == half.get(name) for name in ("load", "trace", "slo"))
+        and place["time_scale"] == 2 * half["time_scale"]
+    )

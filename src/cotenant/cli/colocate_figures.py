@@ -1,0 +1,46 @@
+"""What `cotenant bench colocate` has measured as it stands in the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cotenant.bench.summary import distribution, percentiles
+
+if TYPE_CHECKING:
+    from cotenant.runtime.colocate_bench import Cell
+
+MIN_VALUES_FOR_P99 = 100
+
+
+def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) -> dict[str, Any]:
+    """One cell. ``cdf`` has each latency's 101 percentiles; None stands where nothing was measured, and for a p99 of
+    fewer than 100 values."""
+    latencies = {"ttft_ms": cell.ttft_ms, "tpot_ms": cell.tpot_ms, "itl_ms": cell.itl_ms}
+    return {
+        **load,
+        "policy": cell.policy,
+        "slo": {"ttft_ms": cell.slo.ttft_ms, "tpot_ms": cell.slo.tpot_ms},
+        "duration_s": round(cell.duration_s, 3),
+        "num_requests": cell.num_requests,
+        "num_failed": cell.num_failed,
+        "attainment": round(cell.num_attained / cell.num_requests, 6) if cell.num_requests else None,
+        **{name: _distribution(values) for name, values in latencies.items()},
+        "cdf": {name: percentiles(values) or None for name, values in latencies.items()},
+        "output_tokens_per_s": round(cell.output_tokens_per_s, 2),
+        "train_tokens_per_s": round(cell.train_tokens_per_s, 2),
+        "harvest": round(cell.train_tokens_per_s / alone_tokens_per_s, 4),
+        "iterations": cell.modes,
+        "prediction_error": None if cell.prediction_error is None else round(cell.prediction_error, 4),
+        "utilisation": cell.utilisation,
+        "timeline": cell.timeline,
+    }
+
+
+def _distribution(values: Sequence[float]) -> dict[str, float | None] | None:
+    if not values:
+        return None
+    figures: dict[str, float | None] = {**distribution(values)}
+    if len(values) < MIN_VALUES_FOR_P99:
+        figures["p99"] = None
+    return figures

@@ -1,0 +1,72 @@
+"""The loads of `cotenant bench colocate`: steady decoding, and traces at several rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cotenant.bench.traces import Trace, read_trace
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Slo
+
+if TYPE_CHECKING:
+    from cotenant.runtime.colocate_bench import Cell, ColocateBench
+
+
+@dataclass(frozen=True, slots=True)
+class ColocateLoad:
+    """``parameters``: its name and what it is, as each of its cells has them in the JSON. ``measure``: what a policy
+    does under it with these targets."""
+
+    parameters: dict[str, Any]
+    measure: Callable[[str, Slo], Cell]
+
+
+def read_traces(paths: Sequence[Path], busiest_s: float | None, limit: int) -> dict[str, Trace]:
+    """The requests of each file that fit ``limit`` tokens, by the files' names. Raises InvalidInputError."""
+    traces: dict[str, Trace] = {}
+    for path in paths:
+        if path.stem in traces:
+            raise InvalidInputError(f"--trace: two files are named {path.stem}", param="trace")
+        trace = read_trace(path)
+        if busiest_s is not None:
+            trace = trace.window(*trace.busiest(busiest_s))
+        fitting = [each for each in trace.requests if each.input_len + each.output_len <= limit]
+        if not fitting:
+            raise InvalidInputError(f"--trace: no request of {path} fits {limit} tokens", param="trace")
+        num_skipped = trace.num_skipped + len(trace.requests) - len(fitting)
+        traces[path.stem] = replace(trace, requests=fitting, num_skipped=num_skipped)
+    return traces
+
+
+def steady_load(bench: ColocateBench, batch_size: int, context: int, num_tokens: int, seed: int) -> ColocateLoad:
+    """``batch_size`` sequences that decode together."""
+    parameters = {"load": "steady", "batch_size": batch_size, "context": context, "num_tokens": num_tokens}
+    return ColocateLoad(
+        parameters, lambda policy, slo: bench.steady(policy, slo, batch_size, context, num_tokens, seed)
+    )
+
+
+def trace_load(
+    bench: ColocateBench, name: str, trace: Trace, time_scale: float, min_requests: int, seed: int
+) -> ColocateLoad:
+    """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``."""
+    from cotenant.runtime.load import Arrival
+
+    num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
+    trace = trace.repeated(num_runs)
+    arrivals = [Arrival(each.at_s / time_scale, each.input_len, each.output_len) for each in trace.requests]
+    duration_s = max(trace.duration_s / time_scale, 1e-3)
+    parameters = {
+        "load": "trace",
+        "trace": name,
+        "format": trace.format,
+        "time_scale": time_scale,
+        "window_s": trace.window_s,
+        "num_runs": num_runs,
+        "request_rate": round(len(arrivals) / duration_s, 4),
+    }
+    return ColocateLoad(parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, duration_s, seed))

@@ -1,0 +1,141 @@
+"""Which policy was best where, and on average."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.bench.comparison import compare
+
+ALONE = 100.0
+
+
+def cell(
+    policy: str,
+    tokens_per_s: float,
+    attainment: float | None = 1.0,
+    *,
+    scale: float = 1.0,
+    tpot_ms: float = 10.0,
+    num_requests: int = 200,
+) -> dict[str, Any]:
+    return {
+        "load": "trace",
+        "trace": "conv",
+        "format": "azure",
+        "time_scale": scale,
+        "slo": {"ttft_ms": 500.0, "tpot_ms": tpot_ms},
+        "policy": policy,
+        "train_tokens_per_s": tokens_per_s,
+        "harvest": tokens_per_s / ALONE,
+        "attainment": attainment,
+        "num_requests": num_requests,
+    }
+
+
+def compared(*cells: dict[str, Any], attainment: float = 0.99) -> dict[str, Any]:
+    comparison = compare({"cells": cells, "train_alone_tokens_per_s": ALONE}, attainment)
+    json.dumps(comparison, allow_nan=False)
+    return comparison
+
+
+def test_a_missed_slo_counts_as_nothing() -> None:
+    comparison = compared(
+        cell("adaptive", 60.0),
+        cell("harli", 80.0, 0.98),
+        cell("static", 40.0),
+        cell("inference-only", 0.0),
+        cell("adaptive", 50.0, tpot_ms=40.0),
+        cell("harli", 80.0, tpot_ms=40.0),
+        cell("static", 0.0, tpot_ms=40.0),
+        cell("inference-only", 0.0, tpot_ms=40.0),
+    )
+    assert comparison["averages"] == {"adaptive": 55.0, "harli": 40.0, "static": 20.0, "inference-only": 0.0}
+    ratios = comparison["ratios"]
+    assert ratios["best_other"] == {"policy": "harli", "ratio": 1.375}
+    assert ratios["static"] == {"policy": "static", "ratio": 2.75}
+    assert ratios["chunked"] == {"policy": None, "ratio": None}
+    first, second = comparison["places"]
+    assert (first["best_other"], first["ratio_to_best_other"]) == ("static", 1.5)
+    assert (second["best_other"], second["ratio_to_best_other"]) == ("harli", 0.625)
+    assert [place["slo"]["tpot_ms"] for place in comparison["behind"]] == [40.0]
+    assert comparison["misses"] == []
+
+
+@pytest.mark.parametrize(("tokens_per_s", "is_behind"), [(97.0, False), (96.9, True), (100.0, False), (120.0, False)])
+def test_three_percent_behind_is_as_good(tokens_per_s: float, is_behind: bool) -> None:
+    comparison = compared(cell("adaptive", tokens_per_s), cell("harli", 100.0))
+    assert bool(comparison["behind"]) == is_behind
+
+
+def test_a_miss_is_what_serving_alone_would_have_met() -> None:
+    both = compared(cell("adaptive", 50.0, 0.5), cell("inference-only", 0.0, 0.5))
+    assert both["misses"] == []
+    ours = compared(cell("adaptive", 50.0, 0.5), cell("inference-only", 0.0, 1.0))
+    assert [place["trace"] for place in ours["misses"]] == ["conv"]
+    assert ours["behind"] == [], "nobody trained and met the SLO"
+    assert compared(cell("adaptive", 50.0, 0.5), attainment=0.5)["places"][0]["policies"]["adaptive"]["meets_slo"]
+
+
+def test_without_requests_or_without_adaptive_there_is_less_to_say() -> None:
+    empty = compared(cell("adaptive", 50.0, None, num_requests=0), cell("static", 40.0, None, num_requests=0))
+    assert (empty["places"], empty["averages"]) == ([], {"adaptive": None, "static": None})
+    assert empty["ratios"] == {}
+    others = compared(cell("static", 40.0), cell("temporal", 10.0))
+    assert (others["ratios"], others["misses"], others["behind"], others["two_gpus"]) == ({}, [], [], [])
+    assert others["places"][0]["best_other"] == "static"
+    assert compared()["places"] == []
+    alone = compared(cell("adaptive", 40.0))
+    assert alone["ratios"]["best_other"] == {"policy": None, "ratio": None}
+
+
+def test_a_run_that_was_cut_off_averages_over_whole_places() -> None:
+    comparison = compared(cell("adaptive", 60.0), cell("static", 40.0), cell("adaptive", 10.0, tpot_ms=40.0))
+    assert comparison["averages"] == {"adaptive": 60.0, "static": 40.0}
+    assert (comparison["num_whole_places"], len(comparison["places"])) == (1, 2)
+
+
+def test_two_gpus_that_share_half_the_load_each() -> None:
+    comparison = compared(
+        cell("adaptive", 75.0, scale=0.5),
+        cell("inference-only", 0.0, scale=0.5),
+        cell("adaptive", 60.0, 0.9, scale=1.0),
+        cell("inference-only", 0.0, 0.98, scale=1.0),
+    )
+    at_one, at_two = comparison["two_gpus"]
+    assert (at_one["time_scale"], at_one["ratio"], at_one["separate_meets_slo"]) == (1.0, 1.5, False)
+    assert (at_two["time_scale"], at_two["ratio"], at_two["separate_meets_slo"]) == (2.0, 0.0, None)
+
+
+_POLICIES = ("adaptive", "harli", "static", "inference-only")
+_FIGURES = st.tuples(st.integers(0, 1000).map(float), st.sampled_from([None, 0.0, 0.5, 0.989, 0.99, 1.0]))
+
+
+@given(
+    st.dictionaries(st.tuples(st.sampled_from(_POLICIES), st.sampled_from([10.0, 25.0]), st.sampled_from([0.5, 1.0])),
+                    _FIGURES, min_size=1)
+)  # fmt: skip
+def test_what_is_said_holds_for_any_grid(grid: dict[tuple[str, float, float], tuple[float, float | None]]) -> None:
+    cells = [
+        cell(policy, speed, attainment, scale=scale, tpot_ms=tpot_ms, num_requests=0 if attainment is None else 100)
+        for (policy, tpot_ms, scale), (speed, attainment) in grid.items()
+    ]
+    comparison = compared(*cells)
+    for place in comparison["places"]:
+        policies = place["policies"]
+        best = place["best_other"]
+        speeds = {name: one["train_tokens_per_s"] for name, one in policies.items() if one["meets_slo"]}
+        others = {name: speed for name, speed in speeds.items() if name != "adaptive"}
+        assert (best is None) == (not others)
+        if best is not None:
+            assert others[best] == max(others.values())
+        if "adaptive" in speeds and best is not None:
+            assert (place["place"] in comparison["behind"]) == (speeds["adaptive"] < 0.97 * others[best])
+            assert place["place"] not in comparison["misses"]
+    for policy, average in comparison["averages"].items():
+        most = max((one["train_tokens_per_s"] for one in cells if one["policy"] == policy), default=0.0)
+        assert average is None or 0 <= average <= most

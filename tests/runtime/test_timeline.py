@@ -1,0 +1,84 @@
+"""Where the device's time went, interval by interval."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.runtime.timeline import MOST_POINTS, Timeline
+
+RUN = TaskletRun(TaskletShape(TaskletKind.FORWARD, 64), 2)
+DECODE = BatchShape(num_decode=4)
+SHARES = ("online_share", "fused_share", "best_effort_share")
+
+
+def test_tenants_take_turns() -> None:
+    timeline = Timeline()
+    for index in range(4):
+        record = IterationRecord(DECODE, Mode.TEMPORAL, online_ms=250.0, total_ms=1000.0, tasklets=((RUN, 500.0),))
+        timeline.note(index + 1.0, record)
+    figures = timeline.figures(0.0, 4.0)
+    assert figures["seconds"] == [1.0, 2.0, 3.0, 4.0]
+    assert figures["online_share"] == [0.25] * 4
+    assert figures["best_effort_share"] == [0.5] * 4
+    assert figures["fused_share"] == [0.0] * 4
+    assert figures["mode"] == ["temporal"] * 4
+    assert figures["step_ms"] == figures["longest_step_ms"] == [1000.0] * 4
+
+
+def test_a_partition_and_a_fused_batch() -> None:
+    timeline = Timeline(num_sms=100)
+    beside = IterationRecord(
+        DECODE, Mode.SPATIAL, 800.0, 1000.0, ((RUN, 200.0),), partition=Partition(60, 40), beside=((RUN, 400.0),)
+    )
+    timeline.note(1.0, beside)
+    timeline.note(2.0, IterationRecord(DECODE, Mode.FUSED, 700.0, 1000.0, fused=RUN))
+    figures = timeline.figures(0.0, 2.0)
+    assert figures["online_share"] == [0.48, 0.0]
+    assert figures["best_effort_share"] == [pytest.approx(0.2 + 0.4 * 0.4), 0.0]
+    assert figures["fused_share"] == [0.0, 0.7]
+    assert figures["mode"] == ["spatial", "fused"]
+
+
+def test_an_idle_device_has_no_steps() -> None:
+    timeline = Timeline()
+    assert timeline.figures(0.0, 2.0)["step_ms"] == [None]
+    timeline.note(1.0, IterationRecord(BatchShape(), Mode.NONE, 0.0, 1000.0))
+    figures = timeline.figures(0.0, 2.0)
+    assert (figures["step_ms"], figures["mode"], figures["online_share"]) == ([None], ["none"], [0.0])
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.01, 3000), st.floats(0, 1), st.floats(0, 2), st.booleans()), min_size=1, max_size=300
+    ),
+    st.floats(0.0, 0.9),
+)
+def test_no_time_is_lost_or_counted_twice(rows: list[tuple[float, float, float, bool]], start: float) -> None:
+    """One iteration after the other, in whatever window: shares of a point are at most the whole, and their sum over
+    the window is what the iterations took in it."""
+    timeline, now_s, num_steps, ends_s = Timeline(), 0.0, 0, []
+    for total_ms, online, tasklets, has_batch in rows:
+        now_s += total_ms / 1e3
+        batch = DECODE if has_batch else BatchShape()
+        online_ms = online * total_ms if has_batch else 0.0
+        record = IterationRecord(batch, Mode.TEMPORAL, online_ms, total_ms, ((RUN, tasklets * total_ms),))
+        timeline.note(now_s, record)
+        ends_s.append((now_s, total_ms, online_ms))
+        num_steps += has_batch
+    start_s = start * now_s
+    figures = timeline.figures(start_s, now_s)
+    assert 1 <= len(figures["seconds"]) <= MOST_POINTS
+    assert all(
+        len(figures[name]) == len(figures["seconds"]) for name in (*SHARES, "step_ms", "longest_step_ms", "mode")
+    )
+    for point in zip(*(figures[name] for name in SHARES), strict=True):
+        assert sum(point) <= 1.002
+    measured_s = sum(figures["online_share"]) / len(figures["seconds"]) * (now_s - start_s)
+    overlaps = (
+        min(1.0, max(0.0, (end_s - start_s) * 1e3 / total_ms)) * online_ms for end_s, total_ms, online_ms in ends_s
+    )
+    assert measured_s == pytest.approx(sum(overlaps) / 1e3, abs=1e-3 * (now_s - start_s) + 1e-6)
