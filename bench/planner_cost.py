@@ -1,7 +1,8 @@
 """What planning costs: one call of a policy's ``plan``, and one of the predictor.
 
-The snapshot has 32 running requests with much slack, and a job with 161 runs of tasklets of six shapes up to the end of
-its step: the micro-batch of a model with 32 captured layers. "records": each shape was measured beside the batch.
+The snapshot has 32 running requests, three partitions, and a job with 161 runs of tasklets of six shapes up to the end
+of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
+as the longest gap allows, into which all tasklets fit. "records": each shape was measured beside the batch.
 "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the roofline
 answers.
 
@@ -36,6 +37,7 @@ BACKWARD_MS = {
 TASKLET_MS = {**FORWARD_MS, TaskletKind.LOSS: 0.8, **BACKWARD_MS}
 BATCH = BatchShape(NUM_REQUESTS, NUM_REQUESTS * 1024)
 PARTITION = Partition(48, 84)
+PARTITIONS = (Partition(32, 100), PARTITION, Partition(64, 68))
 # Llama-3.1-8B in bf16.
 SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)
 
@@ -44,13 +46,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=5000, help="of each kind")
     num_calls = parser.parse_args().calls
-    snapshot = _snapshot()
+    snapshot, with_much_slack = _snapshot(num_generated=111), _snapshot(num_generated=1000)
     predictors = {"records": _with_records(), "models": _with_models(), "prior": _with_prior()}
     for known, predictor in predictors.items():
         for policy in (AdaptivePolicy(predictor), MultitaskPolicy(predictor)):
             name = type(policy).__name__
-            planned = policy.plan(snapshot).num_tasklets
-            _report(f"{name}, {known}", num_calls, partial(policy.plan, snapshot), f"plans {planned} tasklets")
+            for slack, one in (("", snapshot), (", much slack", with_much_slack)):
+                planned = policy.plan(one)
+                remark = f"plans {planned.num_tasklets} tasklets, {planned.mode.value}"
+                _report(f"{name}, {known}{slack}", num_calls, partial(policy.plan, one), remark)
         shape = snapshot.job.upcoming[0].shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH, beside_training=True),
@@ -66,13 +70,14 @@ def _shapes(num_tokens: int) -> list[TaskletShape]:
     return [TaskletShape(kind, num_tokens, num_tokens // 2) for kind in TASKLET_MS]
 
 
-def _snapshot() -> Snapshot:
+def _snapshot(num_generated: int) -> Snapshot:
     runs = {shape.kind: TaskletRun(shape, 1) for shape in _shapes(2048)}
     forward, backward = [runs[kind] for kind in FORWARD_MS], [runs[kind] for kind in BACKWARD_MS]
     loss = TaskletRun(runs[TaskletKind.LOSS].shape, 8)
     upcoming = (*forward * NUM_LAYERS, loss, *backward * NUM_LAYERS)
-    requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, 1000) for index in range(NUM_REQUESTS))
-    return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, JobView("job", upcoming), can_fuse=True)
+    requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, num_generated) for index in range(NUM_REQUESTS))
+    job = JobView("job", upcoming)
+    return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, job, can_fuse=True, partitions=PARTITIONS)
 
 
 def _teach(predictor: LatencyPredictor, batch: BatchShape, num_tokens: int, times: int) -> None:
@@ -81,12 +86,11 @@ def _teach(predictor: LatencyPredictor, batch: BatchShape, num_tokens: int, time
     step_ms = 4.0 + batch.num_decode / 40 + batch.context_tokens / 30_000
     for _ in range(times):
         predictor.observe(IterationRecord(batch, Mode.TEMPORAL, step_ms, 20.0, tasklets))
-        alone = IterationRecord(batch, Mode.NONE, 1.3 * step_ms, 1.3 * step_ms, partition=PARTITION)
-        predictor.observe(alone)
-        beside = IterationRecord(
-            batch, Mode.SPATIAL, 1.6 * step_ms, 1.6 * step_ms, partition=PARTITION, beside=tasklets
-        )
-        predictor.observe(beside)
+        for partition in PARTITIONS:
+            alone_ms = step_ms * (1.0 + 14 / partition.online_sms)
+            slower = tuple((run, 1.5 * time_ms) for run, time_ms in tasklets)
+            for mode, batch_ms, beside in ((Mode.NONE, alone_ms, ()), (Mode.SPATIAL, 1.2 * alone_ms, slower)):
+                predictor.observe(IterationRecord(batch, mode, batch_ms, batch_ms, partition=partition, beside=beside))
 
 
 def _with_records() -> LatencyPredictor:

@@ -26,6 +26,7 @@ from cotenant.cli.output import fail, write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
+from cotenant.scheduler.space import sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -119,7 +120,10 @@ def colocate(
         model=replace(chosen, max_model_len=max_model_len or longest),
         batch=BatchConfig(max_queue=1_000_000),
         lora=LoraConfig(),
-        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None),
+        coexecution=CoExecutionConfig(
+            tasklet_tokens=tasklet_tokens or None,
+            sm_shares=tuple(sorted({share for name in names for share in sm_shares(name)})),
+        ),
     )
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     with ColocateBench(config, workload) as bench:

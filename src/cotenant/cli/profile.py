@@ -54,7 +54,7 @@ def profile(
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(steady_len(size, length, _NUM_TOKENS) for size, length in shapes)),
         batch=BatchConfig(max_queue=1_000_000),
-        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens),
+        coexecution=CoExecutionConfig("adaptive", tasklet_tokens=tasklet_tokens),
         data_dir=str(data_dir.expanduser().resolve()),
     )
     seq_len = min(_SEQ_LEN, limit)

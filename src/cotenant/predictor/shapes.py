@@ -29,7 +29,7 @@ def batch_key(batch: BatchShape) -> BatchKey:
 
 
 def tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
-    return (shape.kind.value, bucket(shape.num_tokens), bucket(shape.max_length))
+    return (shape.kind, bucket(shape.num_tokens), bucket(shape.max_length))
 
 
 def sms(partition: Partition) -> tuple[int, int]:

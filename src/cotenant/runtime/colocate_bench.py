@@ -26,6 +26,7 @@ from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.runtime.timeline import Timeline
 from cotenant.runtime.utilisation import UtilisationSampler
+from cotenant.scheduler.space import sm_shares
 from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 
 _JOB_ID = "ftjob-bench"
@@ -262,7 +263,7 @@ class ColocateBench:
         if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
             watch.step_tasklets = self._last_watch.step_tasklets
         self._last_watch = watch
-        return watch, self._tenants.loop(load, policy, slo)
+        return watch, self._tenants.loop(load, policy, slo, sm_shares(policy))
 
     def _sampler(self) -> UtilisationSampler:
         return UtilisationSampler(self._tenants.serving.device.torch_device)

@@ -55,11 +55,6 @@ class Executor:
         self._launched: deque[Plan] = deque()  # of the batches in flight
         self._predicted_ms: float | None = None  # of the batch that was collected last
 
-    @property
-    def partitions(self) -> tuple[Partition, ...]:
-        """Those that a batch can have."""
-        return self._device.partitions
-
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
 

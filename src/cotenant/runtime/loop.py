@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Mode, Plan, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -66,7 +66,8 @@ class Channel(Protocol):
 class WorkerLoop:
     """Owns nothing but the order of things. Ends after a ``Drain``, or when the API process is gone.
 
-    ``sizes_chunks``: prompt chunks are sized by the running requests' slack; otherwise the configured limit is all.
+    ``partitions``: of the SMs, that the policy may plan. ``sizes_chunks``: prompt chunks are sized by the running
+    requests' slack; otherwise the configured limit is all.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class WorkerLoop:
         predictor: LatencyPredictor,
         slo: Slo,
         can_fuse: bool,
+        partitions: tuple[Partition, ...] = (),
         sizes_chunks: bool = False,
         trace: Trace | None = None,
         save: Callable[[], None] | None = None,
@@ -92,6 +94,7 @@ class WorkerLoop:
         self._predictor = predictor
         self._slo = slo
         self._can_fuse = can_fuse
+        self._partitions = partitions
         self._sizes_chunks = sizes_chunks
         self._trace = trace
         self._save = save
@@ -160,7 +163,7 @@ class WorkerLoop:
             margin=self._margin.value,
             idle_s=now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
-            partitions=self._executor.partitions,
+            partitions=self._partitions,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:

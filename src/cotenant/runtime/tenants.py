@@ -27,6 +27,7 @@ from cotenant.runtime.sizing import serving_bytes
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
+from cotenant.scheduler.space import nearest
 from cotenant.wire.messages import FromWorker
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ class Tenants:
     can_fuse: bool
     trace: Trace | None
 
-    def loop(self, channel: Channel, policy: str, slo: Slo) -> WorkerLoop:
-        """Raises InvalidInputError for an unknown policy."""
+    def loop(self, channel: Channel, policy: str, slo: Slo, shares: tuple[float, ...] | None = None) -> WorkerLoop:
+        """``shares``: of the SMs, that batches may have; None: all that there are partitions for. Raises
+        InvalidInputError for an unknown policy."""
+        partitions = self.serving.device.partitions
         return WorkerLoop(
             channel,
             self.serving.engine,
@@ -58,6 +61,7 @@ class Tenants:
             self.predictor,
             slo,
             self.can_fuse,
+            partitions if shares is None else nearest(partitions, shares),
             sizes_chunks=self.serving.device.overlaps,
             trace=self.trace,
             save=lambda: self.latencies.save(self.predictor),

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape, Partition
+from cotenant.core.plan import BatchShape, Mode, Partition, Plan, Snapshot
 from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
 
-# Of the SMs, for batches, where nothing else is said. Adaptive: a third was best on one H200 by the co-run map, fewer
-# where memory's bandwidth is reached early. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: as
+# Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
+# its neighbours. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: as
 # Harli's StaticMode (section 8.1).
 _SM_SHARES = {
     "adaptive": (0.25, 0.37, 0.49),
@@ -31,6 +31,16 @@ _MOST_BESIDE = 64
 def sm_shares(policy: str) -> tuple[float, ...]:
     """Of the SMs, that batches have under a policy while tasklets run on the others."""
     return _SM_SHARES.get(policy, ())
+
+
+def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:
+    """Of some partitions those that come closest to these shares of the SMs for batches."""
+
+    def distance(partition: Partition, share: float) -> float:
+        return abs(partition.online_sms / (partition.online_sms + partition.best_effort_sms) - share)
+
+    found = {min(partitions, key=lambda partition: distance(partition, share)) for share in shares if partitions}
+    return tuple(sorted(found))
 
 
 class Beside(NamedTuple):
@@ -52,34 +62,65 @@ class Beside(NamedTuple):
         return min(_MOST_BESIDE, self.num_tasklets + _SPARE)
 
 
-def beside(
+def in_each(
+    predictor: LatencyPredictor, snapshot: Snapshot, upcoming: tuple[TaskletRun, ...], step_ms: float
+) -> list[Beside]:
+    """What comes of running the batch in each of the partitions; ``step_ms``: what it takes on all SMs."""
+    alone: dict[int, float | None] = {}
+    return [
+        _beside(predictor, snapshot.batch, upcoming, partition, step_ms, alone) for partition in snapshot.partitions
+    ]
+
+
+def _beside(
     predictor: LatencyPredictor,
     batch: BatchShape,
     upcoming: tuple[TaskletRun, ...],
     partition: Partition,
     step_ms: float,
+    alone: dict[int, float | None],
 ) -> Beside:
-    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs."""
+    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs. ``alone``: by the run's
+    id, what was looked up of tasklets alone; what is looked up here is added."""
     known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
     if known_ms is None:
         num_sms = partition.online_sms + partition.best_effort_sms
         return Beside(partition, step_ms * num_sms / partition.online_sms * _UNKNOWN_RATIO)
     left_ms, alone_ms, count = known_ms, 0.0, 0
+    costs: dict[int, tuple[float, float]] = {}  # by the run: layers share theirs
     for run in upcoming:
-        each_ms = predictor.tasklet_ms(run.shape, beside=batch, partition=partition)
-        each_alone_ms = predictor.tasklet_ms(run.shape)
-        if each_ms is None or each_alone_ms is None:
-            return Beside(partition, known_ms, count, alone_ms, is_known=count > 0)
+        cost = costs.get(id(run))
+        if cost is None:
+            each_ms = predictor.tasklet_ms(run.shape, beside=batch, partition=partition)
+            if id(run) not in alone:
+                alone[id(run)] = predictor.tasklet_ms(run.shape)
+            each_alone_ms = alone[id(run)]
+            if each_ms is None or each_alone_ms is None:
+                return Beside(partition, known_ms, count, alone_ms, is_known=count > 0)
+            cost = costs[id(run)] = each_ms, each_alone_ms
+        each_ms, each_alone_ms = cost
+        run_ms = run.count * each_ms
+        if run_ms <= left_ms:
+            count += run.count
+            alone_ms += run.count * each_alone_ms
+            left_ms -= run_ms
+            continue
         # Where the one in flight stands is not known: on average the step's end finds one half done.
-        num_ended = min(run.count, int(left_ms / each_ms))
-        count += num_ended
-        alone_ms += num_ended * each_alone_ms
-        left_ms -= num_ended * each_ms
-        if num_ended < run.count:
-            part = left_ms / each_ms
-            alone_ms += part * each_alone_ms
-            return Beside(partition, known_ms, count, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
+        count += int(left_ms / each_ms)
+        alone_ms += left_ms / each_ms * each_alone_ms
+        return Beside(partition, known_ms, count, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
     return Beside(partition, known_ms, count, alone_ms, is_known=True)
+
+
+def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0) -> Plan:
+    """The batch in a partition, tasklets beside it, and so many behind it, which take ``behind_ms``."""
+    return Plan(
+        num_tasklets=shared.most_beside + num_behind,
+        num_beside=shared.most_beside,
+        partition=shared.partition,
+        mode=Mode.SPATIAL,
+        predicted_ms=shared.step_ms + behind_ms if shared.is_known else None,
+    )
 
 
 def after(upcoming: tuple[TaskletRun, ...], num_tasklets: int) -> Iterator[TaskletRun]:

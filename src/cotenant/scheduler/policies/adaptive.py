@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cotenant.core.plan import Mode, Partition, Plan, Snapshot
+from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
 from cotenant.scheduler.planner import Filling, fill
 from cotenant.scheduler.slack import decode_slack_ms
-from cotenant.scheduler.space import after, beside
+from cotenant.scheduler.space import Beside, after, in_each, in_space
 
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
@@ -51,61 +51,51 @@ class AdaptivePolicy:
         if slack_ms <= 0:
             return serving_alone(self._predictor, snapshot)
         filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms)
-        worth = _SLACK_WORTH * (filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0)
+        speed = filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0
         best, best_score = None, 0.0
-        for candidate in self._candidates(snapshot, filling, step_ms, slack_ms):
+        for candidate in self._candidates(snapshot, filling, speed, step_ms, slack_ms):
             if candidate.gained_ms is None:
                 return candidate.plan
-            score = candidate.gained_ms - worth * candidate.added_ms
+            score = candidate.gained_ms - _SLACK_WORTH * speed * candidate.added_ms
             if score > best_score:
                 best, best_score = candidate.plan, score
         return best or serving_alone(self._predictor, snapshot)
 
     def _candidates(
-        self, snapshot: Snapshot, filling: Filling, step_ms: float, slack_ms: float
+        self, snapshot: Snapshot, filling: Filling, speed: float, step_ms: float, slack_ms: float
     ) -> Iterator[_Candidate]:
-        """``filling``: of the slack behind the step."""
-        assert snapshot.job is not None
-        if filling.num_tasklets:
-            yield _in_time(filling, step_ms)
-        upcoming = snapshot.job.upcoming
-        if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
-            fused = fill(self._predictor, snapshot.batch, upcoming, slack_ms, fuse=True)
-            if fused.num_fused:
-                yield _in_time(fused, step_ms)
-        for partition in snapshot.partitions:
-            yield from self._in_space(snapshot, partition, step_ms, slack_ms)
-
-    def _in_space(
-        self, snapshot: Snapshot, partition: Partition, step_ms: float, slack_ms: float
-    ) -> Iterator[_Candidate]:
+        """``filling``: of the slack behind the step, in which training has this ``speed``."""
         assert snapshot.job is not None
         batch, upcoming = snapshot.batch, snapshot.job.upcoming
-        shared = beside(self._predictor, batch, upcoming, partition, step_ms)
-        added_ms = shared.step_ms - step_ms
-        if added_ms > slack_ms:
-            return
+        if filling.num_tasklets:
+            yield _in_time(filling, step_ms)
+        if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
+            fused = fill(self._predictor, batch, upcoming, slack_ms, fuse=True)
+            if fused.num_fused:
+                yield _in_time(fused, step_ms)
+        found = in_each(self._predictor, snapshot, upcoming, step_ms)
+        fitting = [shared for shared in found if shared.step_ms - step_ms <= slack_ms]
+        unknown = [shared for shared in fitting if not shared.is_known]
+        if unknown:
+            yield _Candidate(in_space(unknown[0]), None, unknown[0].step_ms - step_ms)
+        elif fitting:
+            # A longer step leaves less slack to what follows.
+            shared = max(fitting, key=lambda each: each.alone_ms - speed * each.step_ms)
+            yield _Candidate(in_space(shared), shared.alone_ms, shared.step_ms - step_ms)
+            yield from self._in_space_and_time(snapshot, shared, step_ms, slack_ms)
 
-        def plan(num_behind: int, total_ms: float | None) -> Plan:
-            return Plan(
-                num_tasklets=shared.most_beside + num_behind,
-                num_beside=shared.most_beside,
-                partition=partition,
-                mode=Mode.SPATIAL,
-                predicted_ms=total_ms,
-            )
-
-        if not shared.is_known:
-            yield _Candidate(plan(0, None), None, added_ms)
-            return
-        yield _Candidate(plan(0, shared.step_ms), shared.alone_ms, added_ms)
-        # With tasklets behind it: they wait for the one in flight, which ends where it began.
-        added_ms += shared.rest_ms
-        rest = fill(self._predictor, batch, after(upcoming, shared.num_tasklets + 1), slack_ms - added_ms)
+    def _in_space_and_time(
+        self, snapshot: Snapshot, shared: Beside, step_ms: float, slack_ms: float
+    ) -> Iterator[_Candidate]:
+        """With tasklets behind the step, too: they wait for the one in flight, which ends where it began."""
+        assert snapshot.job is not None
+        added_ms = shared.step_ms + shared.rest_ms - step_ms
+        left = after(snapshot.job.upcoming, shared.num_tasklets + 1)
+        rest = fill(self._predictor, snapshot.batch, left, slack_ms - added_ms)
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
-            total_ms = shared.step_ms + shared.rest_ms + rest.added_ms
-            yield _Candidate(plan(rest.num_tasklets, total_ms), gained_ms, added_ms + rest.added_ms)
+            plan = in_space(shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
+            yield _Candidate(plan, gained_ms, added_ms + rest.added_ms)
 
 
 def _in_time(filling: Filling, step_ms: float) -> _Candidate:

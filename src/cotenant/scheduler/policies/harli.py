@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
-from cotenant.scheduler.space import Beside, beside
+from cotenant.scheduler.space import Beside, in_each, in_space
 
 
 class HarliPolicy:
@@ -22,8 +22,7 @@ class HarliPolicy:
         step_ms = self._predictor.batch_ms(snapshot.batch)
         if plan is not None or snapshot.job is None or step_ms is None:
             return plan or serving_alone(self._predictor, snapshot)
-        upcoming = snapshot.job.upcoming
-        found = [beside(self._predictor, snapshot.batch, upcoming, each, step_ms) for each in snapshot.partitions]
+        found = in_each(self._predictor, snapshot, snapshot.job.upcoming, step_ms)
         target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.
         unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
@@ -35,15 +34,3 @@ class HarliPolicy:
 
 def _step_ms(found: Beside) -> float:
     return found.step_ms
-
-
-def in_space(chosen: Beside) -> Plan:
-    """The batch in a partition, and tasklets beside it alone."""
-    count = chosen.most_beside
-    return Plan(
-        num_tasklets=count,
-        num_beside=count,
-        partition=chosen.partition,
-        mode=Mode.SPATIAL,
-        predicted_ms=chosen.step_ms if chosen.is_known else None,
-    )

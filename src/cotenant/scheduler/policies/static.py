@@ -5,8 +5,7 @@ from __future__ import annotations
 from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import IDLE_TASKLETS, idle_tasklets
-
-_ONLINE_SHARE = 0.6
+from cotenant.scheduler.space import nearest, sm_shares
 
 
 class StaticPolicy:
@@ -24,10 +23,7 @@ class StaticPolicy:
             )
         if not snapshot.partitions:
             return Plan(run_online=False, num_tasklets=idle_tasklets(snapshot), mode=Mode.TEMPORAL)
-        partition = min(
-            snapshot.partitions,
-            key=lambda each: abs(each.online_sms / (each.online_sms + each.best_effort_sms) - _ONLINE_SHARE),
-        )
+        (partition,) = nearest(snapshot.partitions, sm_shares("static"))
         predicted_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True, partition=partition)
         # Beside a batch they end with it.
         count = IDLE_TASKLETS if has_batch else idle_tasklets(snapshot)
