@@ -20,7 +20,7 @@ def colocate(results: Sequence[Result]) -> list[str]:
             f"{training['tokens_per_step']:,} tokens a step, rank {training['r']})."
         )
         header = ("load", "TPOT target, ms", "policy", "harvest", "attainment", "TTFT p50 / p99, ms", "TPOT", "ITL",
-                  "prediction error")  # fmt: skip
+                  "prediction error alone, with training")  # fmt: skip
         parts.append(table(header, [_row(cell, result["cells"]) for cell in result["cells"]]))
         if "comparison" in result:
             parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
@@ -31,7 +31,6 @@ def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
     others = [other for other in cells if _held(other) and _place(other) == _place(cell)]
     best = max((other["harvest"] for other in others), default=None)
     harvest = f"{cell['harvest']:.1%}"
-    error = cell["prediction_error"]
     return [
         _load(cell),
         f"{cell['slo']['tpot_ms']:g}",
@@ -39,8 +38,13 @@ def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
         f"**{harvest}**" if _held(cell) and cell["harvest"] == best else harvest,
         "-" if cell["attainment"] is None else f"{cell['attainment']:.1%} of {cell['num_requests']}",
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
-        "-" if error is None else f"{error:.1%}",
+        _errors(cell["prediction_error"]),
     ]
+
+
+def _errors(errors: Result) -> str:
+    """Their means."""
+    return ", ".join("-" if each is None else f"{each['mean']:.1%}" for each in errors.values())
 
 
 def _held(cell: Result) -> bool:

@@ -179,12 +179,16 @@ def test_tasklets_behind_a_partitions_batch_are_on_all_sms() -> None:
     assert predictor.batch_ms(DECODE, partition=SMALL) is None, "the batch was not alone"
 
 
-def test_every_prediction_of_a_spatial_iteration_counts() -> None:
-    predictor = LatencyPredictor("h", "m")
-    record = IterationRecord(DECODE, Mode.SPATIAL, 4.0, 5.0, partition=SMALL, predicted_ms=4.0)
+def test_spatial_iterations_are_compared_with_what_was_expected_of_them() -> None:
+    predictor, shape = LatencyPredictor("h", "m"), TaskletShape(TaskletKind.FORWARD_MLP, 512, 512)
+    beside = ((TaskletRun(shape, 2), 4.0),)
     for _ in range(100):
-        predictor.observe(record)
-    assert predictor.error_ratio == pytest.approx(0.2)
+        predictor.observe(IterationRecord(DECODE, Mode.SPATIAL, 4.0, 5.0, partition=SMALL, beside=beside))
+    assert predictor.error_ratio == pytest.approx(0.0, abs=1e-6)
+    predictor.observe(
+        IterationRecord(DECODE, Mode.SPATIAL, 5.0, 5.0, partition=SMALL, beside=((TaskletRun(shape, 1), 3.0),))
+    )
+    assert predictor.last_error_ratio == pytest.approx((8.0 - 6.0) / 8.0)
 
 
 def test_what_was_learned_of_partitions_can_be_taken_over() -> None:

@@ -31,9 +31,19 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
         "train_tokens_per_s": round(cell.train_tokens_per_s, 2),
         "harvest": round(cell.train_tokens_per_s / alone_tokens_per_s, 4),
         "iterations": cell.modes,
-        "prediction_error": None if cell.prediction_error is None else round(cell.prediction_error, 4),
+        "prediction_error": {name: _errors(errors) for name, errors in cell.prediction_errors.items()},
         "utilisation": cell.utilisation,
         "timeline": cell.timeline,
+    }
+
+
+def _errors(ratios: Sequence[float]) -> dict[str, float] | None:
+    if not ratios:
+        return None
+    return {
+        "mean": round(sum(ratios) / len(ratios), 4),
+        "p95": round(sorted(ratios)[int(0.95 * len(ratios))], 4),
+        "iterations": len(ratios),
     }
 
 

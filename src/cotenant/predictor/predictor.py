@@ -59,6 +59,9 @@ def _less(stale_ms: float, known_ms: float | None) -> float:
 class LatencyPredictor:
     """Predicts online batches and tasklets; ``observe`` feeds it what was measured.
 
+    ``last_error_ratio``: of what the last iteration's batch and tasklets took on the device, the share by which their
+    sum was expected wrong; None where one of them could not be predicted. ``error_ratio``: its fading mean.
+
     Returns None where nothing is known yet: a policy then tries one tasklet and learns. ``prior``: of this model on
     this hardware, where the device's rates are known.
     """
@@ -72,24 +75,31 @@ class LatencyPredictor:
         self._partitions = PartitionModels()
         self._last_batch: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         self.error_ratio: float | None = None
+        self.last_error_ratio: float | None = None
 
     def batch_ms(
-        self, batch: BatchShape, *, beside_training: bool = False, partition: Partition | None = None
+        self,
+        batch: BatchShape,
+        *,
+        beside_training: bool = False,
+        partition: Partition | None = None,
+        cautious: bool = True,
     ) -> float | None:
         """An online batch alone (``l_d0`` for a decode step); ``beside_training``: in an iteration with tasklets, until
         its tokens are known. It may have to wait for the end of the tasklet before it.
 
         With ``partition`` on its online SMs; ``beside_training`` then: while tasklets run on its best-effort SMs.
+        ``cautious``: what was measured counts with a deviation on top of its mean, for those who must not be late.
         """
         if batch.empty:
             return 0.0
         if partition is not None:
-            return self._batch_on_partition_ms(batch, partition, beside_training=beside_training)
+            return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         group, key = self._keys(batch)
         for name in ("shared batch", "batch") if beside_training else ("batch", "shared batch"):
             record = self._records.find(group, (name, key))
             if record is not None:
-                return record.cautious_ms
+                return record.latency_ms(cautious=cautious)
         features = batch_features(batch)
         if self._prior is not None and not self._batch_model.reaches(features):
             prior_ms = self._prior.batch_ms(batch)
@@ -115,23 +125,24 @@ class LatencyPredictor:
         beside: BatchShape | None = None,
         fused: bool = False,
         partition: Partition | None = None,
+        cautious: bool = True,
     ) -> float | None:
         """What one tasklet adds to an iteration: beside a batch if that was measured, else alone.
 
         With ``partition``: what it takes on the best-effort SMs, beside a batch on the others.
         """
         if partition is not None:
-            return self._tasklet_on_partition_ms(shape, partition)
+            return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
         key = tasklet_key(shape)
         specific: Record | None = None
         if beside is not None and not beside.empty:
             group, beside_key = self._keys(beside)
             specific = self._records.find(group, ("fused" if fused else "beside", beside_key, key))
             if specific is not None and not self._records.is_stale(specific):
-                return specific.cautious_ms
+                return specific.latency_ms(cautious=cautious)
         record = self._records.find(self._base_group, ("tasklet", key))
-        known_ms = self._modelled_tasklet_ms(shape) if record is None else record.cautious_ms
-        return known_ms if specific is None else _less(specific.cautious_ms, known_ms)
+        known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
+        return known_ms if specific is None else _less(specific.latency_ms(cautious=cautious), known_ms)
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
@@ -190,7 +201,11 @@ class LatencyPredictor:
         return len(found.records)
 
     def observe(self, record: IterationRecord) -> None:
-        """Learn from one iteration."""
+        """Learn from one iteration, having compared it with what was to be expected of it."""
+        self.last_error_ratio = self._error_of(record)
+        if self.last_error_ratio is not None:
+            previous = self.last_error_ratio if self.error_ratio is None else self.error_ratio
+            self.error_ratio = previous + _ERROR_WEIGHT * (self.last_error_ratio - previous)
         self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
@@ -202,10 +217,24 @@ class LatencyPredictor:
         batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
             self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
-        if record.predicted_ms is not None and record.total_ms > 0:
-            error = abs(record.predicted_ms - record.total_ms) / record.total_ms
-            previous = self.error_ratio if self.error_ratio is not None else error
-            self.error_ratio = previous + _ERROR_WEIGHT * (error - previous)
+
+    def _error_of(self, record: IterationRecord) -> float | None:
+        """By means: a cautious prediction is meant to be too high."""
+        batch, partition, is_shared = record.batch, record.partition, record.mode is not Mode.NONE
+        beside = batch if partition is None and not batch.empty else None
+        parts = [(self.batch_ms(batch, beside_training=is_shared, partition=partition, cautious=False), 1)]
+        parts += [(self.tasklet_ms(run.shape, beside=beside, cautious=False), run.count) for run, _ in record.tasklets]
+        if partition is not None:
+            ended = [run for run, _ in record.beside]
+            parts += [(self.tasklet_ms(run.shape, partition=partition, cautious=False), run.count) for run in ended]
+        if record.fused is not None:
+            each_ms = self.tasklet_ms(record.fused.shape, beside=batch, fused=True, cautious=False)
+            parts.append((each_ms, record.fused.count))
+        measured_ms = record.online_ms + sum(time_ms for _, time_ms in (*record.tasklets, *record.beside))
+        if measured_ms <= 0 or any(each_ms is None for each_ms, _ in parts):
+            return None
+        expected_ms = sum(each_ms * count for each_ms, count in parts if each_ms is not None)
+        return abs(expected_ms - measured_ms) / measured_ms
 
     def _observe_batch(self, record: IterationRecord) -> None:
         batch, online_ms = record.batch, record.online_ms
@@ -263,18 +292,20 @@ class LatencyPredictor:
         if self._prior is not None:
             self._prior.observe_tasklet(shape, each_ms, partition)
 
-    def _batch_on_partition_ms(self, batch: BatchShape, partition: Partition, *, beside_training: bool) -> float | None:
+    def _batch_on_partition_ms(
+        self, batch: BatchShape, partition: Partition, *, beside_training: bool, cautious: bool
+    ) -> float | None:
         group, key = self._keys(batch)
         record = self._records.find(group, _partition_key(key, partition, together=beside_training))
         if record is not None and not self._records.is_stale(record):
-            return record.cautious_ms
+            return record.latency_ms(cautious=cautious)
         if beside_training:
             alone_ms = self._alone_on_partition_ms(batch, partition)
             known_ms = self._partitions.together_ms(batch, partition, alone_ms)
         else:
             known_ms = self._partitions.alone_ms(batch, partition.online_sms)
         if record is not None:
-            return _less(record.cautious_ms, known_ms)
+            return _less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.batch_ms(batch, partition, beside_training=beside_training)
         return known_ms
@@ -285,14 +316,14 @@ class LatencyPredictor:
         record = self._records.find(group, _partition_key(key, partition, together=False))
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
-    def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
+    def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition, *, cautious: bool) -> float | None:
         record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)))
         if record is not None and not self._records.is_stale(record):
-            return record.cautious_ms
+            return record.latency_ms(cautious=cautious)
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
         known_ms = None if factor is None or alone_ms is None else factor * alone_ms
         if record is not None:
-            return _less(record.cautious_ms, known_ms)
+            return _less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.tasklet_ms(shape, partition)
         return known_ms

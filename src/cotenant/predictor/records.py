@@ -45,10 +45,9 @@ class Record:
     def contradicts(self, latency_ms: float) -> bool:
         return abs(latency_ms - self.mean_ms) > _CONTRADICTION * self.mean_ms
 
-    @property
-    def cautious_ms(self) -> float:
-        """The mean plus one deviation: what a planner that must not be late should count with."""
-        return self.mean_ms + self.deviation_ms
+    def latency_ms(self, *, cautious: bool) -> float:
+        """The mean; ``cautious``: plus one deviation, what a planner that must not be late should count with."""
+        return self.mean_ms + self.deviation_ms if cautious else self.mean_ms
 
 
 class RecordCache:

@@ -19,7 +19,7 @@ from typing import Any
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
-from cotenant.core.plan import BatchShape, IterationRecord, Slo
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Slo
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
@@ -49,7 +49,7 @@ class _Watch:
     step_tokens: int
     timeline: Timeline
     modes: Counter[str] = field(default_factory=Counter)
-    errors: list[float] = field(default_factory=list)
+    errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
     progress: list[tuple[float, float]] = field(default_factory=list)
     step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
 
@@ -64,8 +64,9 @@ class _Watch:
             self.progress.append((now_s, training.trained_tokens + done * self.step_tokens))
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
-        if record.predicted_ms is not None and record.total_ms > 0:
-            self.errors.append(abs(record.predicted_ms - record.total_ms) / record.total_ms)
+            error = self.tenants.predictor.last_error_ratio
+            if error is not None:
+                self.errors["alone" if record.mode is Mode.NONE else "co_run"].append(error)
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
         """Of training in this time."""
@@ -90,7 +91,8 @@ class _Watch:
 class Cell:
     """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
-    failed. ``modes``: iterations with a batch, by how training shared them. ``timeline``: ``Timeline.figures`` and
+    failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
+    with training, relative, an iteration each. ``timeline``: ``Timeline.figures`` and
     ``trained_tokens`` so far. ``utilisation``: ``UtilisationSampler.figures``."""
 
     policy: str
@@ -105,7 +107,7 @@ class Cell:
     output_tokens_per_s: float
     train_tokens_per_s: float
     modes: dict[str, int]
-    prediction_error: float | None
+    prediction_errors: dict[str, list[float]]
     timeline: dict[str, Any]
     utilisation: dict[str, float] | None
 
@@ -319,7 +321,7 @@ def _cell(
         output_tokens_per_s=num_tokens / (end_s - start_s),
         train_tokens_per_s=watch.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
-        prediction_error=sum(watch.errors) / len(watch.errors) if watch.errors else None,
+        prediction_errors=watch.errors,
         timeline=watch.timeline_figures(start_s, end_s),
         utilisation=utilisation,
     )
