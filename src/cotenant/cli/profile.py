@@ -35,9 +35,9 @@ def profile(
     device: Annotated[str, typer.Option()] = "auto",
     data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
 ) -> None:
-    """Measure decode steps alone and beside training, and training's tasklets, and keep the latencies in the data
-    folder: a server that starts there plans with them from its first iteration. What else it meets it learns by itself.
-    """
+    """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
+    and keep the latencies in the data folder: a server that starts there plans with them from its first iteration. What
+    else it meets it learns by itself."""
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
@@ -66,7 +66,7 @@ def profile(
             if size <= bench.max_num_seqs:
                 # Whatever the targets will be: some tasklets run beside each step, and no more.
                 slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
-                cell = bench.steady("adaptive", slo, size, length, _NUM_TOKENS)
+                cell = bench.profile(slo, size, length, _NUM_TOKENS)
                 tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
                 typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
         num_records, path = bench.save_latencies()

@@ -34,6 +34,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
+_TRIALS = 5  # of a partition, after which it is known
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
@@ -143,6 +144,10 @@ class LatencyPredictor:
         record = self._records.find(self._base_group, ("tasklet", key))
         known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
         return known_ms if specific is None else _less(specific.latency_ms(cautious=cautious), known_ms)
+
+    def was_tried(self, partition: Partition) -> bool:
+        """Whether what is said of a decode step beside training there rests on some that were."""
+        return self._partitions.num_together(partition) >= _TRIALS
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""

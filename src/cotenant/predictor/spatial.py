@@ -31,6 +31,11 @@ class PartitionModels:
         self.models: dict[Sms, OnlineLinearModel] = {}
         self.ratios: dict[Sms, Ratio] = {}
 
+    def num_together(self, partition: Partition) -> int:
+        """Co-runs that were measured there."""
+        model = self.models.get(_sms(partition))
+        return 0 if model is None else model.num_samples
+
     def model(self, sms: Sms) -> OnlineLinearModel:
         """The one of these SMs, new if there is none."""
         return self.models.setdefault(sms, OnlineLinearModel(_STEP_SCALES if sms else _SMS_SCALES))

@@ -223,29 +223,54 @@ class ColocateBench:
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
+        load = self._steady_load(slo, batch_size, context, num_tokens, seed)
+        watch, loop = self._begin(load, policy, slo)
+        with self._sampler() as utilisation:
+            start_s, end_s = self._decode(loop, watch, num_tokens)
+        self._end_steady(loop, watch)
+        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, with_ttft=False)
+
+    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
+        """As ``steady`` under `adaptive`, and again beside training in each partition."""
+        load = self._steady_load(slo, batch_size, context, num_tokens, 0)
+        watch, loop = self._begin(load, "adaptive", slo)
+        start_s, end_s = self._decode(loop, watch, num_tokens)
+        cell = _cell("adaptive", slo, watch, start_s, end_s, None, with_ttft=False)
+        for partition in self._tenants.serving.device.partitions:
+            share = partition.online_sms / (partition.online_sms + partition.best_effort_sms)
+            watch, loop = self._begin(load, "static", slo, (share,))
+            self._decode(loop, watch, num_tokens)
+        self._end_steady(loop, watch)
+        return cell
+
+    def _steady_load(self, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int) -> Load:
+        """Sequences that decode, settled."""
         if batch_size > self.max_num_seqs:
             raise InvalidInputError(
                 f"--batch-sizes: {batch_size} is more than the {self.max_num_seqs} of a batch", param="batch-sizes"
             )
         input_len, limit = max(1, context - num_tokens // 2), self._tenants.serving.max_model_len
         assert steady_len(batch_size, context, num_tokens) <= limit
-        room = limit - input_len
-        load = self._load([Arrival(0.0, input_len, room)] * batch_size, seed)
+        load = self._load([Arrival(0.0, input_len, limit - input_len)] * batch_size, seed)
         # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
         watch, loop = self._begin(load, "inference-only", _NO_TARGET)
         while not _are_settled(load, slo):
             self._iterate(loop, watch)
-        watch, loop = self._begin(load, policy, slo)
-        start_s, most = load.now_s, min(len(answer.token_s) for answer in load.answers) + num_tokens
-        with self._sampler() as utilisation:
-            while min(len(answer.token_s) for answer in load.answers) < most:
-                self._iterate(loop, watch)
-        end_s = load.now_s
-        is_whole = not any(answer.done for answer in load.answers)
-        load.abort()
+        return load
+
+    def _decode(self, loop: WorkerLoop, watch: _Watch, num_tokens: int) -> tuple[float, float]:
+        """So many tokens more of each sequence: when they began, and when they ended."""
+        answers, start_s = watch.load.answers, watch.load.now_s
+        most = min(len(answer.token_s) for answer in answers) + num_tokens
+        while min(len(answer.token_s) for answer in answers) < most:
+            self._iterate(loop, watch)
+        return start_s, watch.load.now_s
+
+    def _end_steady(self, loop: WorkerLoop, watch: _Watch) -> None:
+        is_whole = not any(answer.done for answer in watch.load.answers)
+        watch.load.abort()
         self._become_idle(loop, watch)
         assert is_whole, "a sequence ended before the others had their tokens"
-        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, with_ttft=False)
 
     @property
     def _vocab_size(self) -> int:
@@ -259,13 +284,15 @@ class ColocateBench:
         if isinstance(message, JobFailed):
             self._failure = message
 
-    def _begin(self, load: Load, policy: str, slo: Slo) -> tuple[_Watch, WorkerLoop]:
+    def _begin(
+        self, load: Load, policy: str, slo: Slo, shares: tuple[float, ...] | None = None
+    ) -> tuple[_Watch, WorkerLoop]:
         timeline = Timeline(self._tenants.serving.device.num_multiprocessors)
         watch = _Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
         if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
             watch.step_tasklets = self._last_watch.step_tasklets
         self._last_watch = watch
-        return watch, self._tenants.loop(load, policy, slo, sm_shares(policy))
+        return watch, self._tenants.loop(load, policy, slo, sm_shares(policy) if shares is None else shares)
 
     def _sampler(self) -> UtilisationSampler:
         return UtilisationSampler(self._tenants.serving.device.torch_device)

@@ -46,7 +46,8 @@ def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tup
 class Beside(NamedTuple):
     """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
-    ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was."""
+    ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what
+    was; a prior alone would keep what it thinks little of from ever being tried."""
 
     partition: Partition
     step_ms: float
@@ -83,9 +84,9 @@ def _beside(
     """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs. ``alone``: by the run's
     id, what was looked up of tasklets alone; what is looked up here is added."""
     known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
-    if known_ms is None:
+    if known_ms is None or not predictor.was_tried(partition):
         num_sms = partition.online_sms + partition.best_effort_sms
-        return Beside(partition, step_ms * num_sms / partition.online_sms * _UNKNOWN_RATIO)
+        return Beside(partition, known_ms or step_ms * num_sms / partition.online_sms * _UNKNOWN_RATIO)
     left_ms, alone_ms, count = known_ms, 0.0, 0
     costs: dict[int, tuple[float, float]] = {}  # by the run: layers share theirs
     for run in upcoming:

@@ -77,7 +77,7 @@ class AdaptivePolicy:
         fitting = [shared for shared in found if shared.step_ms - step_ms <= slack_ms]
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:
-            yield _Candidate(in_space(unknown[0]), None, unknown[0].step_ms - step_ms)
+            yield _Candidate(in_space(min(unknown, key=lambda each: each.step_ms)), None, 0.0)
         elif fitting:
             # A longer step leaves less slack to what follows.
             shared = max(fitting, key=lambda each: each.alone_ms - speed * each.step_ms)
