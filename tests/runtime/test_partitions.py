@@ -116,14 +116,45 @@ def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_
     second = side_by_side.execute(spatial(4))
     assert (second.batch.num_decode, second.partition, count(second.beside)) == (1, FEW, 4)
     assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 1, 1)
-    # A batch that had other SMs is no measurement of these.
+    # A batch that had other SMs lands first, with what was planned for it, and is measured.
+    third = side_by_side.execute(spatial(4, partition=MANY))
+    assert side_by_side.device.launched == ["tasklet 48"] * 4 + ["online 48"]
+    assert (third.batch.num_decode, third.partition, count(third.beside)) == (1, FEW, 4)
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 0)
     side_by_side.execute(spatial(4, partition=MANY))
-    assert side_by_side.device.launched[0] == "online 48"
     assert "online 96" in side_by_side.device.launched
-    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 1)
     alone = side_by_side.execute(Plan())
-    assert alone.batch.empty
-    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 3, 1)
+    assert (alone.batch.num_decode, alone.partition) == (1, MANY)
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 3, 0)
+
+
+def test_a_batch_alone_lands_before_tasklets_follow_one_and_the_first_of_them_begins_behind_it(
+    side_by_side: SideBySide,
+) -> None:
+    assert side_by_side.execute(Plan()).batch.empty
+    landed = side_by_side.execute(Plan(num_tasklets=3, mode=Mode.TEMPORAL))
+    assert [each for each in side_by_side.device.launched if each != "online"] == ["behind"]
+    assert (landed.batch.num_decode, landed.mode, landed.partition) == (1, Mode.NONE, None)
+    assert count(side_by_side.execute(Plan(num_tasklets=3, mode=Mode.TEMPORAL)).tasklets) == 3
+
+
+def test_what_waits_for_the_device_keeps_no_token_waiting(side_by_side: SideBySide) -> None:
+    """An optimizer's launch reads a norm. It runs once the tokens are on their way, so that training goes on."""
+    while side_by_side.engine.has_work:
+        side_by_side.land_after(100)  # type: ignore[attr-defined]
+        num_before, was_next = len(side_by_side.emitted), side_by_side.training.next_waits
+        steps_before = side_by_side.training.trained_tokens
+
+        def launch(before: int = num_before) -> TaskletShape:
+            if side_by_side.training.next_waits:
+                assert len(side_by_side.emitted) > before
+            return type(side_by_side.training).run_tasklet(side_by_side.training)
+
+        side_by_side.training.run_tasklet = launch  # type: ignore[method-assign]
+        side_by_side.execute(spatial(4))
+        if was_next and len(side_by_side.emitted) > num_before:
+            assert side_by_side.training.trained_tokens > steps_before
+    assert side_by_side.training.trained_tokens > 0
 
 
 def test_training_can_keep_to_its_sms_while_there_is_no_batch(side_by_side: SideBySide) -> None:

@@ -66,6 +66,9 @@ class Device(Protocol):
         ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for.
         ``partition``: it runs on the SMs that this has for it; None: on all."""
 
+    def is_training(self) -> bool:
+        """Whether a tasklet is in flight."""
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order; without those whose time was the host's, which was
         making them ready for the first time."""

@@ -50,6 +50,11 @@ class Interval:
         if self._events is not None:
             self._events[1].record()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``milliseconds`` would not wait."""
+        return self._events is None or self._events[1].query()
+
     def milliseconds(self) -> float:
         """How long it took. Waits for its end: nobody has, where nothing was read back."""
         if self._events is not None:

@@ -37,7 +37,7 @@ _MAX_SPANS = 4
 # Tokens of batches with prompt chunks that are captured in pieces; larger ones take the device longer than the host.
 _PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Batch sizes that are captured for a partition: few, for each is captured for each of them.
-_PARTITION_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+_PARTITION_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def _padded(count: int) -> int:
@@ -131,8 +131,8 @@ class CudaRunner:
 
     @torch.no_grad()
     def capture_lane(self) -> None:
-        sizes = [size for size in _PARTITION_SIZES if size <= len(self._logits)]
-        if self._captured[None] and sizes:
+        sizes = sorted({min(size, len(self._logits)) for size in _PARTITION_SIZES})
+        if self._captured[None]:
             start = time.perf_counter()
             self._captured[current_lane()] = self._capture_sizes(sizes)
             torch.cuda.synchronize(self._device)

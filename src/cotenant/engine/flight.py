@@ -91,8 +91,8 @@ class Flight:
 
     @property
     def has_landed(self) -> bool:
-        """Whether ``results`` would not wait."""
-        return self._readback.is_here
+        """Whether there is nothing left to wait for: also of a batch that chooses no token."""
+        return self._readback.is_here and self.interval.has_ended
 
     def results(self) -> Iterator[tuple[Entry, int | None, TokenLogprobs | None]]:
         """Wait for the batch: each entry with the token it chose (``NOT_FINITE`` if there is none to choose, None if it

@@ -14,7 +14,7 @@ import torch
 from cotenant.core.tasklet import TaskletKind
 from cotenant.device import Device
 from cotenant.device.arena import CHUNK_BYTES
-from cotenant.device.cuda.graphs import capture_graph
+from cotenant.device.cuda.graphs import capture_graph, current_lane
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers, Frame, frame_bytes, rows_for
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch
@@ -66,7 +66,7 @@ class Activations:
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
-        self._refreshing: dict[int, torch.cuda.CUDAGraph] = {}  # by layer
+        self._refreshing: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layer and lane
         self._num_fresh = 0  # layers, from the first on, that know of the adapter's weights as they are
 
     @classmethod
@@ -77,6 +77,11 @@ class Activations:
         if not can_capture(decoder, state.adapter):
             return None
         return cls(decoder, state.adapter, state.optimizer.gradient, device, max_tokens, recompute=recompute)
+
+    @property
+    def num_lanes(self) -> int:
+        """That layers are captured on at most; what passes while they run is kept for each."""
+        return 1 + len(self._device.partitions)
 
     @property
     def chunk_bytes(self) -> int:
@@ -117,9 +122,10 @@ class Activations:
         if self._pool is None:
             refresh()
             return
-        if layer not in self._refreshing:
-            self._refreshing[layer] = capture_graph(refresh, self._pool)
-        self._refreshing[layer].replay()
+        key = (layer, current_lane())
+        if key not in self._refreshing:
+            self._refreshing[key] = capture_graph(refresh, self._pool)
+        self._refreshing[key].replay()
 
     def begin(self, micro_batch: MicroBatch, *, recompute: bool) -> CapturedPass:
         """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""

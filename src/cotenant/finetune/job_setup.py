@@ -67,6 +67,7 @@ def make_budget(
             usual, recomputing_bytes=recomputing, kept_back_bytes=passing, available_bytes=available_bytes
         )
     # What passes does not lie in the arena.
+    passing *= activations.num_lanes
     left = None if available_bytes is None else max(0, available_bytes - passing)
     budget = ActivationBudget(
         usual, recomputing_bytes=recomputing, available_bytes=left, granularity_bytes=activations.chunk_bytes

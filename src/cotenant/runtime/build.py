@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 
-from cotenant.config import CoExecutionConfig, ServerConfig
+from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device, create_device
 from cotenant.engine.engine import OnlineEngine
@@ -43,8 +44,14 @@ def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> tor
 
 def build_serving(config: ServerConfig) -> Serving:
     """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served."""
+    shares = config.coexecution.sm_shares
+    shares = sm_shares(config.coexecution.policy) if shares is None else shares
+    if shares:
+        # Streams share the host's queues to the device, 8 unless said otherwise: work of one would wait for another's.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = create_device(config.model.device)
-    split(device, config.coexecution)
+    if shares and device.num_multiprocessors is not None:
+        device.split(round(share * device.num_multiprocessors) for share in shares)
     resolved = resolve_model(config.model)
     dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
     if is_supported(resolved.spec, device.torch_device, dtype):
@@ -81,13 +88,6 @@ def build_serving(config: ServerConfig) -> Serving:
         ) from error
     spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens)
-
-
-def split(device: Device, config: CoExecutionConfig) -> None:
-    """Make the partitions of the device's SMs that batches may have."""
-    shares = sm_shares(config.policy) if config.sm_shares is None else config.sm_shares
-    if shares and device.num_multiprocessors is not None:
-        device.split(round(share * device.num_multiprocessors) for share in shares)
 
 
 def spare_host_threads(device: Device) -> None:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +29,21 @@ Emit = Callable[[list[SequenceOutput]], None]
 
 # While a batch and tasklets run side by side the host looks so often whether the batch has ended.
 _ASK_EVERY_S = 100e-6
+
+
+class _Launched(NamedTuple):
+    """A batch that was launched: by which plan, and whether a tasklet was in flight then."""
+
+    plan: Plan
+    with_tasklet: bool
+
+
+class _Landed(NamedTuple):
+    """A batch that was collected."""
+
+    collected: Collected
+    predicted_ms: float | None
+    with_tasklet: bool
 
 
 class Executor:
@@ -52,78 +68,93 @@ class Executor:
         self._engine = engine
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
-        self._launched: deque[Plan] = deque()  # of the batches in flight
-        self._predicted_ms: float | None = None  # of the batch that was collected last
+        self._launched: deque[_Launched] = deque()  # the batches in flight
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
 
         On a device that runs behind the host, a plan without tasklets that follow its batch leaves the batch in flight:
         the tokens that go out are those of the batch before, and the record is about that one. Such a batch's time is
-        the device's own.
+        the device's own. A plan that cannot go on like that lets the batch in flight land, and nothing else: that is
+        the record, and who planned it plans anew.
         """
         num_behind = plan.num_tasklets - plan.num_beside
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
-        if not runs_ahead or any(launched.partition != plan.partition for launched in self._launched):
-            self._collect(emit, 0)  # of an iteration before, and no part of this one's record
+        if self._launched and not (runs_ahead and self._launched[-1].plan.partition == plan.partition):
+            return self._land(plan, emit, interrupted)
         start = time.perf_counter()
-        fused, num_launched, collected = None, 0, None
+        fused, num_launched, num_left, is_launched = None, 0, 0, False
         if plan.run_online:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
-            num_beside = self._run_beside(plan, num_left, interrupted)
-            if is_launched and self._device.overlaps and fused is None and num_behind > 0:
-                num_launched += self._launch_behind(plan, interrupted)
-            collected = self._collect(emit, num_left)
-        else:
-            num_beside = self._run_beside(plan, 0, interrupted)
+        num_beside = self._run_beside(plan, num_left, interrupted)
+        if is_launched and self._device.overlaps and fused is None and num_behind > 0:
+            num_launched += self._launch_behind(plan, interrupted)
+        landed = self._collect(emit, num_left) if plan.run_online else None
         online_end = time.perf_counter()
+        if num_behind == 0:
+            num_beside += self._run_awaited(plan, num_beside, interrupted)
         num_launched += self._run_behind(plan, num_launched, interrupted)
         end = time.perf_counter()
+        record = self._record(plan, landed, shares=num_beside + num_behind > 0)
+        record = replace(record, total_ms=(end - start) * 1e3, fused=fused)
+        if landed is None or runs_ahead:
+            return record if landed is None else replace(record, total_ms=record.online_ms)
+        # Where tasklets follow the batch, what counts is when its tokens are known, unless they also ran beside it.
+        online_ms = record.online_ms if plan.partition is not None else (online_end - start) * 1e3
+        predicted_ms = plan.predicted_ms if num_launched == num_behind else None
+        return replace(record, online_ms=online_ms, predicted_ms=predicted_ms)
+
+    def _land(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
+        """Collect what is in flight, with training beside it as was planned for it. A tasklet of ``plan``, which cannot
+        begin yet, keeps the device from waiting for the next plan."""
+        launched = self._launched[-1].plan
+        num_beside = self._run_beside(launched, 0, interrupted)
+        if launched.partition is None and plan.num_tasklets > plan.num_beside:
+            self._launch_behind(plan, interrupted)
+        landed = self._collect(emit, 0)
+        record = self._record(launched, landed, shares=num_beside > 0)
+        return replace(record, total_ms=record.online_ms)
+
+    def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
+        """``landed``: the batch, whose times are the device's. ``shares``: tasklets were launched with it."""
         finished = self._device.finished_tasklets()
         if self._trace is not None:
             self._trace.tasklets(finished)
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
-        is_alone = plan.partition is not None and not (num_beside or num_behind or beside)
-        record = IterationRecord(
-            batch=BatchShape() if collected is None else collected.shape,
-            mode=Mode.NONE if is_alone else plan.mode,
-            online_ms=0.0 if collected is None else (online_end - start) * 1e3,
-            total_ms=(end - start) * 1e3,
+        was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
+        return IterationRecord(
+            batch=BatchShape() if landed is None else landed.collected.shape,
+            mode=Mode.NONE if plan.partition is not None and was_alone else plan.mode,
+            online_ms=0.0 if landed is None else landed.collected.device_ms,
+            total_ms=0.0,
             tasklets=_group(finished, None),
-            fused=fused,
             partition=plan.partition,
             beside=beside,
             num_untimed=tuple(others.items()),
-            predicted_ms=plan.predicted_ms if num_launched == num_behind and collected is not None else None,
+            predicted_ms=None if landed is None else landed.predicted_ms,
         )
-        if collected is None or not self._device.overlaps:
-            return record
-        if runs_ahead:
-            device_ms = collected.device_ms
-            return replace(record, online_ms=device_ms, total_ms=device_ms, predicted_ms=self._predicted_ms)
-        return record if plan.partition is None else replace(record, online_ms=collected.device_ms)
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
         self._device.release_kept_memory(most_bytes=1)
 
-    def _collect(self, emit: Emit, num_left: int) -> Collected | None:
-        """Wait for batches until no more than ``num_left`` are in flight; the last one's results."""
-        collected = None
+    def _collect(self, emit: Emit, num_left: int) -> _Landed | None:
+        """Wait for batches until no more than ``num_left`` are in flight; the last one."""
+        landed = None
         while self._engine.num_in_flight > num_left:
-            plan = self._launched.popleft()
-            with self._device.online(plan.partition):
+            launched = self._launched.popleft()
+            with self._device.online(launched.plan.partition):
                 collected = self._engine.collect()
-            self._predicted_ms = plan.predicted_ms
+            landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
             if self._trace is not None:
                 self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
             if collected.gap_ms is not None:
                 self.gaps_ms.append(collected.gap_ms)
             emit(collected.outputs)
-        return collected
+        return landed
 
     def _launch_online(self, plan: Plan) -> tuple[TaskletRun | None, bool]:
         """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was."""
@@ -132,6 +163,7 @@ class Executor:
             step = self._engine.schedule()
         if step is None:
             return None, False
+        with_tasklet = self._device.is_training()
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
                 hidden, fused = self._forward(step, plan.num_fused)
@@ -139,16 +171,17 @@ class Executor:
         else:
             with self._device.online(plan.partition):
                 self._launch(step)
-        self._launched.append(plan)
+        self._launched.append(_Launched(plan, with_tasklet))
         return fused, True
 
     def _run_beside(self, plan: Plan, num_left: int, interrupted: Callable[[], bool]) -> int:
         """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many. The last one
-        may go on after that: the next batch's SMs are not its own."""
+        may go on after that: the next batch's SMs are not its own. One whose launch waits for the device would keep the
+        host from the tokens."""
         waits = self._engine.num_in_flight > num_left
 
         def is_over() -> bool:
-            if plan.run_online and (not waits or self._engine.has_landed):
+            if plan.run_online and (not waits or self._engine.has_landed or self._training.next_waits):
                 return True
             return plan.interruptible and interrupted()
 
@@ -159,6 +192,17 @@ class Executor:
                 self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
                 count += 1
         return count
+
+    def _run_awaited(self, plan: Plan, num_beside: int, interrupted: Callable[[], bool]) -> int:
+        """Run the tasklet that tasklets beside a batch stopped at, with its tokens on their way: how many, one or
+        none."""
+        if num_beside >= plan.num_beside or not self._training.runnable or not self._training.next_waits:
+            return 0
+        if plan.interruptible and interrupted():
+            return 0
+        self._device.wait_for_room()
+        self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
+        return 1
 
     def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens

@@ -17,7 +17,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 # its neighbours. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: as
 # Harli's StaticMode (section 8.1).
 _SM_SHARES = {
-    "adaptive": (0.25, 0.37, 0.49),
+    "adaptive": (0.24, 0.36, 0.48),
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
     "static": (0.6,),
 }

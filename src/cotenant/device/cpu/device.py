@@ -57,6 +57,9 @@ class CpuDevice:
         end = time.perf_counter()
         self._finished.append(FinishedTasklet(shape, (end - start) * 1e3, end, partition))
 
+    def is_training(self) -> bool:
+        return False
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []
         return finished

@@ -97,6 +97,9 @@ class CudaDevice:
         finally:
             torch.cuda.set_stream(self._default)
 
+    def is_training(self) -> bool:
+        return self._tasklets.is_busy
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         return self._tasklets.take_finished()
 

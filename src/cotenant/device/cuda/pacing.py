@@ -112,6 +112,11 @@ class TaskletQueue:
                 return
             self.collect()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is in flight now."""
+        return bool(self._in_flight) and not self._in_flight[-1].end.query()
+
     def collect(self) -> None:
         """Take note of what has ended."""
         while self._in_flight and self._in_flight[0].end.query():
