@@ -16,6 +16,7 @@ POLICIES = (
     "multitask",
     "adaptive",
     "harli",
+    "llmstation",
     "static",
     "chunked",
     "temporal",

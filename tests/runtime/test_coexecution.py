@@ -52,7 +52,7 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     if interrupt_every == 1 and not shares:
         pytest.skip("interrupted at every look it would wait for ever, as it should")
     spec = support.make_spec(tmp_path, n_epochs=4)
-    if interrupt_every == 1 and policy in ("multitask", "adaptive", "chunked"):
+    if interrupt_every == 1 and policy in ("multitask", "adaptive", "chunked", "llmstation"):
         interrupt_every = 2
     outcome = run(decoder, policy, arrivals(), spec, interrupt_every=interrupt_every)
     assert outcome.tokens == undisturbed[0]

@@ -173,10 +173,17 @@ def test_prompts_and_those_who_wait_have_all_sms(policy: str) -> None:
         assert (decided.partition, decided.num_tasklets) == (None, 0)
 
 
-def test_chunked_takes_the_same_time_in_every_iteration_whatever_there_is_to_give() -> None:
+@pytest.mark.parametrize("policy", ["chunked", "llmstation"])
+def test_some_take_the_same_time_in_every_iteration_whatever_there_is_to_give(policy: str) -> None:
     fast = RequestView("f", arrival_s=90.0, first_token_s=99.0, num_generated=400)
     slow = RequestView("s", arrival_s=90.0, first_token_s=90.1, num_generated=3)
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=8, prefill_context_tokens=8)
-    counts = {plan("chunked", batch=DECODE, requests=(one,)).num_tasklets for one in (fast, slow, WAITING)}
-    assert counts == {(14 - 2) // 2}, "0.7 of 20 ms, less a step of 2 ms, in tasklets of 2 ms"
-    assert plan("chunked", batch=prefill, requests=(fast,)).num_tasklets <= 6
+    many = JobView("job", (TaskletRun(BACKWARD, 20),))
+    counts = {plan(policy, batch=DECODE, requests=(one,), job=many).num_tasklets for one in (fast, slow)}
+    assert counts == {(18 - 2) // 2}, "0.9 of 20 ms, less a step of 2 ms, in tasklets of 2 ms"
+    waited_for = plan(policy, batch=DECODE, requests=(fast, WAITING), job=many)
+    beside_prompts = plan(policy, batch=prefill, requests=(fast,), job=many)
+    if policy == "llmstation":
+        assert waited_for.num_tasklets == beside_prompts.num_tasklets == 0
+    else:
+        assert waited_for.num_tasklets == 8 >= beside_prompts.num_tasklets

@@ -31,7 +31,7 @@ def test_adaptive_gets_training_at_least_as_far_as_any_other_and_keeps_the_targe
 ) -> None:
     found = outcome("adaptive", target_ms, lengths)
     assert found.attainment(target_ms) >= 0.99
-    for policy in ("harli", "static", "multitask", "chunked"):
+    for policy in ("harli", "static", "multitask", "llmstation", "chunked"):
         other = outcome(policy, target_ms, lengths)
         if other.attainment(target_ms) >= 0.99:
             assert found.harvest >= 0.97 * other.harvest, policy

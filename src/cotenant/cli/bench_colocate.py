@@ -39,7 +39,7 @@ _FILE_WIDTH = 140  # of tables, in a file or a pipe
 def colocate(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     policies: Annotated[str, typer.Option(help="What `--policy` of `cotenant serve` takes, one row each.")] = (
-        "adaptive,multitask,temporal,whole-step,inference-only"
+        "adaptive,multitask,llmstation,harli,static,chunked,fineinfer,lifecycle,inference-only"
     ),
     slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
     slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Of requests of a trace.")] = _TTFT_SLO_MS,

@@ -11,6 +11,7 @@ from cotenant.scheduler.policies.fineinfer import FineInferPolicy
 from cotenant.scheduler.policies.harli import HarliPolicy
 from cotenant.scheduler.policies.inference_only import InferenceOnlyPolicy
 from cotenant.scheduler.policies.lifecycle import LifecyclePolicy
+from cotenant.scheduler.policies.llmstation import LlmStationPolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
 from cotenant.scheduler.policies.static import StaticPolicy
 from cotenant.scheduler.policies.temporal import TemporalPolicy
@@ -23,6 +24,7 @@ def create_policy(name: str, predictor: LatencyPredictor) -> Policy:
         "multitask": MultitaskPolicy(predictor),
         "adaptive": AdaptivePolicy(predictor),
         "harli": HarliPolicy(predictor),
+        "llmstation": LlmStationPolicy(predictor),
         "static": StaticPolicy(predictor),
         "chunked": ChunkedPolicy(predictor),
         "inference-only": InferenceOnlyPolicy(),

@@ -6,14 +6,13 @@ from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import serving_alone, training_alone
 from cotenant.scheduler.planner import fill
-from cotenant.scheduler.slack import SAFETY
 
 
 class ChunkedPolicy:
     """Every batch, prompts too, takes a chunk of training along: as many layers of a micro-batch, forward or backward,
-    as keep this one iteration within the TPOT target. What a request was served faster before is not counted, nor who
-    waits. The chunk's tokens are the micro-batch's (`--tasklet-tokens`). Forward layers that can be are fused into the
-    batch; the others run behind it.
+    as keep this one iteration within the TPOT target, aimed at with the learned margin. What a request was served
+    faster before is not counted, nor who waits. The chunk's tokens are the micro-batch's (`--tasklet-tokens`). Forward
+    layers that can be are fused into the batch; the others run behind it.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
@@ -25,7 +24,7 @@ class ChunkedPolicy:
         batch_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
         if snapshot.job is None or batch_ms is None:
             return serving_alone(self._predictor, snapshot)
-        left_ms = SAFETY * snapshot.slo.tpot_ms - batch_ms
+        left_ms = snapshot.margin * snapshot.slo.tpot_ms - batch_ms
         filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse)
         if filling.num_tasklets == 0:
             return serving_alone(self._predictor, snapshot)
