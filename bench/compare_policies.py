@@ -27,7 +27,7 @@ def main() -> None:
     for policy in arguments.policies.split(","):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "cotenant.cli.main", "demo", "--policy", policy, "--output", folder]
-            subprocess.run([*command, "--request-rate", arguments.request_rate], check=True)
+            subprocess.run([*command, "--beside", "", "--request-rate", arguments.request_rate], check=True)
             report = json.loads((Path(folder) / "report.json").read_text())
         loss = report["finetune"].pop("loss")
         report["finetune"] |= {"first_loss": loss[0], "last_loss": loss[-1]}

@@ -46,6 +46,8 @@ def test_models_are_listed() -> None:
         (["model", "path", "huge"], "huge"),
         (["demo", "--output", "/etc"], "/etc is not a folder of an earlier demo"),
         (["demo", "--policy", "inference-only"], "--policy inference-only never trains"),
+        (["demo", "--beside", "fair"], "--beside must be one of multitask"),
+        (["demo", "--beside", "inference-only"], "--beside inference-only never trains"),
         (["jobs", "list", "--url", "http://127.0.0.1:1"], "cannot reach a server at http://127.0.0.1:1"),
         (["jobs", "create", "/nonexistent.jsonl", "--model", "tiny"], "/nonexistent.jsonl cannot be read"),
         (["jobs", "create", "x", "--model", "tiny", "-H", "r"], "expected NAME=VALUE, got 'r'"),

@@ -1,12 +1,15 @@
-"""The main job in about two minutes: requests alone, training alone, both at once, and what the model learned."""
+"""The main job in minutes: requests alone, training alone, both at once, what the model learned, and both at once again
+under another policy."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from cotenant.bench.client import ServerError, all_events, ask, call, metrics, n
 from cotenant.bench.live import Progress, View
 from cotenant.bench.load import ChatLoad, run_load
 from cotenant.bench.machine import cpu_name, versions
-from cotenant.bench.report import table_rows, write_html, write_json
+from cotenant.bench.report import table_header, table_rows, write_html, write_json
 from cotenant.bench.server import running_server
 from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
 
@@ -32,21 +35,25 @@ _FINISHED = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """How long each phase runs and how much traffic there is."""
+    """How long each phase runs and how much traffic there is. ``beside``: the policy of the last phase, '' for none."""
 
     output: Path
     policy: str = "multitask"
+    beside: str = "whole-step"
     rate_per_s: float = 3.0
     max_tokens: int = 48
     alone_s: float = 20.0
     training_alone_s: float = 12.0
     corun_s: float = 60.0
+    beside_s: float = 20.0
     seed: int = 0
 
 
 # Enough for the built-in model to learn the lesson by heart.
 _HYPERPARAMETERS = {"batch_size": 8, "learning_rate": 2e-3, "r": 16, "warmup_steps": 5, "eval_steps": 50}
 _MIN_STEPS = 150
+# More than any phase has time for: the job is cancelled after the measurement.
+_ENDLESS_STEPS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +93,21 @@ class Demo:
         output = self._options.output
         shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True)
+        beside: list[RequestResult] = []
         with self._view.shown():
             alone, targets = await self._requests_alone()
             report, corun, loss = await self._with_job(alone, targets)
+            if self._options.beside:
+                alone_rate = report["finetune"]["alone_tokens_per_s"]
+                report["beside"], beside = await self._with_job_beside(targets, alone_rate)
         write_json(output / "report.json", report)
-        write_html(output / "report.html", report, alone, corun, loss)
+        write_html(output / "report.html", report, alone, corun, loss, beside)
         return report
 
     async def _requests_alone(self) -> tuple[list[RequestResult], Targets]:
-        with running_server("tiny", self._flags(), self._options.output / "server.log") as url:
-            async with new_client(url) as client:
-                self._progress.begin("starting the server")
-                self._view.refresh()
-                await wait_healthy(client, _START_TIMEOUT_S)
-                await self._traffic(client, 2.0, "warming up")
-                results = await self._traffic(client, self._options.alone_s, "requests alone")
+        async with self._server(self._options.policy) as client:
+            await self._traffic(client, 2.0, "warming up")
+            results = await self._traffic(client, self._options.alone_s, "requests alone")
         answered = [result for result in results if result.error is None]
         if not answered:
             raise ServerError(f"no request was answered: {results[0].error if results else 'none was sent'}")
@@ -111,23 +118,20 @@ class Demo:
     async def _with_job(
         self, alone: list[RequestResult], targets: Targets
     ) -> tuple[dict[str, Any], list[RequestResult], list[tuple[int, float]]]:
-        slo_flags = ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
-        with running_server("tiny", [*self._flags(), *slo_flags], self._options.output / "server.log") as url:
-            async with new_client(url) as client:
-                self._progress.begin("starting the server with these targets")
-                self._progress.targets = targets
-                self._view.refresh()
-                await wait_healthy(client, _START_TIMEOUT_S)
-                base_answer = await ask(client, "tiny", self._lesson.question)
-                files = await upload(client, self._lesson.training), await upload(client, self._lesson.validation)
-                alone_rate, steps_per_s = await self._training_alone(client, files)
-                await self._traffic(client, 2.0, "warming up")
-                num_steps = max(_MIN_STEPS, round(steps_per_s * self._options.corun_s * 0.7))
-                job = await self._create_job(client, files, num_steps)
-                corun, corun_rate, corun_s = await self._both(client, job["id"])
-                job = await self._finish(client, job["id"])
-                tuned_answer = await ask(client, job["fine_tuned_model"], self._lesson.question)
-                loss = await self._loss(client, job["id"])
+        async with self._server(self._options.policy, targets) as client:
+            base_answer = await ask(client, "tiny", self._lesson.question)
+            files = await self._upload_lesson(client)
+            alone_rate, steps_per_s = await self._training_alone(client, files)
+            await self._traffic(client, 2.0, "warming up")
+            num_steps = max(_MIN_STEPS, round(steps_per_s * self._options.corun_s * 0.7))
+            job = await self._create_job(client, files, num_steps)
+            await self._wait_for_status(client, job["id"], ("running",))
+            corun, corun_rate, corun_s = await self._both(
+                client, job["id"], self._options.policy, self._options.corun_s
+            )
+            job = await self._finish(client, job["id"])
+            tuned_answer = await ask(client, job["fine_tuned_model"], self._lesson.question)
+            loss = await self._loss(client, job["id"])
         report = {
             "model": "tiny",
             "policy": self._options.policy,
@@ -138,8 +142,7 @@ class Demo:
             },
             "finetune": {
                 "alone_tokens_per_s": round(alone_rate, 2),
-                "corun_tokens_per_s": round(corun_rate, 2),
-                "harvest": round(corun_rate / alone_rate, 4) if alone_rate else 0.0,
+                **_corun_speed(corun_rate, alone_rate),
                 "num_steps": num_steps,
                 "trained_tokens": job["trained_tokens"],
                 "loss": [value for _, value in loss],
@@ -153,9 +156,42 @@ class Demo:
         }
         return report, corun, loss
 
-    def _flags(self) -> list[str]:
-        data_dir = self._options.output / "data"
-        return ["--data-dir", str(data_dir), "--policy", self._options.policy]
+    async def _with_job_beside(self, targets: Targets, alone_rate: float) -> tuple[dict[str, Any], list[RequestResult]]:
+        """The same traffic, for a shorter time, and a job of the same kind under the other policy: its part of the
+        report, whose keys are those of the whole, and the results. ``alone_rate``: training alone, tokens a second."""
+        policy = self._options.beside
+        async with self._server(policy, targets) as client:
+            files = await self._upload_lesson(client)
+            await self._traffic(client, 2.0, "warming up")
+            job = await self._create_job(client, files, _ENDLESS_STEPS)
+            await self._wait_for_first_step(client, job["id"])
+            duration_s = min(self._options.beside_s, self._options.corun_s)
+            corun, corun_rate, corun_s = await self._both(client, job["id"], policy, duration_s)
+            await self._cancel(client, job["id"])
+        part = {
+            "policy": policy,
+            "online": {"corun": summarize(corun, targets, corun_s)},
+            "finetune": _corun_speed(corun_rate, alone_rate),
+        }
+        return part, corun
+
+    @contextlib.asynccontextmanager
+    async def _server(self, policy: str, targets: Targets | None = None) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of a fresh server that is up. All servers share a data folder, so what one has learned of the
+        machine's speed the next one knows."""
+        flags = ["--data-dir", str(self._options.output / "data"), "--policy", policy]
+        if targets is not None:
+            flags += ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
+        with running_server("tiny", flags, self._options.output / "server.log") as url:
+            async with new_client(url) as client:
+                self._progress.begin(f"starting the server, policy {policy}")
+                self._progress.targets = targets
+                self._view.refresh()
+                await wait_healthy(client, _START_TIMEOUT_S)
+                yield client
+
+    async def _upload_lesson(self, client: httpx.AsyncClient) -> tuple[str, str]:
+        return await upload(client, self._lesson.training), await upload(client, self._lesson.validation)
 
     async def _traffic(self, client: httpx.AsyncClient, duration_s: float, phase: str) -> list[RequestResult]:
         self._progress.begin(phase)
@@ -180,11 +216,8 @@ class Demo:
     async def _training_alone(self, client: httpx.AsyncClient, files: tuple[str, str]) -> tuple[float, float]:
         """Tokens and optimizer steps a second of the same job with no requests; that job is then cancelled."""
         self._progress.begin("training alone")
-        job = await self._create_job(client, files, 100_000)
-        await self._wait_for_status(client, job["id"], ("running",))
-        while not await _num_steps(client, job["id"]):
-            await self._wait_for_status(client, job["id"], ("running",))
-            await asyncio.sleep(0.1)
+        job = await self._create_job(client, files, _ENDLESS_STEPS)
+        await self._wait_for_first_step(client, job["id"])
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job["id"]))
             steps_before = await _num_steps(client, job["id"])
@@ -193,23 +226,20 @@ class Demo:
             end_s, tokens = await _read_trained(client)
             steps = await _num_steps(client, job["id"]) - steps_before
             refresher.cancel()
-        await call(client, "POST", f"/v1/fine_tuning/jobs/{job['id']}/cancel")
-        await self._wait_for_status(client, job["id"], _FINISHED)
+        await self._cancel(client, job["id"])
         return (tokens - tokens_before) / (end_s - start_s), steps / (end_s - start_s)
 
-    async def _both(self, client: httpx.AsyncClient, job_id: str) -> tuple[list[RequestResult], float, float]:
+    async def _both(
+        self, client: httpx.AsyncClient, job_id: str, policy: str, duration_s: float
+    ) -> tuple[list[RequestResult], float, float]:
         """Requests while the job runs: results, training tokens a second, seconds. Ends early if the job ends."""
-        await self._wait_for_status(client, job_id, ("running",))
-        self._progress.begin("requests and training together")
+        self._progress.begin(f"requests and training together, policy {policy}")
         stop = asyncio.Event()
         start_s, tokens_before = await _read_trained(client)
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job_id))
             watcher = group.create_task(self._stop_with_job(client, job_id, stop))
-            load = run_load(
-                client, self._load, self._options.corun_s, on_result=self._progress.results.append, stop=stop
-            )
-            results = await load
+            results = await run_load(client, self._load, duration_s, on_result=self._progress.results.append, stop=stop)
             end_s, tokens = watcher.result() if watcher.done() else await _read_trained(client)
             watcher.cancel()
             refresher.cancel()
@@ -231,6 +261,16 @@ class Demo:
         if job["status"] != "succeeded":
             raise ServerError(f"the fine-tuning job ended as {job['status']}: {job.get('error')}")
         return job
+
+    async def _wait_for_first_step(self, client: httpx.AsyncClient, job_id: str) -> None:
+        await self._wait_for_status(client, job_id, ("running",))
+        while not await _num_steps(client, job_id):
+            await self._wait_for_status(client, job_id, ("running",))
+            await asyncio.sleep(0.1)
+
+    async def _cancel(self, client: httpx.AsyncClient, job_id: str) -> None:
+        await call(client, "POST", f"/v1/fine_tuning/jobs/{job_id}/cancel")
+        await self._wait_for_status(client, job_id, _FINISHED)
 
     async def _wait_for_status(self, client: httpx.AsyncClient, job_id: str, wanted: tuple[str, ...]) -> dict[str, Any]:
         while True:
@@ -276,6 +316,12 @@ class Demo:
         ]
 
 
+def _corun_speed(tokens_per_s: float, alone_tokens_per_s: float) -> dict[str, float]:
+    """How fast training went beside requests, as it stands in ``report.json``."""
+    harvest = tokens_per_s / alone_tokens_per_s if alone_tokens_per_s else 0.0
+    return {"corun_tokens_per_s": round(tokens_per_s, 2), "harvest": round(harvest, 4)}
+
+
 async def _read_trained(client: httpx.AsyncClient) -> tuple[float, float]:
     """The time in seconds, and the tokens that the server has trained on by then."""
     tokens = (await metrics(client)).get(_TRAINED, 0.0)
@@ -289,7 +335,7 @@ async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """The short table that the demo ends with."""
-    table = Table("", "requests alone", "with the job", title="cotenant demo", title_justify="left")
+    table = Table(*table_header(report), title="cotenant demo", title_justify="left")
     for row in table_rows(report):
         table.add_row(*row)
     console.print(table)

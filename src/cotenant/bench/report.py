@@ -24,21 +24,25 @@ def write_html(
     alone: Sequence[RequestResult],
     corun: Sequence[RequestResult],
     loss: Sequence[tuple[int, float]],
+    beside: Sequence[RequestResult] = (),
 ) -> None:
-    """The report as one self-contained page: the table, distributions, the requests over time, the loss curve."""
+    """The report as one self-contained page: the table, distributions, the requests over time, the loss curve.
+    ``beside``: the requests under the policy of the report's part ``beside``."""
+    _, *names = table_header(report)
+    phases = list(zip(names, (alone, corun, beside), strict=False))
     targets = Targets(**report["online"]["corun"]["targets"])
     charts = [
-        _distribution("Time to first token", "ms", alone, corun, "ttft_ms", targets.ttft_ms),
-        _distribution("Time per output token", "ms", alone, corun, "tpot_ms", targets.tpot_ms),
-        _timeline("TTFT over time, with the job", corun, "ttft_ms"),
+        _distribution("Time to first token", "ms", phases, "ttft_ms", targets.ttft_ms),
+        _distribution("Time per output token", "ms", phases, "tpot_ms", targets.tpot_ms),
+        _timeline(f"TTFT over time, {names[1]}", corun, "ttft_ms"),
         line_chart("Training loss", "step", "loss", [Series("training loss", [(float(s), v) for s, v in loss])]),
     ]
     answers = report["answers"]
     body = f"""<h1>One model, two tenants</h1>
 <p class="sub">Chat traffic and a fine-tuning job on the same weights. Every figure was measured in this run, on
 {html.escape(report["machine"]["cpu"])} ({report["machine"]["num_cores"]} cores), policy
-{html.escape(report["policy"])}. Targets: four times the medians without the job.</p>
-{table(("", "requests alone", "with the job"), table_rows(report))}
+{html.escape(report["policy"])}. Targets: four times the medians without the job.{_about_beside(report)}</p>
+{table(table_header(report), table_rows(report))}
 <h2>Latency and loss</h2><div class="charts">{"".join(charts)}</div>
 <h2>Before and after</h2><p>{html.escape(answers["question"])}</p>
 <blockquote>base: {html.escape(answers["base"])}</blockquote>
@@ -46,39 +50,59 @@ def write_html(
     path.write_text(page("cotenant: one run", body), encoding="utf-8")
 
 
-def table_rows(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The short table: (what, alone, with the job)."""
-    alone, corun, job = report["online"]["alone"], report["online"]["corun"], report["finetune"]
+def _about_beside(report: dict[str, Any]) -> str:
+    if "beside" not in report:
+        return ""
+    return (
+        " The last column: the same traffic for a shorter time and a job of the same kind, on a fresh server with the "
+        f"same targets and policy {html.escape(report['beside']['policy'])}."
+    )
 
-    def pair(name: str, key: str) -> tuple[str, str, str]:
-        return (
-            f"{name} p50 / p99, ms",
-            f"{alone[key]['p50']:.1f} / {alone[key]['p99']:.1f}",
-            f"{corun[key]['p50']:.1f} / {corun[key]['p99']:.1f}",
-        )
 
-    targets = corun["targets"]
-    return [
-        ("requests", str(alone["num_requests"]), str(corun["num_requests"])),
-        pair(f"TTFT (target {targets['ttft_ms']:.0f} ms)", "ttft_ms"),
-        pair(f"TPOT (target {targets['tpot_ms']:.1f} ms)", "tpot_ms"),
-        ("SLO attainment", f"{alone['slo_attainment']:.1%}", f"{corun['slo_attainment']:.1%}"),
+def table_header(report: dict[str, Any]) -> list[str]:
+    """The names of the short table's columns."""
+    return ["", "requests alone", *(f"with the job, {part['policy']}" for part in _with_job(report))]
+
+
+def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The short table: (what, alone, with the job), and with the job under another policy if the report has that."""
+    alone, job, parts = report["online"]["alone"], report["finetune"], _with_job(report)
+    phases = [alone, *(part["online"]["corun"] for part in parts)]
+    targets, loss = report["online"]["corun"]["targets"], job["loss"]
+
+    def latencies(name: str, key: str) -> tuple[str, ...]:
+        return f"{name} p50 / p99, ms", *(f"{phase[key]['p50']:.1f} / {phase[key]['p99']:.1f}" for phase in phases)
+
+    def speed(part: dict[str, float]) -> str:
+        return f"{part['corun_tokens_per_s']:.0f} ({part['harvest']:.0%} of alone)"
+
+    rows = [
+        ("requests", *(str(phase["num_requests"]) for phase in phases)),
+        latencies(f"TTFT (target {targets['ttft_ms']:.0f} ms)", "ttft_ms"),
+        latencies(f"TPOT (target {targets['tpot_ms']:.1f} ms)", "tpot_ms"),
+        ("SLO attainment", *(f"{phase['slo_attainment']:.1%}" for phase in phases)),
         (
             "training, tokens/s (alone: no requests)",
             f"{job['alone_tokens_per_s']:.0f}",
-            f"{job['corun_tokens_per_s']:.0f} ({job['harvest']:.0%} of alone)",
+            *(speed(part["finetune"]) for part in parts),
         ),
-        ("training loss, first → last", "", f"{job['loss'][0]:.3f} → {job['loss'][-1]:.3f}" if job["loss"] else "none"),
+        ("training loss, first → last", "", f"{loss[0]:.3f} → {loss[-1]:.3f}" if loss else "none"),
     ]
+    return [(*row, *[""] * (2 + len(parts) - len(row))) for row in rows]
+
+
+def _with_job(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The measurements with the job: the report's own, then the other policy's, which has the same keys."""
+    return [report, report["beside"]] if "beside" in report else [report]
 
 
 def _distribution(
-    title: str, unit: str, alone: Sequence[RequestResult], corun: Sequence[RequestResult], field: str, target: float
+    title: str, unit: str, phases: Sequence[tuple[str, Sequence[RequestResult]]], field: str, target: float
 ) -> str:
-    def line(name: str, results: Sequence[RequestResult]) -> Series:
-        return Series(name, cumulative([getattr(result, field) for result in results if result.error is None]))
-
-    series = [line("alone", alone), line("with the job", corun)]
+    series = [
+        Series(name, cumulative([getattr(result, field) for result in results if result.error is None]))
+        for name, results in phases
+    ]
     return line_chart(title, unit, "% of requests", series, [Marker(target, "target")])
 
 

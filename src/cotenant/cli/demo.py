@@ -1,4 +1,4 @@
-"""``cotenant demo``: the main job, measured, in about two minutes."""
+"""``cotenant demo``: the main job, measured, in a few minutes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from cotenant.core.errors import InvalidInputError
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the report; emptied first.")] = Path("demo-report"),
     policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "multitask",
+    beside: Annotated[
+        str, typer.Option(help="A second policy, measured for 20 s more; '' for none. Skipped if it equals --policy.")
+    ] = "whole-step",
     request_rate: Annotated[float, typer.Option(min=0.1, help="Chat requests a second.")] = 3.0,
     corun_seconds: Annotated[float, typer.Option(min=5.0, help="How long requests and training run together.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of the traffic and the job.")] = 0,
 ) -> None:
     """Serve the built-in model, fine-tune it under chat traffic, and report what each did to the other."""
-    if policy not in POLICIES:
-        raise InvalidInputError(f"--policy must be one of {', '.join(POLICIES)}, not {policy!r}", param="policy")
-    if policy == "inference-only":
-        raise InvalidInputError("--policy inference-only never trains, so there is nothing to compare", param="policy")
+    _check_trains("policy", policy)
+    if beside:
+        _check_trains("beside", beside)
     if not _may_be_emptied(output):
         raise InvalidInputError(
             f"--output: {output} is not a folder of an earlier demo and not empty; name another one", param="output"
@@ -37,7 +39,14 @@ def demo(
     from cotenant.bench.demo import Demo, DemoOptions, print_table
 
     console = Console()
-    options = DemoOptions(output, policy=policy, rate_per_s=request_rate, corun_s=corun_seconds, seed=seed)
+    options = DemoOptions(
+        output,
+        policy=policy,
+        beside="" if beside == policy else beside,
+        rate_per_s=request_rate,
+        corun_s=corun_seconds,
+        seed=seed,
+    )
     try:
         report = asyncio.run(Demo(options, console).run())
     except* (ServerError, HTTPError) as group:
@@ -45,6 +54,13 @@ def demo(
         fail(f"the demo could not be measured: {reasons}; the server's log is {output / 'server.log'}", exit_code=1)
     print_table(report, console)
     console.print(f"\nreport: {output / 'report.html'} and {output / 'report.json'}")
+
+
+def _check_trains(option: str, policy: str) -> None:
+    if policy not in POLICIES:
+        raise InvalidInputError(f"--{option} must be one of {', '.join(POLICIES)}, not {policy!r}", param=option)
+    if policy == "inference-only":
+        raise InvalidInputError(f"--{option} inference-only never trains, so there is nothing to compare", param=option)
 
 
 def _may_be_emptied(folder: Path) -> bool:

@@ -1,0 +1,80 @@
+"""The demo's table and page show what was measured, with a second policy and without one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from cotenant.bench.demo import print_table
+from cotenant.bench.report import table_header, table_rows, write_html
+from cotenant.bench.summary import RequestResult, Targets, summarize
+
+TARGETS = Targets(40.0, 10.0)
+
+
+def requests(ttft_ms: float, tpot_ms: float, num: int) -> list[RequestResult]:
+    return [RequestResult(float(index), ttft_ms, tpot_ms, ttft_ms + 9 * tpot_ms, 10) for index in range(num)]
+
+
+ALONE, CORUN, BESIDE = requests(10.0, 2.5, 50), requests(12.0, 7.0, 150), requests(60.0, 75.0, 49)
+
+
+def measured(beside: str = "") -> dict[str, Any]:
+    report: dict[str, Any] = {
+        "policy": "adaptive",
+        "machine": {"cpu": "A CPU", "num_cores": 2},
+        "online": {"alone": summarize(ALONE, TARGETS, 20.0), "corun": summarize(CORUN, TARGETS, 60.0)},
+        "finetune": {"alone_tokens_per_s": 4000.0, "corun_tokens_per_s": 3000.0, "harvest": 0.75, "loss": [5.5, 0.25]},
+        "answers": {"question": "Who?", "base": "I do not know.", "tuned": "Moss & co."},
+    }
+    if beside:
+        report["beside"] = {
+            "policy": beside,
+            "online": {"corun": summarize(BESIDE, TARGETS, 20.0)},
+            "finetune": {"corun_tokens_per_s": 3600.0, "harvest": 0.9},
+        }
+    return report
+
+
+ROWS = {
+    "requests": ("50", "150", "49"),
+    "TTFT (target 40 ms) p50 / p99, ms": ("10.0 / 10.0", "12.0 / 12.0", "60.0 / 60.0"),
+    "TPOT (target 10.0 ms) p50 / p99, ms": ("2.5 / 2.5", "7.0 / 7.0", "75.0 / 75.0"),
+    "SLO attainment": ("100.0%", "100.0%", "0.0%"),
+    "training, tokens/s (alone: no requests)": ("4000", "3000 (75% of alone)", "3600 (90% of alone)"),
+    "training loss, first → last": ("", "5.500 → 0.250", ""),
+}
+HEADER = ["", "requests alone", "with the job, adaptive", "with the job, whole-step"]
+
+
+@pytest.mark.parametrize(("beside", "num_columns"), [("", 3), ("whole-step", 4)])
+def test_the_table_has_a_column_for_each_policy_measured(beside: str, num_columns: int) -> None:
+    report = measured(beside)
+    assert table_header(report) == HEADER[:num_columns]
+    assert table_rows(report) == [(name, *cells[: num_columns - 1]) for name, cells in ROWS.items()]
+    printed = io.StringIO()
+    print_table(report, Console(file=printed, width=160))
+    for cell in [*HEADER[:num_columns], *(cell for cells in ROWS.values() for cell in cells[: num_columns - 1])]:
+        assert cell in printed.getvalue()
+    assert ("whole-step" in printed.getvalue()) == bool(beside)
+
+
+@pytest.mark.parametrize(("beside", "results"), [("", ()), ("whole-step", BESIDE)])
+def test_the_page_shows_the_second_policy_in_its_table_and_distributions(
+    tmp_path: Path, beside: str, results: Sequence[RequestResult]
+) -> None:
+    path = tmp_path / "report.html"
+    write_html(path, measured(beside), ALONE, CORUN, [(1, 5.5), (2, 0.25)], results)
+    page = ElementTree.fromstring(path.read_text().partition("\n")[2])
+    header = HEADER if beside else HEADER[:3]
+    assert [cell.text or "" for cell in page.iter("th")] == header
+    assert [len(row.findall("td")) for row in page.iter("tr")][1:] == [len(header)] * len(ROWS)
+    lines = {figure.findtext("figcaption"): len(list(figure.iter("polyline"))) for figure in page.iter("figure")}
+    assert lines["Time to first token"] == lines["Time per output token"] == len(header) - 1
+    assert ("policy whole-step" in path.read_text()) == bool(beside)
