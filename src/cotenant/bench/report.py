@@ -100,10 +100,11 @@ def _distribution(
     title: str, unit: str, phases: Sequence[tuple[str, Sequence[RequestResult]]], field: str, target: float
 ) -> str:
     series = [
-        Series(name, cumulative([getattr(result, field) for result in results if result.error is None]))
-        for name, results in phases
+        Series(name, cumulative([value for result in results if (value := getattr(result, field)) > 0]))
+        for name, results in ((name, [one for one in results if one.error is None]) for name, results in phases)
     ]
-    return line_chart(title, unit, "% of requests", series, [Marker(target, "target")])
+    # An answer of one token has no time per token after it. One policy may take ten times as long as another.
+    return line_chart(title, unit, "% of requests", series, [Marker(target, "target")], log_x=True)
 
 
 def _timeline(title: str, results: Sequence[RequestResult], field: str) -> str:
