@@ -19,6 +19,7 @@ place. Logs of the daemon, the servers and the training are kept in ``--logs``.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import signal
@@ -32,7 +33,7 @@ from typing import Any
 from compare_finetune import peer_environment, why_not_importable
 from compare_servers import CONFIG, make_model_folder, wait_healthy
 from mps import Mps, MpsError, running_mps
-from sharing_loads import Client, Measured
+from sharing_loads import ENDING_SIGNALS, Client, Measured
 from sharing_processes import SharingError, Training, running, tail, training
 from sharing_report import merged, new_report, places_missing
 
@@ -195,13 +196,17 @@ class Sharing:
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the daemon is ended
+    for number in ENDING_SIGNALS:
+        signal.signal(
+            number, lambda number, _: sys.exit(128 + number)
+        )  # so that the processes and the daemon are ended
     arguments = parse()
     try:
         problems = measure(arguments)
     except (CotenantError, MpsError, SharingError) as error:
         raise SystemExit(f"error: {error}") from None
+    except asyncio.CancelledError:
+        raise SystemExit("error: ended by a signal while a load ran") from None
     if problems:
         raise SystemExit(f"{len(problems)} not measured: {'; '.join(problems)}")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from sharing_processes import SharingError
@@ -20,6 +22,9 @@ from cotenant.cli.colocate_loads import TracePlan
 from cotenant.runtime.colocate_bench import ANSWERED_WITHIN_S, SETTLED_TOKENS
 from cotenant.runtime.load import Answer, Arrival
 
+T = TypeVar("T")
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATH = "/v1/completions"
 _POLL_S = 0.005
 _STATS_EVERY_S = 0.5  # what the server says of itself may be as old
@@ -53,14 +58,14 @@ class Client:
         input_len = min(_WARM_INPUT, self.max_model_len - _WARM_OUTPUT)
         requests = [PlannedRequest(index, 0.0, input_len, _WARM_OUTPUT, self.model) for index in range(_WARM_REQUESTS)]
         share = self._share(requests, seed=0, nonce=_WARM_NONCE, timeout_s=_WARM_TIMEOUT_S)
-        failed = [outcome for outcome in run_loop(warm_up(share)) if outcome.failure is not None]
+        failed = [outcome for outcome in _run_loop(warm_up(share)) if outcome.failure is not None]
         if failed:
             raise SharingError(f"the server's warm-up failed: {failed[0].failure}: {failed[0].message}")
 
     def steady(self, batch_size: int, context: int, num_tokens: int, seed: int) -> Measured:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. Raises
         SharingError if one of them ends before."""
-        measured = run_loop(self._steady(batch_size, context, num_tokens, seed))
+        measured = _run_loop(self._steady(batch_size, context, num_tokens, seed))
         self._wait_idle()
         return measured
 
@@ -73,7 +78,7 @@ class Client:
         generator = Generator(self._share(planned, seed, _NONCE, plan.duration_s + ANSWERED_WITHIN_S))
         generator.prepare()
         origin_s = time.monotonic() + 0.1
-        outcomes = run_loop(_run(generator, origin_s, plan.duration_s + ANSWERED_WITHIN_S))
+        outcomes = _run_loop(_run(generator, origin_s, plan.duration_s + ANSWERED_WITHIN_S))
         self._wait_idle()
         by_index = {outcome.index: outcome for outcome in outcomes}
         answers = [_answer(one, by_index.get(one.index)) for one in planned]
@@ -107,8 +112,28 @@ class Client:
 
     def _wait_idle(self) -> None:
         """Until the server is done with what was cut off. Raises SharingError."""
-        if not run_loop(_is_idle_within(self.url, _IDLE_TIMEOUT_S)):
+        if not _run_loop(_is_idle_within(self.url, _IDLE_TIMEOUT_S)):
             raise SharingError(f"the server still had requests {_IDLE_TIMEOUT_S:g} s after the load")
+
+
+def _run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """As ``run_loop``. Raises asyncio.CancelledError for a signal that ends a program: uvloop would swallow what a
+    handler raises in one of its callbacks."""
+
+    async def cancellable() -> T:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+        for number in handlers:
+            loop.add_signal_handler(number, task.cancel)
+        try:
+            return await main
+        finally:
+            for number, handler in handlers.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    return run_loop(cancellable())
 
 
 async def _run(generator: Generator, origin_s: float, most_s: float) -> list[Outcome]:
