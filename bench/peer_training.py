@@ -3,18 +3,25 @@
 The report has kind ``finetune`` and the field names of `cotenant bench finetune`; what we alone measure (ceilings,
 tasklet times, suspend, discard, CPU share) is left out. A step is gradient accumulation over ``batch_size``
 sequences at a time, clipping if the library does it by default, and fused AdamW.
+
+With ``--endless`` it trains until it is ended or its parent is gone, for bench/compare_sharing.py. Standard output has
+a line of JSON first, which says what trains on what, and one for each step: ``step``, ``tokens_per_s`` and ``ends``,
+the end of each of its micro-batches on ``time.monotonic()`` with the tokens trained by then.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import resource
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -51,7 +58,9 @@ def parse(description: str | None, add_flags: Callable[[argparse.ArgumentParser]
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--label", required=True)
-    parser.add_argument("--json", type=Path, required=True)
+    ending = parser.add_mutually_exclusive_group(required=True)
+    ending.add_argument("--json", type=Path)
+    ending.add_argument("--endless", action="store_true", help="train until ended, with a line for each step")
     add_flags(parser)
     arguments = parser.parse_args()
     micro_batch = arguments.batch_size * arguments.seq_len
@@ -65,7 +74,7 @@ def device() -> torch.device:
 
 
 def train(arguments: argparse.Namespace, peer: Peer, vocab_size: int, packages: Sequence[str]) -> None:
-    """Time the steps and write the report. ``packages``: whose versions it names."""
+    """Time the steps and write the report; endless, print them. ``packages``: whose versions are named."""
     on = device()
     optimizer = torch.optim.AdamW(peer.parameters, lr=1e-5, weight_decay=0.0, fused=True)
     num_micro_batches = arguments.tokens_per_step // (arguments.batch_size * arguments.seq_len)
@@ -75,22 +84,20 @@ def train(arguments: argparse.Namespace, peer: Peer, vocab_size: int, packages: 
         torch.cuda.empty_cache()  # what was left of making the model is no part of training's memory
         torch.cuda.reset_peak_memory_stats()
 
-    def step(index: int) -> torch.Tensor:
+    def step(index: int, on_micro_batch: Callable[[], None] = lambda: None) -> torch.Tensor:
         total = torch.zeros((), device=on)
         for ids in data[index % STEPS_OF_DATA]:
             loss = peer.loss(ids) / num_micro_batches
             loss.backward()
             total += loss.detach()
+            on_micro_batch()
         if peer.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(peer.parameters, peer.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return total
 
-    for index in range(arguments.warmup_steps):
-        step(index)
-    figures = _timed(step, arguments)
-    report = {
+    setting = {
         "kind": "finetune",
         "label": arguments.label,
         "model": arguments.model.name,
@@ -102,13 +109,69 @@ def train(arguments: argparse.Namespace, peer: Peer, vocab_size: int, packages: 
         "gradient_checkpointing": arguments.gradient_checkpointing,
         "micro_batch_tokens": arguments.batch_size * arguments.seq_len,
         "num_micro_batches": num_micro_batches,
-        **figures,
-        "memory": _peak_memory(on),
-        "machine": machine(),
+    }
+    about = {
         "versions": {**versions(), **{name: metadata.version(name) for name in packages}},
         "command": command_line(["python", *sys.argv]),
     }
+    if arguments.endless:
+        # Under MPS it may be fewer than the GPU has.
+        num_sms = torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else None
+        print(json.dumps({**setting, "num_sms": num_sms, **about}), flush=True)
+        _train_endlessly(step, _Progress(num_micro_batches, arguments.tokens_per_step))
+        return
+    for index in range(arguments.warmup_steps):
+        step(index)
+    figures = _timed(step, arguments)
+    report = {**setting, **figures, "memory": _peak_memory(on), "machine": machine(), **about}
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _train_endlessly(step: Callable[[int, Callable[[], None]], torch.Tensor], progress: _Progress) -> None:
+    """Until this process is ended, or the one that started it is gone."""
+    parent = os.getppid()
+    for index in itertools.count():
+        if os.getppid() != parent:
+            return
+        step(index, progress.note)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Notes the end of each micro-batch on the device and prints each step. The host waits for a micro-batch once it
+    has launched the next one, so that the device is never without work."""
+
+    num_micro_batches: int
+    tokens_per_step: int
+    _launched: deque[Any] = field(default_factory=deque)
+    _ends: list[tuple[float, int]] = field(default_factory=list)  # of the step under way
+    _num_ended: int = 0
+    _step_began_s: float = field(default_factory=time.monotonic)
+
+    def note(self) -> None:
+        """A micro-batch was launched."""
+        self._launched.append(_mark())
+        if len(self._launched) == 1:
+            return
+        mark = self._launched.popleft()
+        if not isinstance(mark, float):
+            mark.synchronize()
+        self._num_ended += 1
+        tokens = self._num_ended * self.tokens_per_step // self.num_micro_batches
+        # On a CPU it ended when it was noted.
+        self._ends.append((mark if isinstance(mark, float) else time.monotonic(), tokens))
+        if len(self._ends) == self.num_micro_batches:
+            self._print_step()
+
+    def _print_step(self) -> None:
+        end_s = self._ends[-1][0]
+        line = {
+            "step": self._num_ended // self.num_micro_batches,
+            "tokens_per_s": round(self.tokens_per_step / (end_s - self._step_began_s), 2),
+            "ends": [(round(at_s, 6), tokens) for at_s, tokens in self._ends],
+        }
+        print(json.dumps(line), flush=True)
+        self._step_began_s, self._ends = end_s, []
 
 
 def _timed(step: Callable[[int], torch.Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -141,7 +204,7 @@ def _synchronize() -> None:
 
 def _mark() -> Any:
     if not torch.cuda.is_available():
-        return time.perf_counter()
+        return time.monotonic()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -111,6 +111,24 @@ def test_two_gpus_that_share_half_the_load_each() -> None:
     assert (at_two["time_scale"], at_two["ratio"], at_two["separate_meets_slo"]) == (2.0, 0.0, None)
 
 
+def test_two_gpus_as_measured_are_no_rival_on_one() -> None:
+    comparison = compared(
+        cell("adaptive", 75.0, scale=0.5),
+        cell("separate", 120.0, scale=0.5),
+        cell("mps-60", 50.0, scale=0.5),
+        cell("adaptive", 60.0),
+        cell("inference-only", 0.0, 0.98),
+        cell("separate", 120.0),
+    )
+    assert [place["best_other"] for place in comparison["places"]] == ["mps-60", None]
+    assert comparison["behind"] == []
+    two = comparison["two_gpus"][0]
+    assert (two["time_scale"], two["separate_tokens_per_s"], two["ratio"]) == (1.0, 120.0, 1.25)
+    assert two["separate_meets_slo"], "its server does, if not the one in one process"
+    only = compared(cell("adaptive", 75.0), cell("separate", 120.0), cell("mps-60", 50.0))
+    assert only["ratios"]["best_other"] == {"policy": "mps-60", "ratio": 1.5}
+
+
 _POLICIES = ("adaptive", "harli", "static", "inference-only")
 _FIGURES = st.tuples(st.integers(0, 1000).map(float), st.sampled_from([None, 0.0, 0.5, 0.989, 0.99, 1.0]))
 

@@ -50,7 +50,21 @@ def _setting(report: Mapping[str, Any]) -> list[str]:
     return [
         f'<p class="sub">{html.escape(settings)} {html.escape(job)}</p>',
         f"<p><code>{html.escape(report['command'])}</code></p>",
+        *_sharing(report.get("sharing", {})),
     ]
+
+
+def _sharing(sharing: Mapping[str, Any]) -> list[str]:
+    """Of a run that bench/compare_sharing.py has added to."""
+    if "train_alone_tokens_per_s" not in sharing:
+        return []
+    training = sharing["training"]
+    text = (
+        f"In processes of their own, asked over HTTP: the server, and training by {sharing['peer']}, "
+        f"{training['tokens_per_step']:,} tokens a step, {sharing['train_alone_tokens_per_s']:,.0f} tokens/s alone, of "
+        "which harvest is a share there."
+    )
+    return [f'<p class="sub">{html.escape(text)}</p>', f"<p><code>{html.escape(sharing['command'])}</code></p>"]
 
 
 def _comparison(comparison: Mapping[str, Any]) -> list[str]:

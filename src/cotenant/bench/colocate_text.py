@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotenant.bench.comparison import BASELINES, SUBJECT, TOLERANCE
+from cotenant.bench.comparison import BASELINES, SEPARATE, SUBJECT, TOLERANCE
 
 HEADER = ("load", "TPOT target", "policy", "tokens/s", "harvest", "attainment", "TTFT p50/p99", "TPOT", "ITL")
 
@@ -54,6 +54,8 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
         f"{comparison['num_whole_places']} of {num_places} places (load, rate and target), those where every policy "
         "was measured; a place where a policy misses the SLO counts as 0 for it."
     ]
+    if SEPARATE in comparison["averages"]:
+        lines.append(f"`{SEPARATE}` has two GPUs and is left out where the best other policy is named.")
     if SUBJECT not in comparison["averages"]:
         return lines
     lines += _ratio_lines(comparison["ratios"])

@@ -20,7 +20,7 @@ from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_r
 from cotenant.bench.comparison import compare
 from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
-from cotenant.cli.colocate_loads import ColocateLoad, read_traces, steady_load, trace_load
+from cotenant.cli.colocate_loads import ColocateLoad, plan_trace, read_traces, steady_load, trace_load
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import fail, write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
@@ -132,7 +132,7 @@ def colocate(
         # A seed for each load: what policies are compared under is the same.
         loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
         for name, scale in itertools.product(traces, scales):
-            loads.append(trace_load(bench, name, traces[name], scale, min_requests, len(loads)))
+            loads.append(trace_load(bench, plan_trace(name, traces[name], scale, min_requests), len(loads)))
         report = {
             **_report(bench, label),
             "slo_attainment": slo_attainment,

@@ -42,24 +42,28 @@ def read_traces(paths: Sequence[Path], busiest_s: float | None, limit: int) -> d
     return traces
 
 
-def steady_load(bench: ColocateBench, batch_size: int, context: int, num_tokens: int, seed: int) -> ColocateLoad:
-    """``batch_size`` sequences that decode together."""
-    parameters = {"load": "steady", "batch_size": batch_size, "context": context, "num_tokens": num_tokens}
-    return ColocateLoad(
-        parameters, lambda policy, slo: bench.steady(policy, slo, batch_size, context, num_tokens, seed)
-    )
+def steady_parameters(batch_size: int, context: int, num_tokens: int) -> dict[str, Any]:
+    """``batch_size`` sequences that decode together, as their cells have them in the JSON."""
+    return {"load": "steady", "batch_size": batch_size, "context": context, "num_tokens": num_tokens}
 
 
-def trace_load(
-    bench: ColocateBench, name: str, trace: Trace, time_scale: float, min_requests: int, seed: int
-) -> ColocateLoad:
+@dataclass(frozen=True, slots=True)
+class TracePlan:
+    """The requests of a trace at a rate. ``parameters``: as its cells have them in the JSON."""
+
+    parameters: dict[str, Any]
+    trace: Trace
+    time_scale: float
+
+    @property
+    def duration_s(self) -> float:
+        return max(self.trace.duration_s / self.time_scale, 1e-3)
+
+
+def plan_trace(name: str, trace: Trace, time_scale: float, min_requests: int) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``."""
-    from cotenant.runtime.load import Arrival
-
     num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
-    trace = trace.repeated(num_runs)
-    arrivals = [Arrival(each.at_s / time_scale, each.input_len, each.output_len) for each in trace.requests]
-    duration_s = max(trace.duration_s / time_scale, 1e-3)
+    plan = TracePlan({}, trace.repeated(num_runs), time_scale)
     parameters = {
         "load": "trace",
         "trace": name,
@@ -67,6 +71,22 @@ def trace_load(
         "time_scale": time_scale,
         "window_s": trace.window_s,
         "num_runs": num_runs,
-        "request_rate": round(len(arrivals) / duration_s, 4),
+        "request_rate": round(len(plan.trace.requests) / plan.duration_s, 4),
     }
-    return ColocateLoad(parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, duration_s, seed))
+    return replace(plan, parameters=parameters)
+
+
+def steady_load(bench: ColocateBench, batch_size: int, context: int, num_tokens: int, seed: int) -> ColocateLoad:
+    """``batch_size`` sequences that decode together."""
+    return ColocateLoad(
+        steady_parameters(batch_size, context, num_tokens),
+        lambda policy, slo: bench.steady(policy, slo, batch_size, context, num_tokens, seed),
+    )
+
+
+def trace_load(bench: ColocateBench, plan: TracePlan, seed: int) -> ColocateLoad:
+    """What was planned of a trace."""
+    from cotenant.runtime.load import Arrival
+
+    arrivals = [Arrival(each.at_s / plan.time_scale, each.input_len, each.output_len) for each in plan.trace.requests]
+    return ColocateLoad(plan.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, plan.duration_s, seed))

@@ -21,7 +21,7 @@ from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Slo
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
-from cotenant.runtime.load import Arrival, Load
+from cotenant.runtime.load import Answer, Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.runtime.timeline import Timeline
@@ -33,10 +33,10 @@ _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
-_SETTLED_TOKENS, _MOST_SETTLING = 16, 512
+SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
 _NO_TARGET = Slo(1e9, 1e9)
-_ANSWERED_WITHIN_S = 120.0  # after the last arrival
+ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
 
 @dataclass(slots=True)
@@ -93,7 +93,8 @@ class Cell:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
     failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
     with training, relative, an iteration each. ``timeline``: ``Timeline.figures`` and
-    ``trained_tokens`` so far. ``utilisation``: ``UtilisationSampler.figures``."""
+    ``trained_tokens`` so far. ``utilisation``: ``UtilisationSampler.figures``. What has a default is not known of a
+    server and a training process that are seen from outside, but for the tokens trained."""
 
     policy: str
     slo: Slo
@@ -105,24 +106,24 @@ class Cell:
     tpot_ms: list[float]
     itl_ms: list[float]
     output_tokens_per_s: float
-    train_tokens_per_s: float
-    modes: dict[str, int]
-    prediction_errors: dict[str, list[float]]
-    timeline: dict[str, Any]
-    utilisation: dict[str, float] | None
+    train_tokens_per_s: float = 0.0
+    modes: dict[str, int] = field(default_factory=dict)
+    prediction_errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
+    timeline: dict[str, Any] = field(default_factory=dict)
+    utilisation: dict[str, float] | None = None
 
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    return max(1, context - num_tokens // 2) + num_tokens + _SETTLED_TOKENS + _MOST_SETTLING + 2 * batch_size
+    return max(1, context - num_tokens // 2) + num_tokens + SETTLED_TOKENS + _MOST_SETTLING + 2 * batch_size
 
 
 def _are_settled(load: Load, slo: Slo) -> bool:
     counts = [len(answer.token_s) for answer in load.answers]
-    if min(counts) < _SETTLED_TOKENS:
+    if min(counts) < SETTLED_TOKENS:
         return False
     tpots_ms = [(answer.token_s[-1] - answer.token_s[0]) * 1e3 / (len(answer.token_s) - 1) for answer in load.answers]
-    return max(tpots_ms) <= _WELL_WITHIN * slo.tpot_ms or min(counts) >= _SETTLED_TOKENS + _MOST_SETTLING
+    return max(tpots_ms) <= _WELL_WITHIN * slo.tpot_ms or min(counts) >= SETTLED_TOKENS + _MOST_SETTLING
 
 
 class ColocateBench:
@@ -214,7 +215,7 @@ class ColocateBench:
         with self._sampler() as utilisation:
             while not (load.done and load.now_s >= duration_s):
                 self._iterate(loop, watch)
-                if load.now_s > duration_s + _ANSWERED_WITHIN_S:
+                if load.now_s > duration_s + ANSWERED_WITHIN_S:
                     load.abort()
                     break
         self._become_idle(loop, watch)
@@ -307,20 +308,12 @@ class ColocateBench:
             self._iterate(loop, watch)
 
 
-def _cell(
-    policy: str,
-    slo: Slo,
-    watch: _Watch,
-    start_s: float,
-    end_s: float,
-    utilisation: dict[str, float] | None,
-    *,
-    with_ttft: bool,
-) -> Cell:
-    """Of the requests whose tokens came in this time; ``with_ttft``: of all requests, from their beginning."""
+def judge(policy: str, slo: Slo, answers: Sequence[Answer], start_s: float, end_s: float, *, with_ttft: bool) -> Cell:
+    """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
+    beginning."""
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
-    for answer in watch.load.answers:
+    for answer in answers:
         inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
         times = answer.token_s if with_ttft else inside
         num_tokens += len(inside)
@@ -339,13 +332,28 @@ def _cell(
         policy=policy,
         slo=slo,
         duration_s=end_s - start_s,
-        num_requests=len(watch.load.answers),
+        num_requests=len(answers),
         num_failed=num_failed,
         num_attained=num_attained,
         ttft_ms=ttfts_ms,
         tpot_ms=tpots_ms,
         itl_ms=gaps_ms,
         output_tokens_per_s=num_tokens / (end_s - start_s),
+    )
+
+
+def _cell(
+    policy: str,
+    slo: Slo,
+    watch: _Watch,
+    start_s: float,
+    end_s: float,
+    utilisation: dict[str, float] | None,
+    *,
+    with_ttft: bool,
+) -> Cell:
+    return replace(
+        judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft),
         train_tokens_per_s=watch.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
         prediction_errors=watch.errors,

@@ -1,0 +1,158 @@
+"""bench/compare_sharing.py on the CPU: the server and PEFT's training side by side without MPS, and each alone; the MPS
+daemon's beginning and end with a stand-in for its control program, as the real one needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "src" / "cotenant" / "assets" / "tiny" / "config.json"
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.0,20,12
+2023-11-16 18:15:46.3,33,1
+2023-11-16 18:15:46.4,5000,9
+2023-11-16 18:15:46.5,8,20
+"""
+LOAD = ["--context", "40", "--num-tokens", "16", "--min-requests", "3", "--slo-tpot-ms", "0.01,10000"]
+LOAD += ["--slo-ttft-ms", "60000", "--seq-len", "32", "--r", "4", "--alone-seconds", "0.5", "--dtype", "float32"]
+TRAINING = ["--tokens-per-step", "64", "--batch-sizes", "1", "--liger", "none", "--no-compile"]
+CONTROL = """#!/bin/sh
+if [ "$1" = -d ]; then
+    echo "started with ${CUDA_VISIBLE_DEVICES:-all}" > "$CUDA_MPS_LOG_DIRECTORY/control.log"
+    test -n "$REFUSES" && echo "no such luck" && exit 1
+    exit 0
+fi
+read command
+echo "$command" >> "$SEEN"
+case "$command" in
+    get_server_list) echo 17 ;;
+    "get_client_list 17") printf '4\\n5\\n' ;;
+esac
+"""
+
+
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def compare_sharing(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(str(ROOT / "bench" / "compare_sharing.py"), *LOAD, *TRAINING, *arguments, **environment)
+
+
+def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
+    grid, own, trace = tmp_path / "grid.json", tmp_path / "own.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    shutil.copy(TINY, tmp_path / "tiny.json")
+    load = ["--trace", str(trace), "--device", "cpu"]
+    measured = run("-m", "cotenant", "bench", "colocate", "tiny", *LOAD, *load, "--tokens-per-step", "32",
+                   "--batch-sizes", "3", "--policies", "inference-only", "--json", str(grid))  # fmt: skip
+    assert measured.returncode == 0, measured.stderr
+    theirs = json.loads(grid.read_text())
+
+    load += ["--no-mps", "--config", str(tmp_path / "tiny.json"), "--append-to", str(grid)]
+    elsewhere = compare_sharing(*load, "--steady-batch-sizes", "4")
+    assert elsewhere.returncode == 1
+    assert "has nothing of 4 x 40 at 0.01 ms; 4 x 40 at 10000 ms" in elsewhere.stderr
+
+    shared = compare_sharing(*load, "--steady-batch-sizes", "3", "--json", str(own))
+    assert shared.returncode == 0, shared.stderr + shared.stdout
+    report, mine = json.loads(grid.read_text()), json.loads(own.read_text())
+    check_cells(mine)
+    assert report["train_alone_tokens_per_s"] == theirs["train_alone_tokens_per_s"]
+    assert report["sharing"]["train_alone_tokens_per_s"] == mine["train_alone_tokens_per_s"]
+    places = [(cell["load"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
+    assert places == [
+        (kind, tpot_ms, policy)
+        for kind in ("steady", "trace")
+        for tpot_ms in (0.01, 10000)
+        for policy in ("inference-only", "separate", "no-mps")
+    ]
+    for place in report["comparison"]["places"]:
+        assert place["best_other"] == ("no-mps" if place["place"]["slo"]["tpot_ms"] == 10000 else None)
+    assert {path.name for path in (tmp_path / "own-logs").iterdir()} >= {
+        "server-separate.log", "server-no-mps.log", "training-no-mps.jsonl", "training-alone-1.log"
+    }  # fmt: skip
+    page = tmp_path / "grid.html"
+    drawn = run("-m", "cotenant", "bench", "colocate-report", str(grid), "--html", str(page))
+    assert drawn.returncode == 0, drawn.stderr
+    assert "no-mps: " not in page.read_text(), "nothing is known of it over time"
+    assert f"{mine['train_alone_tokens_per_s']:,.0f} tokens/s alone" in page.read_text()
+
+
+def check_cells(report: dict[str, Any]) -> None:
+    """Of both ways: measured once, judged for each target."""
+    alone = report["train_alone_tokens_per_s"]
+    assert alone == report["sharing"]["trials"][0]["tokens_per_s"] > 0
+    for strict, loose in zip(report["cells"][::2], report["cells"][1::2], strict=True):
+        assert (strict["slo"]["tpot_ms"], loose["slo"]["tpot_ms"]) == (0.01, 10000)
+        assert strict["itl_ms"] == loose["itl_ms"]
+        assert loose["num_requests"] == 3
+        assert (loose["num_failed"], loose["attainment"]) == (0, 1.0)
+        # A single token has no time between tokens.
+        assert strict["attainment"] == pytest.approx(0 if strict["load"] == "steady" else 1 / 3, abs=1e-5)
+        assert (strict["ttft_ms"] is None) == (strict["load"] == "steady")
+        assert loose["train_tokens_per_s"] == strict["train_tokens_per_s"] > 0
+        assert loose["harvest"] == pytest.approx(loose["train_tokens_per_s"] / alone, abs=1e-3)
+        if loose["policy"] == "separate":
+            assert loose["harvest"] == 1.0
+
+
+def stand_ins(folder: Path, control: str | None) -> str:
+    """A PATH with an nvidia-smi that lists a GPU and perhaps a control program."""
+    programs = {"nvidia-smi": "#!/bin/sh\necho 'GPU 0: made up'\n", "nvidia-cuda-mps-control": control}
+    for name, text in programs.items():
+        if text is not None:
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), "/usr/bin", "/bin"])
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is an NVIDIA driver here")
+def test_without_mps_it_says_what_is_missing(tmp_path: Path) -> None:
+    missing = compare_sharing("--json", str(tmp_path / "sharing.json"))
+    assert missing.returncode == 1
+    assert missing.stderr.strip() == "error: MPS needs an NVIDIA GPU and its driver: there is no nvidia-smi on the PATH"
+    without = compare_sharing("--json", str(tmp_path / "sharing.json"), PATH=stand_ins(tmp_path, None))
+    assert "there is no nvidia-cuda-mps-control on the PATH" in without.stderr
+
+
+def test_the_daemon_is_ended_whatever_happens(tmp_path: Path) -> None:
+    seen, kept = tmp_path / "seen", tmp_path / "kept"
+    script = (
+        "import pathlib, sys; from mps import MpsError, running_mps\n"
+        "try:\n"
+        "    with running_mps(pathlib.Path(sys.argv[1])) as mps:\n"
+        "        print(mps.clients(), mps.environment(60)['CUDA_MPS_ACTIVE_THREAD_PERCENTAGE'], mps.pipes)\n"
+        "        raise KeyError('in between')\n"
+        "except (KeyError, MpsError) as error:\n"
+        "    print(error)\n"
+    )
+    environment = {"PATH": stand_ins(tmp_path, CONTROL), "SEEN": str(seen), "CUDA_VISIBLE_DEVICES": "3"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
+    ended = run("-c", script, str(kept), **environment)
+    assert ended.returncode == 0, ended.stderr
+    clients, said = ended.stdout.splitlines()
+    assert clients.startswith("['4', '5'] 60 ")
+    assert said == "'in between'"
+    assert not Path(clients.split()[-1]).exists()
+    assert seen.read_text().splitlines()[-1].startswith("quit")
+    assert (kept / "control.log").read_text() == "started with all\n"
+
+    seen.unlink()
+    refused = run("-c", script, str(kept), REFUSES="yes", **environment)
+    assert refused.stdout == "nvidia-cuda-mps-control -d failed with exit code 1: no such luck\n"
