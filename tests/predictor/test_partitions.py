@@ -191,6 +191,22 @@ def test_spatial_iterations_are_compared_with_what_was_expected_of_them() -> Non
     assert predictor.last_error_ratio == pytest.approx((8.0 - 6.0) / 8.0)
 
 
+def test_a_partition_that_was_not_used_for_long_is_tried_anew() -> None:
+    """Its trials may have been disturbed: what they say holds for some minutes, and then the next ones say it."""
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(5):
+        together(predictor, DECODE, SMALL, 30.0)
+    assert predictor.was_tried(SMALL)
+    for _ in range(10_100):
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 5.0, 5.0))
+    assert not predictor.was_tried(SMALL)
+    for _ in range(5):
+        assert predictor.was_tried(SMALL) is False
+        together(predictor, DECODE, SMALL, 9.0)
+    assert predictor.was_tried(SMALL)
+    assert predictor.batch_ms(DECODE, beside_training=True, partition=SMALL) == pytest.approx(9.0)
+
+
 def test_what_was_learned_of_partitions_can_be_taken_over() -> None:
     machine, predictor = Machine(3, noise=0.01), taught_predictor(2.0, 1.0, 3.0)
     for _ in range(40):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -232,3 +233,60 @@ def test_work_that_a_model_says_takes_no_time_is_not_known() -> None:
     snapshot = Snapshot(100.0, Slo(100.0, 20.0), decode(200, 100), (running,), job)
     for policy in POLICIES:
         assert create_policy(policy, predictor).plan(snapshot).run_online
+
+
+def test_a_first_measurement_that_was_an_outlier_is_forgotten() -> None:
+    """Training runs beside a batch only if it fits: a latency that is believed to be huge is not measured again."""
+    for outlier_at in range(3):
+        predictor = LatencyPredictor("h", "m")
+        for turn in range(6):
+            online_ms = 200.0 if turn == outlier_at else 5.0
+            backward = ((TaskletRun(BACKWARD, 1), 100.0 if turn == outlier_at else 1.0),)
+            predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, online_ms, 1.0, backward))
+        step_ms, tasklet_ms = predictor.batch_ms(DECODE, beside_training=True), predictor.tasklet_ms(BACKWARD)
+        assert step_ms is not None
+        assert tasklet_ms is not None
+        assert step_ms < 40
+        assert tasklet_ms < 8
+
+
+def test_a_batch_beside_training_that_nobody_measures_any_more_is_no_slower_than_alone() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(10):
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 50.0, 50.0))
+    for _ in range(10_100):
+        predictor.observe(IterationRecord(DECODE, Mode.NONE, 5.0, 5.0))
+    assert predictor.batch_ms(DECODE, beside_training=True) == pytest.approx(5.0)
+
+
+def test_a_pause_teaches_the_model_of_batches_little() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for turn in range(300):
+        step_ms = 2.0 + 0.05 * (turn % 8) + 0.001 * (100 + turn % 50)
+        predictor.observe(IterationRecord(decode(turn % 8 + 1, 100 + turn % 50), Mode.NONE, step_ms, step_ms))
+    before = predictor.batch_ms(decode(20, 300))
+    predictor.observe(IterationRecord(decode(3, 120), Mode.NONE, 2000.0, 2000.0))
+    after = predictor.batch_ms(decode(20, 300))
+    assert before is not None
+    assert after is not None
+    assert after < 2 * before
+
+
+@pytest.mark.parametrize(
+    ("key", "broken"),
+    [
+        ("records", [[[], ["tasklet", ["forward", 1, {"a": 1}]], 1.0, 0.0, 5]]),
+        ("records", [[[{"a": 1}], ["batch", [1, 1, 1, 1]], 1.0, 0.0, 5]]),
+        ("records", [[[], ["tasklet", ["forward", 1, 1]], -1.0, 0.0, 5]]),
+        ("records", [[[], ["tasklet", ["forward", 1, 1]], 1.0, 0.0, -1]]),
+        ("batch_model", [[1e308, 0, 0, 0, 0, 0], [0.0] * 36, 5]),
+        ("partition_ratios", [[[84], {"mean": 1.0, "deviation": 0.0, "count": -1}]]),
+    ],
+)
+def test_what_no_predictor_has_written_is_refused_whole(key: str, broken: object) -> None:
+    content = json.loads(taught_predictor(2.0, 1.0, 3.0).export())
+    predictor = LatencyPredictor("test hardware", "test model")
+    with pytest.raises(ValueError, match=r"never measured|unhashable"):
+        predictor.restore(json.dumps({**content, key: broken}).encode())
+    assert predictor.num_records == 0
+    assert predictor.batch_ms(DECODE) is None

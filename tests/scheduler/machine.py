@@ -79,10 +79,11 @@ class Machine:
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted
         self._position, self._done_ms = 0, 0.0  # in the step; of the tasklet there, alone
         self._speed = 1.0  # where that one is
+        self.stalls_ms: list[float] = []  # of the next steps beside training
 
     def run(self, warm_s: float, measured_s: float) -> Outcome:
         outcome, trained_ms = Outcome(), 0.0
-        for _ in range(BATCH_SIZE):
+        while len(self._requests) < BATCH_SIZE:
             self._add()
         for shape, alone_ms in ALONE_MS.items():  # a job has run alone before
             for _ in range(8):
@@ -94,7 +95,9 @@ class Machine:
             gained_ms = self._iterate(outcome if is_measured else Outcome())
             trained_ms += gained_ms if is_measured else 0.0
         outcome.tpot_ms += [
-            (last_s - first_s) * 1e3 / (count - 1) for _, first_s, count, last_s, _ in self._requests if count > 100
+            (last_s - first_s) * 1e3 / (count - 1)
+            for _, first_s, count, last_s, _ in self._requests
+            if count > min(100, self._lengths[0])
         ]
         outcome.harvest = trained_ms / 1e3 / (self._now_s - start_s)
         return outcome
@@ -156,6 +159,8 @@ class Machine:
         if plan.partition is not None:
             step_ms, self._speed = self._noisy(CORUN[plan.partition][0]), CORUN[plan.partition][1]
             gained_ms, beside = self._train(step_ms, self._speed, plan.num_beside)
+        if plan.num_tasklets and self.stalls_ms:
+            step_ms += self.stalls_ms.pop()
         num_behind = plan.num_tasklets - plan.num_beside
         if num_behind and self._done_ms:  # the one in flight ends where it began
             waited_ms = (ALONE_MS[STEP[self._position]] - self._done_ms) / self._speed

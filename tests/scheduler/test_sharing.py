@@ -74,3 +74,18 @@ def test_static_has_its_partition_whatever_the_target_is() -> None:
     assert tight.partitions.keys() == loose.partitions.keys() == {Partition(80, 52)}
     assert tight.harvest == pytest.approx(loose.harvest, rel=0.02)
     assert tight.attainment(6.0) == 0.0
+
+
+@pytest.mark.parametrize("target_ms", [10.0, 25.0])
+def test_one_stall_costs_no_more_than_itself(target_ms: float) -> None:
+    """The first step beside training takes long, as where something is compiled in it."""
+    machine = Machine("adaptive", Slo(500.0, target_ms), PARTITIONS["adaptive"], SHORT)
+    machine.stalls_ms = [200.0]
+    later = machine.run(warm_s=6.0, measured_s=6.0)
+    assert later.harvest >= 0.95 * outcome("adaptive", target_ms, SHORT).harvest
+    assert later.attainment(target_ms) >= 0.99
+
+
+def test_short_answers_meet_a_tight_target_in_space_as_well() -> None:
+    found = Machine("adaptive", Slo(500.0, 15.0), PARTITIONS["adaptive"], (2, 8)).run(warm_s=4.0, measured_s=4.0)
+    assert found.attainment(15.0) >= 0.995

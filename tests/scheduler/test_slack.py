@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.core.plan import MAX_GAP_TARGETS, RequestView, Slo
-from cotenant.scheduler.slack import SAFETY, decode_slack_ms
+from cotenant.scheduler.slack import SAFETY, decode_slack_ms, token_slack_ms
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
 
@@ -50,3 +52,14 @@ def test_a_request_whose_slack_is_never_overdrawn_meets_its_tpot_target(gaps: li
         tpot_ms = (now - first) / (generated - 1) * 1e3
         assert tpot_ms <= max(SAFETY * SLO.tpot_ms, step_ms) + 1e-6
         now += max(0.0, slack) * share / 1e3  # the tasklets
+
+
+def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
+    slo, now_s = Slo(500.0, 20.0), 100.0
+    last = RequestView("last", 99.0, first_token_s=99.9, num_generated=9, max_tokens=10)
+    long = RequestView("long", 99.0, first_token_s=99.9, num_generated=5, max_tokens=400)
+    fresh = RequestView("fresh", 99.0, first_token_s=99.99, num_generated=1)
+    old = RequestView("old", 99.0, first_token_s=99.0, num_generated=200)
+    assert token_slack_ms((last, long, old), slo, now_s, 1.0) == pytest.approx(9 * 20 - 100)
+    assert token_slack_ms((fresh, old), slo, now_s, 0.9) == pytest.approx(18 - 10)
+    assert token_slack_ms((long, old), slo, now_s, 1.0) == math.inf

@@ -10,6 +10,7 @@ from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
 _VERSION = 2
+_MOST = 1e12  # of any number
 
 
 class _Head(msgspec.Struct):
@@ -37,9 +38,29 @@ def decode(exported: bytes, of: tuple[str, str]) -> Export:
         head = msgspec.json.decode(exported, type=_Head)
         if head.version != _VERSION or head.of != of:
             raise ValueError(f"measured on {head.of}, version {head.version}, not on {of}, version {_VERSION}")
-        return msgspec.json.decode(exported, type=Export)
-    except msgspec.DecodeError as error:
+        export = msgspec.json.decode(exported, type=Export)
+        _check(export)
+    except (msgspec.DecodeError, TypeError) as error:
         raise ValueError(str(error)) from error
+    return export
+
+
+def _check(export: Export) -> None:
+    """Raises ValueError or TypeError for what no predictor has learned: it would be carried on for ever."""
+    for adapters, shape, mean_ms, deviation_ms, count in export.records:
+        hash((as_tuple(list(adapters)), as_tuple(shape)))
+        _require(0 < mean_ms < _MOST and 0 <= deviation_ms < _MOST and count >= 1, "a record")
+    for _, ratio in (*export.partition_ratios, *export.prior_ratios.items()):
+        _require(0 < ratio.mean < _MOST and 0 <= ratio.deviation < _MOST and ratio.count >= 0, "a ratio")
+    models = [export.batch_model, *export.tasklet_models.values(), *(state for _, state in export.partition_models)]
+    for model in models:
+        numbers = (*model.weights, *model.covariance)
+        _require(all(abs(each) < _MOST for each in numbers) and model.num_samples >= 0, "a model")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} holds numbers that were never measured")
 
 
 def as_tuple(shape: Any) -> Any:

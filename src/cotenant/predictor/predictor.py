@@ -34,6 +34,8 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
+# A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
+_MOST_TIMES, _LEAST_MS = 8.0, 0.1
 _TRIALS = 5  # of a partition, after which it is known
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
@@ -97,27 +99,28 @@ class LatencyPredictor:
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         group, key = self._keys(batch)
-        for name in ("shared batch", "batch") if beside_training else ("batch", "shared batch"):
-            record = self._records.find(group, (name, key))
-            if record is not None:
-                return record.latency_ms(cautious=cautious)
-        features = batch_features(batch)
-        if self._prior is not None and not self._batch_model.reaches(features):
-            prior_ms = self._prior.batch_ms(batch)
-            if prior_ms is not None:
-                return prior_ms
-        return _known(self._batch_model.predict(features)) if self._batch_model.ready else None
+        name, other_name = ("shared batch", "batch") if beside_training else ("batch", "shared batch")
+        record = self._records.find(group, (name, key))
+        if record is not None and not self._records.is_stale(record):
+            return record.latency_ms(cautious=cautious)
+        other = self._records.find(group, (other_name, key))
+        other_ms = self._modelled_batch_ms(batch) if other is None else other.latency_ms(cautious=cautious)
+        return other_ms if record is None else _less(record.latency_ms(cautious=cautious), other_ms)
 
     def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
         """How many tokens of fresh prompts fit into a batch beside its decodes, so that it takes ``limit_ms``. May be
         negative; None while it is not known what a prompt token costs."""
-        if not self._batch_model.ready:
+        model, prior = self._batch_model, self._prior
+        shapes = [BatchShape(num_decode, context_tokens, tokens, tokens) for tokens in (0, _PROMPT_TOKENS)]
+        times_ms: list[float | None] = [None]
+        if prior is not None and not all(model.reaches(batch_features(shape)) for shape in shapes):
+            times_ms = [prior.batch_ms(shape) for shape in shapes]
+        if None in times_ms and model.ready:
+            times_ms = [model.predict(batch_features(shape)) for shape in shapes]
+        alone_ms, with_prompt_ms = times_ms[0], times_ms[-1]
+        if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
             return None
-        alone = BatchShape(num_decode, context_tokens)
-        with_prompt = BatchShape(num_decode, context_tokens, _PROMPT_TOKENS, _PROMPT_TOKENS)
-        alone_ms = self._batch_model.predict(batch_features(alone))
-        per_token_ms = (self._batch_model.predict(batch_features(with_prompt)) - alone_ms) / _PROMPT_TOKENS
-        return int((limit_ms - alone_ms) / per_token_ms) if per_token_ms > 0 else None
+        return int((limit_ms - alone_ms) / (with_prompt_ms - alone_ms) * _PROMPT_TOKENS)
 
     def tasklet_ms(
         self,
@@ -147,7 +150,7 @@ class LatencyPredictor:
 
     def was_tried(self, partition: Partition) -> bool:
         """Whether what is said of a decode step beside training there rests on some that were."""
-        return self._partitions.num_together(partition) >= _TRIALS
+        return self._partitions.num_together(partition, self._records.iteration) >= _TRIALS
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
@@ -246,7 +249,10 @@ class LatencyPredictor:
         name = "batch" if record.mode is Mode.NONE else "shared batch"
         group, key = self._keys(batch)
         self._records.add(group, (name, key), online_ms)
-        self._batch_model.update(batch_features(batch), online_ms)
+        features = batch_features(batch)
+        if self._batch_model.reaches(features):
+            online_ms = min(online_ms, _MOST_TIMES * max(self._batch_model.predict(features), _LEAST_MS))
+        self._batch_model.update(features, online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
 
@@ -280,7 +286,7 @@ class LatencyPredictor:
             self._records.add(group, _partition_key(key, partition, together=together), online_ms)
             if together:
                 alone_ms = self._alone_on_partition_ms(batch, partition)
-                self._partitions.observe_together(batch, partition, online_ms, alone_ms)
+                self._partitions.observe_together(batch, partition, online_ms, alone_ms, self._records.iteration)
             else:
                 self._partitions.observe_alone(batch, partition.online_sms, online_ms)
             if self._prior is not None:
@@ -337,6 +343,15 @@ class LatencyPredictor:
         """Alone on all SMs."""
         record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
         return self._modelled_tasklet_ms(shape) if record is None else record.mean_ms
+
+    def _modelled_batch_ms(self, batch: BatchShape) -> float | None:
+        """By the model, or where it does not reach by the prior."""
+        features = batch_features(batch)
+        if self._prior is not None and not self._batch_model.reaches(features):
+            prior_ms = self._prior.batch_ms(batch)
+            if prior_ms is not None:
+                return prior_ms
+        return _known(self._batch_model.predict(features)) if self._batch_model.ready else None
 
     def _modelled_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """None where no model reaches, if a prior can say what the shape's first tasklet should take. (Without one, a

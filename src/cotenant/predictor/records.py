@@ -17,7 +17,8 @@ Group = tuple[Hashable, ...]
 _WEIGHT_OF_NEWEST = 0.1
 _MAX_SHAPES = 4096
 _OUTLIER_RATIO = 8.0
-_STALE_AFTER = 10_000  # iterations: minutes
+_FEW = 5  # measurements, after which a mean is not doubted for one
+STALE_AFTER = 10_000  # iterations: minutes
 _CONTRADICTION = 0.25
 
 
@@ -31,7 +32,11 @@ class Record:
     iteration: int = 0
 
     def add(self, latency_ms: float) -> None:
-        """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does."""
+        """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does; if
+        the first one was it, the record begins anew."""
+        if self.count < _FEW and latency_ms * _OUTLIER_RATIO < self.mean_ms:
+            self.mean_ms, self.deviation_ms, self.count = latency_ms, 0.0, 1
+            return
         weight = max(_WEIGHT_OF_NEWEST, 1.0 / (self.count + 1))
         error = self.bounded(latency_ms) - self.mean_ms
         self.mean_ms += weight * error
@@ -39,8 +44,8 @@ class Record:
         self.count += 1
 
     def bounded(self, latency_ms: float) -> float:
-        """A measurement of this shape as it is believed: once it is known well, not many times the mean."""
-        return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 5 else latency_ms
+        """A measurement of this shape as it is believed: once it was measured twice, not many times the mean."""
+        return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 2 else latency_ms
 
     def contradicts(self, latency_ms: float) -> bool:
         return abs(latency_ms - self.mean_ms) > _CONTRADICTION * self.mean_ms
@@ -80,7 +85,7 @@ class RecordCache:
 
     def is_stale(self, record: Record) -> bool:
         """Whether it was not measured for long: what else is known may then be newer."""
-        return self.iteration - record.iteration > _STALE_AFTER
+        return self.iteration - record.iteration > STALE_AFTER
 
     def export(self) -> list[tuple[Group, tuple[Hashable, float, float, int]]]:
         """All records: group, and shape, mean, deviation, count."""
@@ -91,8 +96,10 @@ class RecordCache:
         ]
 
     def restore(self, group: Group, shape: Hashable, record: Record) -> None:
-        """Put a record back, if there is none of this shape."""
-        self._groups.setdefault(group, OrderedDict()).setdefault(shape, record)
+        """Put a record back, if there is none of this shape, and room."""
+        shapes = self._groups.setdefault(group, OrderedDict())
+        if len(shapes) < _MAX_SHAPES:
+            shapes.setdefault(shape, record)
 
     def __len__(self) -> int:
         return sum(len(shapes) for shapes in self._groups.values())

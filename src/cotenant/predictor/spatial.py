@@ -5,6 +5,7 @@ from __future__ import annotations
 from cotenant.core.plan import BatchShape, Partition
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
+from cotenant.predictor.records import STALE_AFTER
 
 # What a co-run factor is taken for until some were measured: two tenants at full speed slow a decode step on an H200 by
 # 15 to 25% on every partition.
@@ -20,8 +21,8 @@ class PartitionModels:
     Equation 3: a co-run takes b1 x online SMs + k1 x best-effort SMs times as long, one model for all. (Harli has
     shares of the device's SMs; numbers of them only rescale b1 and k1.)
 
-    A server that always has tasklets beside its steps measures no stage 1. Equation 2 is then fitted to a partition's
-    co-runs, which by Equation 3 are a multiple of it.
+    A server that always has tasklets beside its steps measures little of stage 1. Equation 2 is fitted to a partition's
+    co-runs as well, which by Equation 3 are a multiple of it, and comes first where it reaches.
 
     ``models``: of stage 1 by (online SMs,), of a partition's co-runs by both numbers, Equation 3 by (). ``ratios``:
     tasklets there against alone on all SMs by (best-effort SMs,), co-runs against stage 1 by ().
@@ -30,11 +31,12 @@ class PartitionModels:
     def __init__(self) -> None:
         self.models: dict[Sms, OnlineLinearModel] = {}
         self.ratios: dict[Sms, Ratio] = {}
+        self._last_together: dict[Sms, int] = {}  # the iteration of a partition's last co-run
 
-    def num_together(self, partition: Partition) -> int:
-        """Co-runs that were measured there."""
+    def num_together(self, partition: Partition, iteration: int) -> int:
+        """Co-runs that were measured there, 0 if for long none was: what took too long once may not now."""
         model = self.models.get(_sms(partition))
-        return 0 if model is None else model.num_samples
+        return 0 if model is None or self._is_stale(partition, iteration) else model.num_samples
 
     def model(self, sms: Sms) -> OnlineLinearModel:
         """The one of these SMs, new if there is none."""
@@ -45,10 +47,12 @@ class PartitionModels:
         return self._step_ms((online_sms,), batch)
 
     def together_ms(self, batch: BatchShape, partition: Partition, alone_ms: float | None) -> float | None:
-        """Stage 2: beside training, what takes ``alone_ms`` on the online SMs."""
-        if alone_ms is not None:
-            return alone_ms * self._factor(partition)
-        return self._step_ms(_sms(partition), batch)
+        """Beside training: what this partition's co-runs say, or stage 2 of ``alone_ms``, which a step takes on its
+        online SMs."""
+        measured_ms = self._step_ms(_sms(partition), batch)
+        if measured_ms is not None or alone_ms is None:
+            return measured_ms
+        return alone_ms * self._factor(partition)
 
     def tasklet_factor(self, best_effort_sms: int) -> float | None:
         """How many times what they take alone on all SMs tasklets take there, beside a batch on the others."""
@@ -59,9 +63,13 @@ class PartitionModels:
         self._learn_step((online_sms,), batch, measured_ms)
 
     def observe_together(
-        self, batch: BatchShape, partition: Partition, measured_ms: float, alone_ms: float | None
+        self, batch: BatchShape, partition: Partition, measured_ms: float, alone_ms: float | None, iteration: int
     ) -> None:
         """``alone_ms``: what stage 1 says of this batch, if anything."""
+        if self._is_stale(partition, iteration):
+            self.models.pop(_sms(partition), None)
+            self.ratios.pop((partition.best_effort_sms,), None)
+        self._last_together[_sms(partition)] = iteration
         self._learn_step(_sms(partition), batch, measured_ms)
         if alone_ms:
             self.model(()).update(_features_of(partition), measured_ms / alone_ms)
@@ -70,6 +78,9 @@ class PartitionModels:
     def observe_tasklet(self, best_effort_sms: int, measured_ms: float, alone_ms: float) -> None:
         """``alone_ms``: what such a tasklet takes alone on all SMs."""
         self.ratios.setdefault((best_effort_sms,), Ratio()).add(measured_ms, alone_ms)
+
+    def _is_stale(self, partition: Partition, iteration: int) -> bool:
+        return iteration - self._last_together.setdefault(_sms(partition), iteration) > STALE_AFTER
 
     def _factor(self, partition: Partition) -> float:
         """Equation 3's, where it was measured enough; else the mean of those measured. A co-run is not faster."""

@@ -6,11 +6,14 @@ none. The gap between two tokens is capped all the same, because a person sees i
 
 from __future__ import annotations
 
+import math
+
 from cotenant.core.plan import RequestView, Slo
 
 # The share of a target that is aimed at where no margin is learned. The rest covers what the worker cannot see (HTTP,
 # the client) and the error of its predictions.
 SAFETY = 0.7
+_SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 
 
 def decode_slack_ms(
@@ -31,3 +34,21 @@ def decode_slack_ms(
     ]
     until_gap_ms = slo.max_gap_ms - step_ms
     return min(until_gap_ms, (min(due_s) - now_s) * 1e3 - 2 * step_ms) if due_s else until_gap_ms
+
+
+def token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float) -> float:
+    """How long this iteration's tokens may take for the requests that may end with them: nothing makes up later for
+    what they are late. Of a request whose length nobody knows that is said while it is short."""
+    target_s = margin * slo.tpot_ms / 1e3
+    due_s = [
+        request.first_token_s + request.num_generated * target_s
+        for request in requests
+        if request.first_token_s is not None and _may_end(request)
+    ]
+    return (min(due_s) - now_s) * 1e3 if due_s else math.inf
+
+
+def _may_end(request: RequestView) -> bool:
+    if request.max_tokens is None:
+        return request.num_generated < _SHORT
+    return request.num_generated + 1 >= request.max_tokens

@@ -10,12 +10,14 @@ from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
 from cotenant.scheduler.planner import Filling, fill
-from cotenant.scheduler.slack import decode_slack_ms
+from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
 from cotenant.scheduler.space import Beside, after, in_each, in_space
 
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
 _SLACK_WORTH = 0.5
+# A trial of a partition may make requests late by what so many tokens can make up for.
+_TRIAL_TOKENS = 4
 
 
 class _Candidate(NamedTuple):
@@ -73,9 +75,17 @@ class AdaptivePolicy:
             fused = fill(self._predictor, batch, upcoming, slack_ms, fuse=True)
             if fused.num_fused:
                 yield _in_time(fused, step_ms)
+        if not snapshot.partitions:
+            return
         found = in_each(self._predictor, snapshot, upcoming, step_ms)
-        fitting = [shared for shared in found if shared.step_ms - step_ms <= slack_ms]
-        unknown = [shared for shared in fitting if not shared.is_known]
+        # Behind a step, tasklets delay the next token; beside it, this one.
+        token_ms = token_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, snapshot.margin)
+        most_ms = min(step_ms + slack_ms, token_ms)
+        fitting = [shared for shared in found if shared.step_ms <= most_ms and shared.is_known]
+        # A trial may take more: tasklets use slack up as it comes, and the next tokens make up for what one is late.
+        spare_ms = snapshot.margin * snapshot.slo.tpot_ms - step_ms
+        most_ms = min(step_ms + slack_ms + _TRIAL_TOKENS * max(0.0, spare_ms), token_ms, snapshot.slo.max_gap_ms)
+        unknown = [shared for shared in found if shared.step_ms <= most_ms and not shared.is_known]
         if unknown:
             yield _Candidate(in_space(min(unknown, key=lambda each: each.step_ms)), None, 0.0)
         elif fitting:
