@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape
+from cotenant.core.plan import BatchShape, Mode, Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import CoRun, LatencyPredictor
+from cotenant.scheduler.base import serving_alone
 
 _LEAST_MS = 1e-3  # of a tasklet
 _CLEARLY = 1.001  # more than rounding makes of anything
@@ -76,6 +77,18 @@ def plan_tasklets(
         if count < run_count:
             break
     return total, total if fuse else num_fused, slack_ms - left_ms
+
+
+def by_equation_1(predictor: LatencyPredictor, snapshot: Snapshot, step_ms: float, slack_ms: float) -> Plan:
+    """A decode step, and as many of the job's tasklets as Equation 1 has room for in ``slack_ms``."""
+    assert snapshot.job is not None
+    count, num_fused, added_ms = plan_tasklets(
+        predictor, snapshot.batch, snapshot.job.upcoming, slack_ms, fuse=snapshot.can_fuse
+    )
+    if count == 0:
+        return serving_alone(predictor, snapshot)
+    mode = Mode.FUSED if num_fused else Mode.TEMPORAL
+    return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
 
 
 class Filling(NamedTuple):

@@ -43,12 +43,12 @@ def token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, ma
     due_s = [
         request.first_token_s + request.num_generated * target_s
         for request in requests
-        if request.first_token_s is not None and _may_end(request)
+        if request.first_token_s is not None
+        # Not a function of its own: this is asked of each request at each iteration.
+        and (
+            request.num_generated < _SHORT
+            if request.max_tokens is None
+            else request.num_generated + 1 >= request.max_tokens
+        )
     ]
     return (min(due_s) - now_s) * 1e3 if due_s else math.inf
-
-
-def _may_end(request: RequestView) -> bool:
-    if request.max_tokens is None:
-        return request.num_generated < _SHORT
-    return request.num_generated + 1 >= request.max_tokens

@@ -81,11 +81,11 @@ class AdaptivePolicy:
         # Behind a step, tasklets delay the next token; beside it, this one.
         token_ms = token_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, snapshot.margin)
         most_ms = min(step_ms + slack_ms, token_ms)
-        fitting = [shared for shared in found if shared.step_ms <= most_ms and shared.is_known]
+        fitting = [shared for shared in found if shared.is_known and shared.step_ms <= most_ms]
         # A trial may take more: tasklets use slack up as it comes, and the next tokens make up for what one is late.
         spare_ms = snapshot.margin * snapshot.slo.tpot_ms - step_ms
         most_ms = min(step_ms + slack_ms + _TRIAL_TOKENS * max(0.0, spare_ms), token_ms, snapshot.slo.max_gap_ms)
-        unknown = [shared for shared in found if shared.step_ms <= most_ms and not shared.is_known]
+        unknown = [shared for shared in found if not shared.is_known and shared.step_ms <= most_ms]
         if unknown:
             yield _Candidate(in_space(min(unknown, key=lambda each: each.step_ms)), None, 0.0)
         elif fitting:

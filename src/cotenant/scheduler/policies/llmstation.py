@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
-from cotenant.scheduler.planner import plan_tasklets
+from cotenant.scheduler.planner import by_equation_1
 
 
 class LlmStationPolicy:
@@ -23,11 +23,4 @@ class LlmStationPolicy:
         step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
         if plan is not None or snapshot.job is None or step_ms is None:
             return plan or serving_alone(self._predictor, snapshot)
-        left_ms = snapshot.margin * snapshot.slo.tpot_ms - step_ms
-        count, num_fused, added_ms = plan_tasklets(
-            self._predictor, snapshot.batch, snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse
-        )
-        if count == 0:
-            return serving_alone(self._predictor, snapshot)
-        mode = Mode.FUSED if num_fused else Mode.TEMPORAL
-        return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
+        return by_equation_1(self._predictor, snapshot, step_ms, snapshot.margin * snapshot.slo.tpot_ms - step_ms)
