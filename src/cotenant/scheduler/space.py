@@ -14,8 +14,7 @@ from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
-# its neighbours. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: as
-# Harli's StaticMode (section 8.1).
+# its neighbours. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: its StaticMode (section 8.1).
 _SM_SHARES = {
     "adaptive": (0.24, 0.36, 0.48),
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
@@ -46,8 +45,8 @@ def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tup
 class Beside(NamedTuple):
     """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
-    ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what
-    was; a prior alone would keep what it thinks little of from ever being tried."""
+    ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was; a prior alone would keep
+    what it thinks little of from ever being tried."""
 
     partition: Partition
     step_ms: float
