@@ -21,7 +21,7 @@ ENDLESS, SHORT = (100_000, 100_000), (100, 400)  # answers
 @cache
 def outcome(policy: str, target_ms: float, lengths: tuple[int, int] = ENDLESS, in_space: bool = True) -> Outcome:
     partitions = PARTITIONS.get(policy, ()) if in_space else ()
-    return Machine(policy, Slo(500.0, target_ms), partitions, lengths).run(warm_s=6.0, measured_s=6.0)
+    return Machine(policy, Slo(500.0, target_ms), partitions, lengths).run(warm_s=4.0, measured_s=3.0)
 
 
 @pytest.mark.parametrize("target_ms", TARGETS_MS)
@@ -81,7 +81,7 @@ def test_one_stall_costs_no_more_than_itself(target_ms: float) -> None:
     """The first step beside training takes long, as where something is compiled in it."""
     machine = Machine("adaptive", Slo(500.0, target_ms), PARTITIONS["adaptive"], SHORT)
     machine.stalls_ms = [200.0]
-    later = machine.run(warm_s=6.0, measured_s=6.0)
+    later = machine.run(warm_s=4.0, measured_s=3.0)
     assert later.harvest >= 0.95 * outcome("adaptive", target_ms, SHORT).harvest
     assert later.attainment(target_ms) >= 0.99
 
