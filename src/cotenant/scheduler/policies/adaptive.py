@@ -15,7 +15,7 @@ from cotenant.scheduler.space import Beside, after, in_each, in_space
 
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
-_SLACK_WORTH = 0.5
+_SLACK_WORTH = 0.9
 # A trial of a partition may make requests late by what so many tokens can make up for.
 _TRIAL_TOKENS = 4
 
