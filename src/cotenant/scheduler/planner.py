@@ -82,13 +82,14 @@ def plan_tasklets(
 def by_equation_1(predictor: LatencyPredictor, snapshot: Snapshot, step_ms: float, slack_ms: float) -> Plan:
     """A decode step, and as many of the job's tasklets as Equation 1 has room for in ``slack_ms``."""
     assert snapshot.job is not None
-    count, num_fused, added_ms = plan_tasklets(
-        predictor, snapshot.batch, snapshot.job.upcoming, slack_ms, fuse=snapshot.can_fuse
-    )
-    if count == 0:
-        return serving_alone(predictor, snapshot)
+    found = plan_tasklets(predictor, snapshot.batch, snapshot.job.upcoming, slack_ms, fuse=snapshot.can_fuse)
+    return in_time(step_ms, *found) if found[0] else serving_alone(predictor, snapshot)
+
+
+def in_time(step_ms: float, num_tasklets: int, num_fused: int, added_ms: float) -> Plan:
+    """A decode step with tasklets in it or behind it."""
     mode = Mode.FUSED if num_fused else Mode.TEMPORAL
-    return Plan(num_tasklets=count, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
+    return Plan(num_tasklets=num_tasklets, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
 
 
 class Filling(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_of_one, serving_alone
-from cotenant.scheduler.planner import Filling, fill
+from cotenant.scheduler.planner import Filling, fill, in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
 from cotenant.scheduler.space import Beside, after, in_each, in_space
 
@@ -109,10 +109,5 @@ class AdaptivePolicy:
 
 
 def _in_time(filling: Filling, step_ms: float) -> _Candidate:
-    plan = Plan(
-        num_tasklets=filling.num_tasklets,
-        num_fused=filling.num_fused,
-        mode=Mode.FUSED if filling.num_fused else Mode.TEMPORAL,
-        predicted_ms=step_ms + filling.added_ms,
-    )
+    plan = in_time(step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
     return _Candidate(plan, filling.alone_ms or None, filling.added_ms)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import serving_alone, training_alone
-from cotenant.scheduler.planner import fill
+from cotenant.scheduler.planner import fill, in_time
 
 
 class ChunkedPolicy:
@@ -28,9 +28,4 @@ class ChunkedPolicy:
         filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse)
         if filling.num_tasklets == 0:
             return serving_alone(self._predictor, snapshot)
-        return Plan(
-            num_tasklets=filling.num_tasklets,
-            num_fused=filling.num_fused,
-            mode=Mode.FUSED if filling.num_fused else Mode.TEMPORAL,
-            predicted_ms=batch_ms + filling.added_ms,
-        )
+        return in_time(batch_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)

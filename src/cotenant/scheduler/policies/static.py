@@ -5,6 +5,7 @@ from __future__ import annotations
 from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import IDLE_TASKLETS, idle_tasklets
+from cotenant.scheduler.policies.temporal import TemporalPolicy
 from cotenant.scheduler.space import nearest, sm_shares
 
 
@@ -14,17 +15,13 @@ class StaticPolicy:
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
+        self._in_time = TemporalPolicy()
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        has_batch = not snapshot.batch.empty
-        if snapshot.job is None or (not snapshot.partitions and (has_batch or snapshot.requests)):
-            return Plan(
-                run_online=has_batch, predicted_ms=self._predictor.batch_ms(snapshot.batch) if has_batch else None
-            )
-        if not snapshot.partitions:
-            return Plan(run_online=False, num_tasklets=idle_tasklets(snapshot), mode=Mode.TEMPORAL)
+        if snapshot.job is None or not snapshot.partitions:
+            return self._in_time.plan(snapshot)
         (partition,) = nearest(snapshot.partitions, sm_shares("static"))
-        predicted_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True, partition=partition)
+        has_batch = not snapshot.batch.empty
         # Beside a batch they end with it.
         count = IDLE_TASKLETS if has_batch else idle_tasklets(snapshot)
         return Plan(
@@ -33,5 +30,5 @@ class StaticPolicy:
             num_beside=count,
             partition=partition,
             mode=Mode.SPATIAL,
-            predicted_ms=predicted_ms if has_batch else None,
+            predicted_ms=self._predictor.batch_ms(snapshot.batch, beside_training=True, partition=partition),
         )
