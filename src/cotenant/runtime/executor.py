@@ -98,13 +98,17 @@ class Executor:
         num_launched += self._run_behind(plan, num_launched, interrupted)
         end = time.perf_counter()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
-        record = replace(record, total_ms=(end - start) * 1e3, fused=fused)
-        if landed is None or runs_ahead:
-            return record if landed is None else replace(record, total_ms=record.online_ms)
+        if landed is not None and runs_ahead:
+            return record
         # Where tasklets follow the batch, what counts is when its tokens are known, unless they also ran beside it.
-        online_ms = record.online_ms if plan.partition is not None else (online_end - start) * 1e3
-        predicted_ms = plan.predicted_ms if num_launched == num_behind else None
-        return replace(record, online_ms=online_ms, predicted_ms=predicted_ms)
+        is_host_timed = landed is not None and plan.partition is None
+        return replace(
+            record,
+            online_ms=(online_end - start) * 1e3 if is_host_timed else record.online_ms,
+            total_ms=(end - start) * 1e3,
+            fused=fused,
+            predicted_ms=record.predicted_ms if num_launched == num_behind else None,
+        )
 
     def _land(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Collect what is in flight, with training beside it as was planned for it. A tasklet of ``plan``, which cannot
@@ -114,22 +118,23 @@ class Executor:
         if launched.partition is None and plan.num_tasklets > plan.num_beside:
             self._launch_behind(plan, interrupted)
         landed = self._collect(emit, 0)
-        record = self._record(launched, landed, shares=num_beside > 0)
-        return replace(record, total_ms=record.online_ms)
+        return self._record(launched, landed, shares=num_beside > 0)
 
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
-        """``landed``: the batch, whose times are the device's. ``shares``: tasklets were launched with it."""
+        """``landed``: the batch, whose time is the device's, and the whole iteration's. ``shares``: tasklets were
+        launched with it."""
         finished = self._device.finished_tasklets()
         if self._trace is not None:
             self._trace.tasklets(finished)
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
+        device_ms = 0.0 if landed is None else landed.collected.device_ms
         return IterationRecord(
             batch=BatchShape() if landed is None else landed.collected.shape,
             mode=Mode.NONE if plan.partition is not None and was_alone else plan.mode,
-            online_ms=0.0 if landed is None else landed.collected.device_ms,
-            total_ms=0.0,
+            online_ms=device_ms,
+            total_ms=device_ms,
             tasklets=_group(finished, None),
             partition=plan.partition,
             beside=beside,
