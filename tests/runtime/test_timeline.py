@@ -52,6 +52,28 @@ def test_an_idle_device_has_no_steps() -> None:
 
 
 @given(
+    st.lists(st.tuples(st.floats(1e-5, 3.0), st.floats(0.0, 500.0)), min_size=1, max_size=300),
+    st.floats(0.0, 1e3),
+    st.floats(0.0, 1.0),
+)
+def test_all_tokens_of_the_time_are_in_the_timeline(
+    rows: list[tuple[float, float]], start_s: float, after_s: float
+) -> None:
+    """Iterations may be far shorter than what times are rounded to, and the last may end with the time itself."""
+    timeline, now_s, tokens = Timeline(), start_s, 1e4
+    timeline.note_tokens(now_s, tokens)
+    for seconds, trained in rows:
+        now_s, tokens = now_s + seconds, tokens + trained
+        timeline.note(now_s, IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, seconds * 1e3, ((RUN, seconds * 1e3),)))
+        timeline.note_tokens(now_s, tokens)
+    end_s = now_s + after_s
+    figures = timeline.figures(start_s, end_s)
+    assert figures["trained_tokens"] == sorted(figures["trained_tokens"])
+    assert figures["trained_tokens"][-1] == pytest.approx(tokens - 1e4, abs=0.1)
+    assert timeline.tokens_per_s(start_s, end_s) == pytest.approx((tokens - 1e4) / (end_s - start_s))
+
+
+@given(
     st.lists(
         st.tuples(st.floats(0.01, 3000), st.floats(0, 1), st.floats(0, 2), st.booleans()), min_size=1, max_size=300
     ),

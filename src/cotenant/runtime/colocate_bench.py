@@ -41,8 +41,7 @@ ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
 @dataclass(slots=True)
 class _Watch:
-    """What iterations did, and how far training had come when (seconds, tokens): a step's tokens count as its tasklets
-    run."""
+    """What iterations did, and how far training had come when: a step's tokens count as its tasklets run."""
 
     load: Load
     tenants: Tenants
@@ -50,7 +49,6 @@ class _Watch:
     timeline: Timeline
     modes: Counter[str] = field(default_factory=Counter)
     errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
-    progress: list[tuple[float, float]] = field(default_factory=list)
     step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
 
     def note(self, record: IterationRecord) -> None:
@@ -61,30 +59,12 @@ class _Watch:
             num_left = sum(run.count for run in view.upcoming) if view is not None else 0
             self.step_tasklets = max(self.step_tasklets, num_left)
             done = 1 - num_left / self.step_tasklets if num_left else 0.0
-            self.progress.append((now_s, training.trained_tokens + done * self.step_tokens))
+            self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
             error = self.tenants.predictor.last_error_ratio
             if error is not None:
                 self.errors["alone" if record.mode is Mode.NONE else "co_run"].append(error)
-
-    def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Of training in this time."""
-        inside = [tokens for at_s, tokens in self.progress if start_s <= at_s <= end_s]
-        return (inside[-1] - inside[0]) / (end_s - start_s) if inside else 0.0
-
-    def timeline_figures(self, start_s: float, end_s: float) -> dict[str, Any]:
-        """The timeline, and the tokens trained by the end of each of its intervals."""
-        figures = self.timeline.figures(start_s, end_s)
-        inside = [(at_s, tokens) for at_s, tokens in self.progress if start_s <= at_s <= end_s]
-        first = inside[0][1] if inside else 0.0
-        trained, index, tokens = [], 0, first
-        for seconds in figures["seconds"]:
-            while index < len(inside) and inside[index][0] <= start_s + seconds:
-                tokens = inside[index][1]
-                index += 1
-            trained.append(round(tokens - first, 1))
-        return {**figures, "trained_tokens": trained}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +72,9 @@ class Cell:
     """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
     failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
-    with training, relative, an iteration each. ``timeline``: ``Timeline.figures`` and
-    ``trained_tokens`` so far. ``utilisation``: ``UtilisationSampler.figures``. What has a default is not known of a
-    server and a training process that are seen from outside, but for the tokens trained."""
+    with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
+    ``UtilisationSampler.figures``. What has a default is not known of a server and a training process that are seen
+    from outside, but for the tokens trained."""
 
     policy: str
     slo: Slo
@@ -206,7 +186,7 @@ class ColocateBench:
         start_s = load.now_s
         while load.now_s < start_s + duration_s:
             self._iterate(loop, watch)
-        return watch.tokens_per_s(start_s, load.now_s)
+        return watch.timeline.tokens_per_s(start_s, load.now_s)
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop; training counts while they arrive, for ``duration_s``."""
@@ -354,9 +334,9 @@ def _cell(
 ) -> Cell:
     return replace(
         judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft),
-        train_tokens_per_s=watch.tokens_per_s(start_s, end_s),
+        train_tokens_per_s=watch.timeline.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
         prediction_errors=watch.errors,
-        timeline=watch.timeline_figures(start_s, end_s),
+        timeline=watch.timeline.figures(start_s, end_s),
         utilisation=utilisation,
     )

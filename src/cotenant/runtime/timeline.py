@@ -26,6 +26,7 @@ class Timeline:
     def __init__(self, num_sms: int | None = None) -> None:
         self._num_sms = num_sms
         self._entries: list[_Entry] = []
+        self._progress: list[tuple[float, float]] = []
 
     def note(self, end_s: float, record: IterationRecord) -> None:
         """An iteration that ended then."""
@@ -46,11 +47,33 @@ class Timeline:
         shares = (online / total_ms, fused / total_ms, best_effort / total_ms)
         self._entries.append((end_s, total_ms, *shares, not record.batch.empty, record.mode.value))
 
+    def note_tokens(self, at_s: float, trained_tokens: float) -> None:
+        """How far training had come then."""
+        self._progress.append((at_s, trained_tokens))
+
+    def tokens_per_s(self, start_s: float, end_s: float) -> float:
+        """Of training in this time."""
+        return self._trained(start_s, end_s, 1)[-1] / (end_s - start_s)
+
+    def _trained(self, start_s: float, end_s: float, num_points: int) -> list[float]:
+        """Tokens since ``start_s`` at the end of each of so many intervals."""
+        inside = [(at_s, tokens) for at_s, tokens in self._progress if start_s <= at_s <= end_s]
+        first = inside[0][1] if inside else 0.0
+        trained, index, tokens = [], 0, first
+        for point in range(1, num_points + 1):
+            until_s = start_s + (end_s - start_s) * point / num_points
+            # The last interval has all that is left, however its end was rounded.
+            while index < len(inside) and (point == num_points or inside[index][0] <= until_s):
+                tokens = inside[index][1]
+                index += 1
+            trained.append(tokens - first)
+        return trained
+
     def figures(self, start_s: float, end_s: float) -> dict[str, Any]:
         """The time from ``start_s`` to ``end_s`` in equal intervals, at most ``MOST_POINTS``, as a list for each
         figure. ``step_ms``: how long iterations with a batch took on average, tasklets included, and
         ``longest_step_ms`` (None without one). Shares are of the device: of its SMs, averaged over the interval, or of
-        its time. ``mode``: what most of the work's time went to."""
+        its time. ``mode``: what most of the work's time went to. ``trained_tokens``: since ``start_s``, by its end."""
         inside = [entry for entry in self._entries if start_s < entry[0] and entry[0] - entry[1] / 1e3 < end_s]
         num_points = max(1, min(MOST_POINTS, len(inside)))
         interval_s = (end_s - start_s) / num_points
@@ -72,6 +95,7 @@ class Timeline:
             "online_share": [round(min(1.0, point.online_s / interval_s), 3) for point in points],
             "fused_share": [round(min(1.0, point.fused_s / interval_s), 3) for point in points],
             "best_effort_share": [round(min(1.0, point.best_effort_s / interval_s), 3) for point in points],
+            "trained_tokens": [round(tokens, 1) for tokens in self._trained(start_s, end_s, num_points)],
         }
 
 
