@@ -442,6 +442,18 @@ def test_prompts_that_begin_alike_share_pages(small) -> None:
     assert first
 
 
+def test_a_request_may_leave_the_prefix_cache_alone(small) -> None:
+    """It finds nothing there, leaves nothing there, and is not counted."""
+    engine = small.engine(page_tokens=4)
+    prompt = small.prompt(18)
+    requests = [small.request(prompt, 6) for _ in range(5)]
+    for request, uses_it in zip(requests, [False, True, False, True, True], strict=True):
+        outputs = small.run(engine, [replace(request, uses_prefix_cache=uses_it)])
+        assert small.tokens(outputs[request.request_id]) == small.greedy(prompt, 6)
+    assert engine.num_hit_tokens == 2 * 16
+    assert engine.num_queried_tokens == 3 * 18
+
+
 @pytest.mark.parametrize("place", ["sampler", "scores"])
 def test_a_launch_that_ran_out_of_memory_may_be_repeated(small, monkeypatch, place: str) -> None:
     """Behind a batch in flight too, whose tokens only the device knows; and no token counts twice for penalties."""

@@ -51,7 +51,8 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s`` is on the wall clock."""
+    """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s`` is on the wall clock.
+    ``uses_prefix_cache``: finds KV pages there, and leaves its own."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -59,6 +60,7 @@ class Request:
     arrival_s: float
     adapter: AdapterRef | None = None
     priority: int = 0
+    uses_prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class LiveSequences:
         sequence.num_computed = num_cached * page_tokens
         sequence.num_registered = num_cached
         self._sampler.open(sequence.seat, sequence.sampling_state, sequence.num_prompt, sequence.tokens)
-        self.num_queried_tokens += len(sequence.tokens)
+        self.num_queried_tokens += len(sequence.tokens) if request.uses_prefix_cache else 0
         self.num_hit_tokens += sequence.num_computed
         if not sequence.was_admitted:
             sequence.was_admitted = True
@@ -192,10 +192,12 @@ class LiveSequences:
     def _renew_keys(self, sequence: Sequence) -> None:
         """Name a waiting sequence's pages after the weights that it would get now: until it is admitted, they may
         change. A running one keeps its weights and its keys."""
+        request = sequence.request
         # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
-        if not self._prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+        is_scored = request.sampling.prompt_logprobs is not None
+        if not self._prefix_caching or is_scored or not request.uses_prefix_cache:
             return
-        root = self._adapters.prefix_root(sequence.request.adapter)
+        root = self._adapters.prefix_root(request.adapter)
         if sequence.prefix is None or sequence.prefix.root != root:
             sequence.prefix = PrefixKeys(self._tables.page_tokens, root)
 

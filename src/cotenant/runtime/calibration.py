@@ -31,7 +31,8 @@ def calibrate(
         for index in range(concurrency):
             prompt = tuple((7 * number + 13 * index + 3 * i + 1) % vocab_size for i in range(prompt_tokens))
             sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
-            engine.add(Request(f"calibration-{number}-{index}", prompt, sampling, time.time()))
+            name = f"calibration-{number}-{index}"
+            engine.add(Request(name, prompt, sampling, time.time(), uses_prefix_cache=False))
             ttfts_ms.append(_run_until_first_token(engine, executor, predictor, steps_ms))
         while engine.has_work:
             record = _step(executor, predictor)
