@@ -42,7 +42,7 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "enable_prefix_caching": False, "quantization": "fp8", "max_cpu_loras": 6, "enforce_eager": True,
         "cuda_graph_sizes": [1, 4], "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal",
         "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
-        "tasklet_tokens": 64, "fuse": False, "sm_shares": [0.25, 0.5], "host": "::1", "port": 81,
+        "tasklet_tokens": 64, "fuse": False, "sm_shares": [0.25, 0.5], "self_profile": True, "host": "::1", "port": 81,
         "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
         "trace_file": "trace.json",
     }  # fmt: skip

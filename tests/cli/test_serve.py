@@ -179,6 +179,20 @@ def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Pa
         assert not server.data_dir.exists()
 
 
+def test_decode_steps_that_lack_are_measured_before_anybody_asks(tmp_path: Path) -> None:
+    """By the worker, once it has nothing to do; the next one that starts on the data folder lacks nothing."""
+    flags = ("--self-profile", "--max-num-seqs", "2", "--max-model-len", "512")
+    with running_server(tmp_path / "data", *flags) as server:
+        wait_until(lambda: "decode steps of 2 shapes were measured in idle time" in server.log)
+        metrics = httpx.get(f"{server.base_url}/metrics").text
+        assert re.search(r"^cotenant:prompt_tokens_total\S* 0\.0$", metrics, re.MULTILINE)
+        assert re.search(r"^cotenant:prefix_cache_queries_total\S* 0\.0$", metrics, re.MULTILINE)
+        assert server.stop() == 0
+    (path,) = (tmp_path / "data" / "latencies").iterdir()
+    sizes = {record[1][1][0] for record in json.loads(path.read_text())["records"] if record[1][0] == "batch"}
+    assert sizes >= {1, 2}
+
+
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
     with running_server(tmp_path / "data", *FLAGS) as server:
         stream = Stream(server, max_tokens=900)

@@ -11,7 +11,7 @@ from cotenant.models.decoder import Decoder
 from finetune import support
 
 
-def save_llama(folder: Path) -> None:
+def save_llama(folder: Path, max_positions: int = 256) -> None:
     """A random Llama with weights large enough for gradients that matter, saved in ``folder``."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -21,7 +21,7 @@ def save_llama(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=support.VOCAB_SIZE,
-        max_position_embeddings=256,
+        max_position_embeddings=max_positions,
         initializer_range=0.15,
         tie_word_embeddings=False,
         eos_token_id=2,

@@ -6,9 +6,11 @@ import json
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cotenant.config import POLICIES
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, RequestView, Slo, Snapshot
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.records import Record
@@ -138,6 +140,18 @@ def test_a_changed_machine_is_noticed_for_shapes_that_were_never_run(change: flo
     for _ in range(150):
         train(speed=change)
     assert predictor.tasklet_ms(between) == pytest.approx(3.1 * change, rel=0.12)
+
+
+@given(st.integers(1, 1 << 20), st.floats(1.0, 3.0), st.floats(0.0, 1.0))
+def test_what_was_measured_near_a_shape_is_found(least: int, width: float, place: float) -> None:
+    predictor, most = LatencyPredictor("machine", "model"), int(least * width)
+    assert not predictor.has_measured_decode(4, least, most)
+    for _ in range(3):
+        learn(predictor, decode(4, least + int(place * (most - least))), 5.0)
+    assert predictor.has_measured_decode(4, least, most)
+    assert not predictor.has_measured_decode(4, 2 * most + 16, 4 * most + 64)
+    assert not predictor.has_measured_decode(5, least, most)
+    assert not predictor.has_measured_decode(4, least, most, Partition(48, 84))
 
 
 def test_one_frozen_second_does_not_become_the_expectation() -> None:

@@ -116,6 +116,14 @@ _ALL_FLAGS = (
         "Share of the GPU's SMs that batches may have beside training, in place of the policy's choice; may be given "
         "several times.",
     ),
+    Flag(
+        "self-profile",
+        CoExecutionConfig,
+        "self_profile",
+        "While nobody asks and nothing trains, measure decode steps of sizes that have not come yet; on CUDA unless "
+        "said otherwise.",
+        "--self-profile/--no-self-profile",
+    ),
     Flag("host", ApiConfig, "host", "Address to listen on."),
     Flag("port", ApiConfig, "port", "Port to listen on; 0 picks a free one."),
     Flag("api-key", ApiConfig, "api_key", "Key that /v1 asks for; or set COTENANT_API_KEY."),

@@ -53,6 +53,7 @@ def serve(
     tasklet_tokens: Annotated[int | None, option("tasklet-tokens")] = None,
     fuse: Annotated[bool | None, option("fuse")] = None,
     sm_shares: Annotated[list[float] | None, option("sm-shares")] = None,
+    self_profile: Annotated[bool | None, option("self-profile")] = None,
     host: Annotated[str | None, option("host")] = None,
     port: Annotated[int | None, option("port")] = None,
     api_key: Annotated[str | None, option("api-key")] = None,

@@ -156,6 +156,11 @@ class OnlineEngine:
         """Share of pages in use, 0 to 1."""
         return self._cache.pool.num_used / self._cache.pool.num_pages
 
+    def has_blank_pages(self, num_sequences: int, length: int) -> bool:
+        """Whether so many sequences of this length would take no page whose content is known."""
+        pool = self._cache.pool
+        return num_sequences * self._limits.num_pages(length) <= pool.num_free - pool.num_cached
+
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
         return self._live.views()
@@ -179,6 +184,10 @@ class OnlineEngine:
     @property
     def max_num_batched_tokens(self) -> int:
         return self._max_num_batched_tokens
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._limits.max_num_seqs
 
     def take_failures(self) -> list[tuple[str, CotenantError]]:
         """Requests that ended because their adapter could not be read, each with the reason."""

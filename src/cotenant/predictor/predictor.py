@@ -22,6 +22,7 @@ from cotenant.predictor.shapes import (
     BatchKey,
     batch_features,
     batch_key,
+    buckets,
     sms,
     tasklet_features,
     tasklet_key,
@@ -151,6 +152,18 @@ class LatencyPredictor:
     def was_tried(self, partition: Partition) -> bool:
         """Whether what is said of a decode step beside training there rests on some that were."""
         return self._partitions.num_together(partition, self._records.iteration) >= _TRIALS
+
+    def has_measured_decode(
+        self, num_decode: int, least_context: int, most_context: int, partition: Partition | None = None
+    ) -> bool:
+        """Whether a decode step alone was measured, however long ago, of so many sequences and about so many context
+        tokens; ``partition``: on its online SMs."""
+        for context in buckets(least_context, most_context):
+            group, key = self._keys(BatchShape(num_decode, context))
+            shape = ("batch", key) if partition is None else _partition_key(key, partition, together=False)
+            if self._records.find(group, shape) is not None:
+                return True
+        return False
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from cotenant.core.plan import BatchShape, Partition
 from cotenant.core.tasklet import TaskletShape
 
@@ -17,6 +19,14 @@ def bucket(tokens: int) -> int:
         return tokens
     shift = tokens.bit_length() - 4
     return (tokens >> shift) << shift
+
+
+def buckets(least: int, most: int) -> Iterator[int]:
+    """All that the counts from ``least`` to ``most`` fall into."""
+    each = bucket(least)
+    while each <= most:
+        yield each
+        each += 1 << max(0, each.bit_length() - 4)
 
 
 def batch_key(batch: BatchShape) -> BatchKey:

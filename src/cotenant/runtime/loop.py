@@ -15,6 +15,7 @@ from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.self_profile import QUIET_S, SelfProfile
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
@@ -84,8 +85,10 @@ class WorkerLoop:
         sizes_chunks: bool = False,
         trace: Trace | None = None,
         save: Callable[[], None] | None = None,
+        self_profile: SelfProfile | None = None,
     ) -> None:
-        """``save``: keeps what the predictor has learned; called now and then while there is nothing to do."""
+        """``save``: keeps what the predictor has learned; called now and then while there is nothing to do.
+        ``self_profile``: measures then what the predictor lacks."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -98,7 +101,9 @@ class WorkerLoop:
         self._sizes_chunks = sizes_chunks
         self._trace = trace
         self._save = save
+        self._self_profile = self_profile
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
+        self._next_profile_s = time.monotonic() + QUIET_S
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo.tpot_ms, slo.attainment)
@@ -123,9 +128,11 @@ class WorkerLoop:
         begins_s = [time.perf_counter()]
         snapshot = self._observe()
         begins_s.append(time.perf_counter())
-        plan = self._policy.plan(snapshot)
+        profile = self._active_profile
+        plan = self._policy.plan(snapshot) if profile is None else profile.plan()
         begins_s.append(time.perf_counter())
-        self._note_gap(begins_s[-1], snapshot)
+        if profile is None:
+            self._note_gap(begins_s[-1], snapshot)
         record = self._executor.execute(plan, self._emit, self._channel.pending)
         begins_s.append(time.perf_counter())
         if not record.batch.empty:
@@ -136,6 +143,12 @@ class WorkerLoop:
             self._trace.flush()
         return record
 
+    @property
+    def _active_profile(self) -> SelfProfile | None:
+        """The self-profile, while the batches are its own."""
+        profile = self._self_profile
+        return profile if profile is not None and profile.is_active else None
+
     def _note_gap(self, now_s: float, snapshot: Snapshot) -> None:
         """A batch may begin now."""
         if snapshot.batch.empty:
@@ -145,13 +158,15 @@ class WorkerLoop:
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
+            if self._self_profile is not None:
+                self._self_profile.stop()
             self._handle(message)
-        now_s, requests = time.time(), self._engine.views()
-        if self._sizes_chunks and any(request.num_prompt_tokens_left for request in requests):
+        now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
+        if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
         batch = self._engine.next_shape()
-        if requests:
+        if requests and not is_profiling:
             self._idle_since_s = now_s
         return Snapshot(
             now_s=now_s,
@@ -170,14 +185,18 @@ class WorkerLoop:
         if record.mode is not Mode.NONE:
             self._margin.trained(max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0)))
         self._predictor.observe(record)
-        self._stats.count(record)
+        profile = self._active_profile
+        if profile is None:
+            self._stats.count(record)
+        else:
+            profile.note(record)
         for request_id, error in self._engine.take_failures():
             self._channel.send(RequestFailed(request_id, error.message, error.code, error.param))
         for ref, failure in self._engine.take_loaded():
             answer = AdapterLoaded(ref.name) if failure is None else AdapterFailed(ref.name, failure.message)
             self._channel.send(answer)
         if time.monotonic() >= self._next_stats_s:
-            self._publish_progress(snapshot)
+            self._publish_progress(snapshot, with_stats=profile is None)
         trains = plan.num_tasklets > 0 or plan.until_step_end
         trains = trains and self._training.runnable
         idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
@@ -188,11 +207,21 @@ class WorkerLoop:
             self._finished = True
         elif idle:
             self._rest()
+        else:
+            self._next_profile_s = time.monotonic() + QUIET_S
 
-    def _publish_progress(self, snapshot: Snapshot) -> None:
+    def _publish_progress(self, snapshot: Snapshot, *, with_stats: bool) -> None:
+        """``with_stats``: not of batches that nobody asked for."""
         self._next_stats_s = time.monotonic() + _STATS_EVERY_S
         self._training.publish()
         self._executor.tidy()
+        if os.getppid() != self._parent_pid:
+            logger.error("the API process is gone; the worker exits")
+            self._finished = True
+        if with_stats:
+            self._publish_stats(snapshot)
+
+    def _publish_stats(self, snapshot: Snapshot) -> None:
         step_ms = self._predictor.batch_ms(snapshot.batch)
         has_slack = not snapshot.batch.empty and step_ms is not None
         slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None
@@ -200,9 +229,6 @@ class WorkerLoop:
             self._engine, self._executor, self._training, self._predictor, slack_ms, self._margin.value
         )
         self._channel.send(message)
-        if os.getppid() != self._parent_pid:
-            logger.error("the API process is gone; the worker exits")
-            self._finished = True
 
     def _rest(self) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""
@@ -218,10 +244,18 @@ class WorkerLoop:
             self._save()
             self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        self._channel.wait(_IDLE_WAIT_S)
+        if not self._begin_profile():
+            self._channel.wait(_IDLE_WAIT_S)
+
+    def _begin_profile(self) -> bool:
+        """Begin to measure what the predictor lacks, if nobody has wanted anything for a while."""
+        profile = self._self_profile
+        if profile is None or self._draining or self._training.job_id is not None:
+            return False
+        return time.monotonic() >= self._next_profile_s and profile.begin()
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:
-        if outputs:
+        if outputs and self._active_profile is None:
             self._channel.send(Outputs(tuple(outputs)))
             now_s = time.perf_counter()
             for output in outputs:

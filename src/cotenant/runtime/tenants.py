@@ -23,6 +23,7 @@ from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
+from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.sizing import serving_bytes
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
@@ -48,23 +49,34 @@ class Tenants:
     can_fuse: bool
     trace: Trace | None
 
-    def loop(self, channel: Channel, policy: str, slo: Slo, shares: tuple[float, ...] | None = None) -> WorkerLoop:
-        """``shares``: of the SMs, that batches may have; None: all that there are partitions for. Raises
-        InvalidInputError for an unknown policy."""
-        partitions = self.serving.device.partitions
+    def loop(
+        self,
+        channel: Channel,
+        policy: str,
+        slo: Slo,
+        shares: tuple[float, ...] | None = None,
+        *,
+        profiles_itself: bool = False,
+    ) -> WorkerLoop:
+        """``shares``: of the SMs, that batches may have; None: all that there are partitions for. ``profiles_itself``:
+        in idle time. Raises InvalidInputError for an unknown policy."""
+        partitions, engine = self.serving.device.partitions, self.serving.engine
+        partitions = partitions if shares is None else nearest(partitions, shares)
+        vocab_size = self.serving.resolved.spec.vocab_size
         return WorkerLoop(
             channel,
-            self.serving.engine,
+            engine,
             self.training,
             create_policy(policy, self.predictor),
             self.executor,
             self.predictor,
             slo,
             self.can_fuse,
-            partitions if shares is None else nearest(partitions, shares),
+            partitions,
             sizes_chunks=self.serving.device.overlaps,
             trace=self.trace,
             save=lambda: self.latencies.save(self.predictor),
+            self_profile=SelfProfile(engine, self.predictor, partitions, vocab_size) if profiles_itself else None,
         )
 
 

@@ -33,7 +33,10 @@ def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -
     """Load everything and put it together. Sends ``Ready`` when requests can be served."""
     tenants = build_tenants(config, channel.send)
     serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
-    loop = tenants.loop(channel, config.coexecution.policy, slo)
+    profiles_itself = config.coexecution.self_profile
+    if profiles_itself is None:
+        profiles_itself = serving.device.torch_device.type != "cpu"
+    loop = tenants.loop(channel, config.coexecution.policy, slo, profiles_itself=profiles_itself)
     channel.send(
         Ready(
             max_model_len=serving.max_model_len,

@@ -1,0 +1,209 @@
+"""What a server measures while nobody wants anything, and that nobody notices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from cotenant.config import BatchConfig, LoraConfig
+from cotenant.core.plan import Partition, Slo
+from cotenant.device import Device, create_device
+from cotenant.device.cpu.device import CpuDevice
+from cotenant.engine.engine import OnlineEngine
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime import loop as loop_module
+from cotenant.runtime.executor import Executor
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.self_profile import SelfProfile
+from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler import create_policy
+from cotenant.wire.messages import AddRequest, Drain, FromWorker, Outputs, Stats, ToWorker
+from finetune import support
+from finetune.conftest import save_llama
+from runtime.cotenancy import request
+
+PROMPT = [5 + 7 * place % 90 for place in range(41)]
+SHAPES = [(1, 256), (2, 256), (4, 256)]
+
+
+class Worker:
+    """A loop of its own, driven iteration by iteration; ``inbox``: what the API process sends next."""
+
+    def __init__(
+        self, folder: Path, device: Device, partitions: tuple[Partition, ...] = (), num_pages: int = 512
+    ) -> None:
+        save_llama(folder / "model", max_positions=512)
+        decoder = support.load(folder / "model")
+        self.engine = OnlineEngine(
+            decoder, num_pages, 4, BatchConfig(4, 64), 512, LoraConfig(), (), device=device
+        )  # 512 tokens: one context of those that are measured
+        self.predictor = LatencyPredictor("test", "test")
+        self.training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, self.send)
+        self.profile = SelfProfile(self.engine, self.predictor, partitions, support.VOCAB_SIZE)
+        self.inbox: list[ToWorker] = []
+        self.sent: list[FromWorker] = []
+        self.num_waits = 0
+        self.loop = WorkerLoop(
+            self,
+            self.engine,
+            self.training,
+            create_policy("adaptive", self.predictor),
+            Executor(device, decoder, self.engine, self.training),
+            self.predictor,
+            Slo(1000.0, 100.0),
+            can_fuse=False,
+            partitions=partitions,
+            sizes_chunks=device.overlaps,
+            self_profile=self.profile,
+        )
+
+    # The loop's channel.
+
+    def send(self, message: FromWorker) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> list[ToWorker]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def pending(self) -> bool:
+        return bool(self.inbox)
+
+    def wait(self, timeout_s: float) -> bool:
+        self.num_waits += 1
+        return False
+
+    # What tests do.
+
+    def iterate_until(self, is_there: Callable[[], bool], most: int = 3000) -> None:
+        for _ in range(most):
+            self.loop.iterate()
+            if is_there():
+                return
+        raise AssertionError("that many iterations and it is not there")
+
+    def rest(self) -> None:
+        """Until there is nothing more to do."""
+        before = self.num_waits
+        self.iterate_until(lambda: self.num_waits > before)
+
+    def answer(self, name: str, prompt: list[int] = PROMPT, max_tokens: int = 9) -> list[int]:
+        self.inbox.append(AddRequest(request(name, prompt, max_tokens)))
+        self.iterate_until(lambda: len(self.tokens(name)) == max_tokens)
+        return self.tokens(name)
+
+    def tokens(self, name: str) -> list[int]:
+        outputs = (output for message in self.sent if isinstance(message, Outputs) for output in message.outputs)
+        return [token for output in outputs if output.request_id == name for token in output.token_ids]
+
+    def has_measured(self, shape: tuple[int, int], partition: Partition | None = None) -> bool:
+        size, context = shape
+        return self.predictor.has_measured_decode(size, size * context, int(1.25 * size * context), partition)
+
+    def check_idle(self) -> None:
+        self.engine.check_integrity()
+        assert (self.engine.num_running, self.engine.num_waiting, self.engine.kv_cache_usage) == (0, 0, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "QUIET_S", 0.0)
+
+
+def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.rest()
+    assert all(worker.has_measured(shape) for shape in SHAPES)
+    assert not worker.has_measured((8, 256)), "there are no more than 4 in a batch"
+    assert not worker.has_measured((1, 1024)), "the model takes no more than 512"
+    worker.check_idle()
+    assert {type(message) for message in worker.sent} == {Stats}
+    for message in worker.sent:
+        assert isinstance(message, Stats)
+        assert (message.num_running, message.num_waiting, message.kv_cache_usage) == (0, 0, 0.0)
+        assert (message.online_busy_s, message.prefix_cache_queries, message.slack_ms) == (0.0, 0, None)
+    num_records = worker.predictor.num_records
+    for _ in range(20):
+        worker.loop.iterate()
+    assert worker.predictor.num_records == num_records, "what is known is not measured again"
+
+
+def test_a_request_ends_it_and_it_goes_on_later(tmp_path: Path) -> None:
+    expected = Worker(tmp_path / "alone", create_device("cpu"))
+    worker = Worker(tmp_path / "profiled", create_device("cpu"))
+    answers: list[list[int]] = []
+    while not all(worker.has_measured(shape) for shape in SHAPES):  # each time it gets further
+        worker.iterate_until(lambda: worker.profile.is_active)
+        for _ in range(2 * len(answers)):
+            worker.loop.iterate()
+        answers.append(worker.answer(f"r{len(answers)}", PROMPT[len(answers) :]))
+        worker.check_idle()
+    assert 5 < len(answers) < 30
+    expected.profile.begin = lambda: False  # type: ignore[method-assign]
+    for index, tokens in enumerate(answers):
+        assert tokens == expected.answer(f"r{index}", PROMPT[index:])
+
+
+def test_pages_that_requests_left_stay(tmp_path: Path) -> None:
+    """What is measured leaves the prompts in the cache alone: in this one, there is no room for the largest shape."""
+    worker = Worker(tmp_path, create_device("cpu"), num_pages=330)
+    prompts = {f"r{start}": [3 + (start + place) % 97 for place in range(61)] for start in range(0, 20, 5)}
+    for name, prompt in prompts.items():
+        worker.answer(name, prompt)
+    worker.rest()
+    assert [worker.has_measured(shape) for shape in SHAPES] == [True, True, False]
+    for name, prompt in prompts.items():
+        hits = worker.engine.num_hit_tokens
+        worker.answer(f"{name} again", prompt)
+        assert worker.engine.num_hit_tokens == hits + 60
+
+
+def test_without_room_nothing_is_measured(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, create_device("cpu"), num_pages=160)
+    worker.rest()
+    assert worker.has_measured((1, 256))
+    assert not worker.has_measured((4, 256)), "that takes 300 pages"
+
+
+def test_not_while_there_is_a_job_or_the_server_ends(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.training.start(support.make_spec(tmp_path / "job"))
+    worker.training.pause(worker.training.job_id or "")
+    worker.iterate_until(lambda: worker.profile.is_active)
+    assert worker.training.job_id is None, "no sooner"
+    worker.inbox.append(Drain())
+    worker.loop.run()
+    worker.check_idle()
+    assert not worker.profile.is_active
+
+
+class SplitDevice(CpuDevice):
+    """Batches are launched a step ahead, and on parts of its SMs, which it notes."""
+
+    overlaps = True
+    partitions = (Partition(48, 84), Partition(96, 36))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.had: list[Partition | None] = []
+
+    @contextmanager
+    def online(self, partition: Partition | None = None) -> Iterator[None]:
+        self.had.append(partition)
+        yield
+
+
+def test_each_partition_is_measured_alone(tmp_path: Path) -> None:
+    device = SplitDevice()
+    worker = Worker(tmp_path, device, device.partitions)
+    worker.rest()
+    for shape in SHAPES:
+        assert all(worker.has_measured(shape, partition) for partition in (None, *device.partitions))
+    assert set(device.had) == {None, *device.partitions}
+    worker.check_idle()
+    worker.answer("r")
+    worker.check_idle()
