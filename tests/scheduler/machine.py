@@ -73,7 +73,7 @@ class Machine:
         self._rng = random.Random(0)
         self._noise = noise
         self._lengths = lengths
-        self._margin = Margin(slo.tpot_ms, slo.attainment)
+        self._margin = Margin(slo)
         self._now_s = 1000.0
         self._names = itertools.count()
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted
@@ -101,6 +101,9 @@ class Machine:
         ]
         outcome.harvest = trained_ms / 1e3 / (self._now_s - start_s)
         return outcome
+
+    def _alone_ms(self, batch: BatchShape) -> float:
+        return STEP_MS
 
     def _noisy(self, ms: float) -> float:
         return ms * (1.0 + self._noise * self._rng.uniform(-1, 1))
@@ -132,9 +135,9 @@ class Machine:
         outcome.modes[plan.mode] = outcome.modes.get(plan.mode, 0) + 1
         if plan.partition is not None:
             outcome.partitions[plan.partition] = outcome.partitions.get(plan.partition, 0) + 1
-        if plan.mode is not Mode.NONE:
-            self._margin.trained(max(0.0, record.total_ms - STEP_MS))
         self._tokens(outcome, self._now_s + token_ms / 1e3)
+        if plan.mode is not Mode.NONE:
+            self._margin.trained(max(0.0, record.total_ms - STEP_MS), self._now_s)
         self._now_s += (record.total_ms + HOST_MS) / 1e3
         while len(self._requests) < BATCH_SIZE:
             self._add()
@@ -155,9 +158,11 @@ class Machine:
     def _carry_out(self, plan: Plan, batch: BatchShape) -> tuple[IterationRecord, float, float]:
         beside: list[tuple[TaskletRun, float]] = []
         behind: list[tuple[TaskletRun, float]] = []
-        step_ms, gained_ms, waited_ms = self._noisy(STEP_MS), 0.0, 0.0
+        alone_ms = self._alone_ms(batch)
+        step_ms, gained_ms, waited_ms = self._noisy(alone_ms), 0.0, 0.0
         if plan.partition is not None:
-            step_ms, self._speed = self._noisy(CORUN[plan.partition][0]), CORUN[plan.partition][1]
+            corun_ms, self._speed = CORUN[plan.partition]
+            step_ms = self._noisy(corun_ms * alone_ms / STEP_MS)
             gained_ms, beside = self._train(step_ms, self._speed, plan.num_beside)
         if plan.num_tasklets and self.stalls_ms:
             step_ms += self.stalls_ms.pop()

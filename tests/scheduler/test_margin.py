@@ -4,94 +4,158 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from cotenant.core.plan import Slo
 from cotenant.scheduler.margin import Margin
 
-TARGET_MS = 10.0
-_NAMES = itertools.count()
+SLO = Slo(500.0, 10.0)
 
 
-def serve(
-    margin: Margin, tpot_ms: float, num_tokens: int = 21, *, trained_ms: float = 3.0, count: int = 1, ends: bool = True
-) -> None:
-    """So many requests side by side, at this mean gap, ``trained_ms`` of it because of training."""
-    names = [f"r{next(_NAMES)}" for _ in range(count)]
-    for name in names:
-        margin.note(name, 1, 100.0, is_over=False)
-    margin.trained(trained_ms * (num_tokens - 1))
-    for name in names:
-        margin.note(name, num_tokens - 1, 100.0 + (num_tokens - 1) * tpot_ms / 1e3, is_over=ends)
-    margin.settle()
+@dataclass
+class Server:
+    """Requests one batch after the other, on a clock of its own."""
+
+    margin: Margin = field(default_factory=lambda: Margin(SLO))
+    now_s: float = 100.0
+    names: itertools.count = field(default_factory=itertools.count)  # type: ignore[type-arg]
+
+    @property
+    def value(self) -> float:
+        return self.margin.value
+
+    def serve(self, tpot_ms: float, num_tokens: int = 21, *, trained_ms: float = 3.0, count: int = 1) -> None:
+        """So many requests side by side, at this mean gap, ``trained_ms`` of it because of training."""
+        names = [f"r{next(self.names)}" for _ in range(count)]
+        self._note(names, 1, is_over=False)
+        self.now_s += (num_tokens - 1) * tpot_ms / 1e3
+        if trained_ms:
+            self.margin.trained(trained_ms * (num_tokens - 1), self.now_s)
+        self._note(names, num_tokens - 1, is_over=True)
+
+    def wait(self, ttft_ms: float) -> None:
+        """A request whose first and last token comes so late."""
+        name = f"r{next(self.names)}"
+        self.margin.arrived(name, self.now_s)
+        self.now_s += ttft_ms / 1e3
+        self._note([name], 1, is_over=True)
+
+    def _note(self, names: list[str], num_new: int, *, is_over: bool) -> None:
+        for name in names:
+            self.margin.note(name, num_new, self.now_s, is_over)
+        self.margin.settle()
 
 
 @pytest.mark.parametrize("attainment", [0.9, 0.99])
 def test_as_many_requests_meet_the_target_as_are_to(attainment: float) -> None:
     """What was aimed at comes out longer by a random disturbance, as of prompts that come in between."""
-    margin, rng, num_met = Margin(TARGET_MS, attainment), random.Random(0), 0
+    server, rng, num_met = Server(Margin(replace(SLO, attainment=attainment))), random.Random(0), 0
     rounds = 40_000
     for _ in range(rounds):
-        tpot_ms = margin.value * TARGET_MS + rng.expovariate(1.0)
-        num_met += tpot_ms <= TARGET_MS
-        serve(margin, tpot_ms, trained_ms=tpot_ms)
+        tpot_ms = server.value * SLO.tpot_ms + rng.expovariate(1.0)
+        num_met += tpot_ms <= SLO.tpot_ms
+        server.serve(tpot_ms, trained_ms=tpot_ms)
     assert num_met / rounds == pytest.approx(attainment, abs=0.01)
 
 
-def test_undisturbed_requests_are_aimed_at_closely_and_many_misses_leave_half() -> None:
-    margin = Margin(TARGET_MS, 0.99)
+def test_undisturbed_requests_are_aimed_at_closely_and_many_misses_leave_no_room() -> None:
+    server = Server()
     for _ in range(1000):
-        serve(margin, margin.value * TARGET_MS)
-    assert margin.value == 0.98
+        server.serve(server.value * SLO.tpot_ms)
+    assert server.value == 0.98
     for _ in range(1000):
-        serve(margin, 12.0)
-    assert margin.value == 0.5
+        server.serve(12.0)
+    assert server.value == 0.2
 
 
 def test_one_disturbance_of_many_requests_counts_once() -> None:
-    one, many = Margin(TARGET_MS, 0.99), Margin(TARGET_MS, 0.99)
-    serve(one, 12.0)
-    serve(many, 12.0, count=32)
+    one, many = Server(), Server()
+    one.serve(12.0)
+    many.serve(12.0, count=32)
     assert many.value == pytest.approx(one.value)
 
 
 def test_training_that_was_left_no_room_gets_some_again() -> None:
     """Where the least that is aimed at is less than a step takes, no request could ever show that there is room."""
-    margin = Margin(TARGET_MS, 0.99)
+    server = Server()
     for _ in range(100):
-        serve(margin, 12.0)
-    assert margin.value == 0.5
+        server.serve(12.0)
+    assert server.value == 0.2
     for _ in range(1000):
-        serve(margin, 6.0, trained_ms=0.0)
-    assert margin.value == pytest.approx(0.9, abs=0.01)
+        server.serve(6.0, trained_ms=0.0)
+    assert server.value == pytest.approx(0.9, abs=0.01)
+
+
+def test_requests_that_training_happened_to_miss_do_not_count_for_more() -> None:
+    """Of short answers most have no training in their gaps; what the others say would be drowned."""
+    server = Server()
+    for _ in range(50):
+        server.serve(12.0)
+    low = server.value
+    for _ in range(50):
+        server.serve(6.0, 3, trained_ms=0.0)
+        server.serve(6.0, 3)
+    assert server.value < low + 0.05
 
 
 def test_a_miss_that_training_has_no_part_in_teaches_nothing() -> None:
-    margin = Margin(TARGET_MS, 0.99)
-    before = margin.value
-    serve(margin, 25.0, trained_ms=3.0)
-    serve(margin, 25.0, trained_ms=0.0)
-    assert margin.value == before
+    server = Server()
+    before = server.value
+    server.serve(25.0, trained_ms=3.0)
+    server.serve(25.0, trained_ms=0.0)
+    assert server.value == before
+
+
+def test_a_miss_that_began_with_training_counts() -> None:
+    """Of 5 ms too many 2 are training's own; the others are of prompts that came while it ran, and waited."""
+    server = Server()
+    before = server.value
+    server.serve(15.0, trained_ms=2.0)
+    assert server.value < before
+
+
+def test_late_first_tokens_leave_prompts_more_room() -> None:
+    server = Server()
+    before = server.value
+    server.margin.trained(1.0, server.now_s)
+    server.wait(400.0)
+    assert server.value == before, "in time"
+    for _ in range(5):
+        server.wait(600.0)
+    assert server.value < before - 0.1
+
+
+def test_first_tokens_that_are_late_without_training_teach_nothing_and_nothing_recovers_meanwhile() -> None:
+    server = Server()
+    for _ in range(50):
+        server.serve(12.0)
+    server.now_s += 10.0
+    low = server.value
+    for _ in range(50):
+        server.wait(2000.0)
+        server.serve(6.0, trained_ms=0.0)
+    assert server.value == pytest.approx(low, abs=0.02), "prompts wait in line: no time to try training again"
 
 
 def test_a_long_answer_is_judged_on_its_way_and_misses_once() -> None:
-    margin = Margin(TARGET_MS, 0.99)
-    before = margin.value
-    serve(margin, 12.0, 63, ends=False)
-    assert margin.value == before
-    serve(margin, 12.0, 64, ends=False)
-    after = margin.value
-    assert after < before
-    name = f"r{next(_NAMES) - 1}"
-    for number in range(2, 20):
-        margin.trained(64 * 3.0)
-        margin.note(name, 64, 100.0 + 64 * number * 0.012, is_over=False)
+    margin = Margin(SLO)
+    values, now_s = [margin.value], 100.0
+    margin.note("r", 1, now_s, is_over=False)
+    for num_new in (62, *[64] * 20):
+        now_s += num_new * 0.012
+        margin.trained(num_new * 3.0, now_s)
+        margin.note("r", num_new, now_s, is_over=False)
         margin.settle()
-    assert margin.value == after
+        values.append(margin.value)
+    assert values[1] == values[0], "not yet 64 tokens"
+    assert values[2] < values[1]
+    assert values[-1] == values[2]
 
 
 def test_an_answer_of_one_token_has_no_gap() -> None:
-    margin = Margin(TARGET_MS, 0.99)
+    margin = Margin(SLO)
     before = margin.value
     margin.note("r", 1, 5.0, is_over=True)
     margin.settle()

@@ -106,7 +106,7 @@ class WorkerLoop:
         self._next_profile_s = time.monotonic() + QUIET_S
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
-        self._margin = Margin(slo.tpot_ms, slo.attainment)
+        self._margin = Margin(slo)
         self._idle_since_s = -math.inf
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0
@@ -183,7 +183,8 @@ class WorkerLoop:
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         if record.mode is not Mode.NONE:
-            self._margin.trained(max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0)))
+            trained_ms = max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0))
+            self._margin.trained(trained_ms, time.perf_counter())
         self._predictor.observe(record)
         profile = self._active_profile
         if profile is None:
@@ -267,6 +268,8 @@ class WorkerLoop:
             case AddRequest(request):
                 try:
                     self._engine.add(request)
+                    waited_s = max(0.0, time.time() - request.arrival_s)
+                    self._margin.arrived(request.request_id, time.perf_counter() - waited_s)
                 except CotenantError as error:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))
             case AbortRequests(request_ids):

@@ -1,62 +1,79 @@
-"""How closely a TPOT target may be aimed at, learned from what came of requests.
+"""How closely the targets may be aimed at, learned from what came of requests.
 
-A plan that ends on time uses all slack up; what nobody planned for, a prompt that comes late in an answer's life, makes
-a request miss then. So the share of the target that is aimed at follows the misses, until as many requests as wanted
-meet the target: a quantile, tracked as requests are judged. Misses that there would have been without training tell
-nothing.
+A plan that ends on time uses all slack up; what nobody planned for, prompts that come late in an answer's life or many
+at once, makes a request miss then. So the share of the TPOT target that is aimed at follows the misses, of either
+target, until as many requests as wanted meet both: a quantile, tracked as requests are judged. TTFT hangs on it, too:
+what running requests are ahead of their target is the room that prompts have. Misses that there would have been without
+training tell nothing.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from cotenant.core.plan import FIRST_MARGIN
+from cotenant.core.plan import FIRST_MARGIN, Slo
 
-_LEAST, _MOST = 0.5, 0.98
+_LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
-_RECOVERY = 0.003  # at a request that training had no room beside, and that met the target
+_RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
+_STARVED_S = 1.0
 _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
 _MOST_REQUESTS = 4096  # that are remembered: some end without a word
+# A millisecond of training may have made a request later by so many: prompts that came meanwhile wait in line.
+_CASCADE = 3.0
+# Training so long before a request came may have cost it its first token: running requests had no time left to give.
+_BEFORE_S = 5.0
 
 
 @dataclass(slots=True)
 class _Life:
-    first_s: float
-    trained_ms: float  # of all training, at the first token
+    arrival_s: float  # nan: not known
+    first_s: float | None = None
+    trained_ms: float = 0.0  # of all training, at the first token
     num_tokens: int = 0
     has_missed: bool = False
 
 
 class Margin:
-    """``value``: the share of the TPOT target to aim at. At ``attainment`` of requests that meet the target it stays
-    where it is; it falls when more miss, and rises when fewer do.
+    """``value``: the share of the TPOT target to aim at. At ``Slo.attainment`` of requests that meet their targets it
+    stays where it is; it falls when more miss, and rises when fewer do.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
     """
 
-    def __init__(self, target_ms: float, attainment: float) -> None:
-        self._target_ms = target_ms
-        self._rise = _FALL * (1.0 - attainment) / attainment
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._rise = _FALL * (1.0 - slo.attainment) / slo.attainment
         self._trained_ms = 0.0
+        self._last_trained_s = self._last_late_s = -math.inf
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
         self.value = FIRST_MARGIN
 
-    def trained(self, time_ms: float) -> None:
+    def trained(self, time_ms: float, now_s: float) -> None:
         """Training has made the running requests wait for so long."""
         self._trained_ms += time_ms
+        self._last_trained_s = now_s
+
+    def arrived(self, request_id: str, at_s: float) -> None:
+        """A request has come. One that is noted without this is not judged by its first token."""
+        self._lives[request_id] = _Life(at_s)
+        if len(self._lives) > _MOST_REQUESTS:
+            del self._lives[next(iter(self._lives))]
 
     def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> None:
         """A request has ``num_new`` tokens more at ``now_s``."""
-        life = self._lives.get(request_id)
-        if life is None:
-            life = self._lives[request_id] = _Life(now_s, self._trained_ms)
-            if len(self._lives) > _MOST_REQUESTS:
-                del self._lives[next(iter(self._lives))]
+        if request_id not in self._lives:
+            self.arrived(request_id, math.nan)
+        life = self._lives[request_id]
+        if life.first_s is None:
+            life.first_s, life.trained_ms = now_s, self._trained_ms
+            self._judge_first(life, now_s)
         before, life.num_tokens = life.num_tokens, life.num_tokens + num_new
         if life.num_tokens > 1 and (is_over or life.num_tokens // _JUDGED_EVERY > before // _JUDGED_EVERY):
-            self._judge(life, now_s)
+            self._judge(life, life.first_s, now_s)
         if is_over:
             del self._lives[request_id]
 
@@ -66,15 +83,29 @@ class Margin:
             self.value = min(_MOST, max(_LEAST, self.value + self._change / self._num_judged))
             self._num_judged, self._change = 0, 0.0
 
-    def _judge(self, life: _Life, now_s: float) -> None:
-        num_gaps = life.num_tokens - 1
-        tpot_ms = (now_s - life.first_s) * 1e3 / num_gaps
+    def _judge_first(self, life: _Life, now_s: float) -> None:
+        """A first token in time is no merit of the margin's: most would be with any."""
+        if (now_s - life.arrival_s) * 1e3 > self._slo.ttft_ms:
+            self._last_late_s = now_s
+            if self._last_trained_s >= life.arrival_s - _BEFORE_S:
+                self._miss(life)
+
+    def _judge(self, life: _Life, first_s: float, now_s: float) -> None:
+        num_gaps, target_ms = life.num_tokens - 1, self._slo.tpot_ms
+        tpot_ms = (now_s - first_s) * 1e3 / num_gaps
         trained_ms = (self._trained_ms - life.trained_ms) / num_gaps
-        if tpot_ms <= self._target_ms:
+        if tpot_ms <= target_ms:
             self._num_judged += 1
-            recovers = trained_ms == 0.0
-            self._change += (_RECOVERY if self.value < FIRST_MARGIN else 0.0) if recovers else self._rise
-        elif tpot_ms - trained_ms <= self._target_ms and not life.has_missed:
+            is_starved = now_s - max(self._last_trained_s, self._last_late_s) > _STARVED_S
+            recovery = _RECOVERY if self.value < FIRST_MARGIN else 0.0
+            self._change += recovery if is_starved else self._rise
+        else:
+            self._last_late_s = now_s
+            if tpot_ms - _CASCADE * trained_ms <= target_ms:
+                self._miss(life)
+
+    def _miss(self, life: _Life) -> None:
+        if not life.has_missed:
             life.has_missed = True
             self._num_judged += 1
             self._change -= _FALL
