@@ -167,10 +167,27 @@ def test_static_without_partitions_trains_while_nobody_asks() -> None:
 @pytest.mark.parametrize("policy", ["harli", "adaptive"])
 def test_prompts_and_those_who_wait_have_all_sms(policy: str) -> None:
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)
-    for batch, requests in ((prefill, (RUNNING,)), (DECODE, (RUNNING, WAITING))):
+    for batch, requests in ((prefill, (RUNNING, WAITING)), (DECODE, (RUNNING, WAITING))):
         snapshot = Snapshot(100.0, Slo(100.0, 20.0), batch, requests, JOB, partitions=IN_SPACE)
         decided = create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
         assert (decided.partition, decided.num_tasklets) == (None, 0)
+
+
+def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:
+    """As long as the tokens after the first ones allow, which nobody has time saved up for."""
+    prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    for target_ms, expected in ((20.0, True), (2.0, False)):
+        for num_ending in (0, 1):
+            snapshot = Snapshot(
+                100.0, Slo(100.0, target_ms), prefill, (RUNNING, WAITING), JOB, margin=0.9, partitions=IN_SPACE,
+                num_ending=num_ending,
+            )  # fmt: skip
+            decided = create_policy("adaptive", predictor).plan(snapshot)
+            assert (decided.num_tasklets > 0) == (expected and num_ending == 1)
+            assert decided.partition is None
+            step_ms = predictor.batch_ms(prefill, beside_training=True)
+            assert decided.num_tasklets * 2.0 <= max(0.0, 0.9 * target_ms - step_ms)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "llmstation"])

@@ -83,10 +83,10 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a policy may look at. ``batch`` is what the online engine would run next if asked. ``margin``: the share
-    of the TPOT target to be aimed at, by what came of requests so far. ``idle_s``: how long no request has been live.
-    ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that ``batch`` can
-    have."""
+    """All that a policy may look at. ``batch`` is what the online engine would run next if asked; with it end
+    ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
+    what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
+    while requests were live, so far. ``partitions``: those that ``batch`` can have."""
 
     now_s: float
     slo: Slo
@@ -98,6 +98,7 @@ class Snapshot:
     idle_s: float = math.inf
     largest_gap_s: float = 0.0
     partitions: tuple[Partition, ...] = ()
+    num_ending: int = 0
 
 
 class Mode(StrEnum):

@@ -71,7 +71,8 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The next batch, and what must happen before it. ``chunks``: (sequence, how many of its tokens).
+    """The next batch, and what must happen before it. ``chunks``: (sequence, how many of its tokens); ``num_ending``
+    of them are all that was left.
 
     Apply in this order: preempt all; attach the cached pages of all admissions, which keeps them from being evicted;
     allocate the rest of each admitted sequence's pages; then a page for each decode that crosses into a new one.
@@ -82,6 +83,7 @@ class BatchPlan:
     preempted: tuple[Sequence, ...]
     admitted: tuple[Admission, ...]
     shape: BatchShape
+    num_ending: int
 
 
 def _always(_: AdapterRef) -> bool:
@@ -168,6 +170,7 @@ class _Planner:
         self._decodes: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
         self._prefill_context = 0
+        self._num_ending = 0
         self._preempted: dict[Sequence, None] = {}
         self._admitted: list[Admission] = []
         num_decoding = 0
@@ -198,7 +201,12 @@ class _Planner:
             self._consider_waiting(head)
             head = next(queue, None)
         return BatchPlan(
-            tuple(self._decodes), tuple(self._chunks), tuple(self._preempted), tuple(self._admitted), self._shape()
+            tuple(self._decodes),
+            tuple(self._chunks),
+            tuple(self._preempted),
+            tuple(self._admitted),
+            self._shape(),
+            self._num_ending,
         )
 
     def _shape(self) -> BatchShape:
@@ -245,9 +253,11 @@ class _Planner:
         self._admitting = False
 
     def _add_chunk(self, sequence: Sequence, num_computed: int) -> None:
-        count = min(len(sequence.tokens) - num_computed, self._budget)
+        num_left = len(sequence.tokens) - num_computed
+        count = min(num_left, self._budget)
         if count > 0:
             self._chunks.append((sequence, count))
+            self._num_ending += count == num_left
             self._budget -= count
             self._prefill_context += num_computed + count
 

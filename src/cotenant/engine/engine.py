@@ -174,6 +174,11 @@ class OnlineEngine:
         self._look_for_adapters()
         return self._next_plan().shape
 
+    @property
+    def num_ending(self) -> int:
+        """Prompts that would end with the batch of ``next_shape``."""
+        return self._next_plan().num_ending
+
     def limit_tokens(self, num_tokens: int) -> None:
         """Let batches have at most so many tokens from now on, and never more than ``max_num_batched_tokens``."""
         num_tokens = min(num_tokens, self._max_num_batched_tokens)

@@ -179,6 +179,7 @@ class WorkerLoop:
             idle_s=now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions,
+            num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:

@@ -41,6 +41,12 @@ def plan_of_one(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | None:
     return serving_alone(predictor, snapshot) if snapshot.job is None or is_awaited else None
 
 
+def waits_longer(snapshot: Snapshot) -> bool:
+    """Whether a prompt is there that does not end with the batch."""
+    num_prompts = sum(1 for each in snapshot.requests if each.num_prompt_tokens_left)
+    return num_prompts > snapshot.num_ending
+
+
 def idle_tasklets(snapshot: Snapshot) -> int:
     """How many tasklets to run when nobody waits: up to the end of the step, at most ``IDLE_TASKLETS``."""
     if snapshot.job is None:

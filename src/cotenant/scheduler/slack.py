@@ -19,11 +19,12 @@ _SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 def decode_slack_ms(
     requests: tuple[RequestView, ...], slo: Slo, now_s: float, step_ms: float, margin: float = SAFETY
 ) -> float:
-    """How long tasklets may run between this decode step and the next one, for the most urgent running request.
+    """How long tasklets may run between this batch and the next one, for the most urgent request.
 
     Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that. This iteration's tokens
     leave before its tasklets start, so what the tasklets delay is the token after them. It is ready two steps of
-    ``step_ms`` and the tasklets' time from now. Negative when some request is behind already.
+    ``step_ms`` and the tasklets' time from now. A request that has none yet is one that has its first with this batch:
+    its second is due a target later. Negative when some request is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
     # Two tokens from now a request has num_generated + 2, that is num_generated + 1 gaps.
@@ -32,8 +33,12 @@ def decode_slack_ms(
         for request in requests
         if request.first_token_s is not None
     ]
-    until_gap_ms = slo.max_gap_ms - step_ms
-    return min(until_gap_ms, (min(due_s) - now_s) * 1e3 - 2 * step_ms) if due_s else until_gap_ms
+    slack_ms = slo.max_gap_ms - step_ms
+    if due_s:
+        slack_ms = min(slack_ms, (min(due_s) - now_s) * 1e3 - 2 * step_ms)
+    if len(due_s) < len(requests):
+        slack_ms = min(slack_ms, margin * slo.tpot_ms - step_ms)
+    return slack_ms
 
 
 def token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_of_one, serving_alone
+from cotenant.scheduler.base import serving_alone, training_alone, waits_longer
 from cotenant.scheduler.planner import Filling, fill, in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
 from cotenant.scheduler.space import Beside, after, in_each, in_space
@@ -38,17 +38,19 @@ class AdaptivePolicy:
     - forward layers inside it, where a job's can be (fused),
     - the step on a part of the SMs and tasklets on the others (spatial), alone or with tasklets behind it.
 
-    Requests that wait for their first token come first: training is suspended for them.
+    Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token.
+    Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        plan = plan_of_one(self._predictor, snapshot)
+        if snapshot.batch.empty:
+            return training_alone(snapshot)
         step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
-        if plan is not None or snapshot.job is None or step_ms is None:
-            return plan or serving_alone(self._predictor, snapshot)
+        if snapshot.job is None or step_ms is None or waits_longer(snapshot):
+            return serving_alone(self._predictor, snapshot)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
         if slack_ms <= 0:
             return serving_alone(self._predictor, snapshot)
@@ -71,6 +73,8 @@ class AdaptivePolicy:
         batch, upcoming = snapshot.batch, snapshot.job.upcoming
         if filling.num_tasklets:
             yield _in_time(filling, step_ms)
+        if batch.prefill_tokens:
+            return
         if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
             fused = fill(self._predictor, batch, upcoming, slack_ms, fuse=True)
             if fused.num_fused:

@@ -1,0 +1,56 @@
+"""Requests that come by themselves: they are served as in time as without training, and training gets what is left."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from cotenant.core.plan import Partition, Slo
+from scheduler.trace_machine import TraceMachine, arrivals
+
+PARTITIONS = (Partition(32, 100), Partition(48, 84), Partition(64, 68))
+# (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, one word each
+CHAT, BUSY = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0)
+SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (150.0, 100, 2, 20.0)
+
+Load = tuple[float, int, int, float]
+
+
+@cache
+def outcome(policy: str, load: Load, target_ms: float) -> tuple[float, float]:
+    """Attainment and harvest."""
+    partitions = PARTITIONS if policy == "adaptive" else ()
+    return TraceMachine(policy, Slo(500.0, target_ms), partitions, arrivals(*load)).run_trace()
+
+
+@pytest.mark.parametrize("target_ms", [10.0, 15.0, 40.0])
+@pytest.mark.parametrize("load", [CHAT, SHORT])
+def test_adaptive_serves_in_time_and_trains_more_than_multitask(load: Load, target_ms: float) -> None:
+    attainment, harvest = outcome("adaptive", load, target_ms)
+    assert outcome("inference-only", load, target_ms)[0] == 1.0
+    assert attainment >= 0.99
+    assert harvest > 1.05 * outcome("multitask", load, target_ms)[1]
+
+
+def test_training_goes_on_where_every_batch_has_prompts() -> None:
+    attainment, harvest = outcome("adaptive", CROWD, 40.0)
+    assert attainment >= 0.99
+    assert harvest > 1.5 * outcome("multitask", CROWD, 40.0)[1]
+
+
+def test_first_tokens_come_in_time_where_prompts_take_a_third_of_the_device() -> None:
+    for target_ms in (10.0, 40.0):
+        assert outcome("inference-only", BUSY, target_ms)[0] == 1.0
+        assert outcome("adaptive", BUSY, target_ms)[0] >= 0.99
+
+
+def test_answers_of_a_word_or_two_teach_how_closely_they_may_be_aimed_at() -> None:
+    """A prompt that comes in between makes them late, and they have no tokens to make up for it."""
+    machine = TraceMachine("adaptive", Slo(500.0, 40.0), PARTITIONS, arrivals(*WORDS))
+    attainment, harvest = machine.run_trace()
+    assert attainment > 0.98, "while it is being learned"
+    later = machine.done[len(machine.done) // 2 :]
+    assert sum(request.meets(Slo(500.0, 40.0)) for request in later) >= 0.99 * len(later)
+    assert machine.margin < 0.8
+    assert harvest > 0.3

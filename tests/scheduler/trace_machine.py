@@ -1,0 +1,157 @@
+"""Requests that come by themselves, with prompts, on the machine of fixed latencies.
+
+A batch takes what its parts take: weights, sequences, context and prompt tokens, about as Llama-3.1-8B on an H200.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.tasklet import TaskletRun
+from cotenant.scheduler.chunking import prompt_budget
+from scheduler.machine import ALONE_MS, HOST_MS, Machine
+
+MOST_TOKENS = 4096  # of a batch
+_WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS = 4.3, 0.02, 2.35e-5, 0.0235
+
+
+class Arrival(NamedTuple):
+    at_s: float
+    num_prompt: int
+    num_tokens: int  # of its answer
+
+
+def arrivals(rate: float, num_prompt: int, num_tokens: int, seconds: float) -> list[Arrival]:
+    """So many a second, with prompts and answers of half to one and a half of these lengths."""
+    rng, at_s, found = random.Random(1), 0.0, []
+    while at_s < seconds:
+        at_s += rng.expovariate(rate)
+        prompt, answer = (max(1, round(mean * rng.uniform(0.5, 1.5))) for mean in (num_prompt, num_tokens))
+        found.append(Arrival(at_s, prompt, answer))
+    return found
+
+
+@dataclass(eq=False)
+class _Request:
+    name: str
+    arrival: Arrival
+    arrival_s: float
+    num_left: int  # of its prompt
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def context(self) -> int:
+        return self.arrival.num_prompt - self.num_left + len(self.token_s)
+
+    def view(self) -> RequestView:
+        first_s = self.token_s[0] if self.token_s else None
+        return RequestView(self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None)
+
+    def meets(self, slo: Slo) -> bool:
+        num_gaps = len(self.token_s) - 1
+        tpot_ms = (self.token_s[-1] - self.token_s[0]) * 1e3 / num_gaps if num_gaps else 0.0
+        return tpot_ms <= slo.tpot_ms and (self.token_s[0] - self.arrival_s) * 1e3 <= slo.ttft_ms
+
+
+class TraceMachine(Machine):
+    """``run_trace`` once: the share of requests that met the SLO, and harvest while they came."""
+
+    def __init__(self, policy: str, slo: Slo, partitions: tuple[Partition, ...], load: Sequence[Arrival]) -> None:
+        super().__init__(policy, slo, partitions)
+        self._begin_s = self._now_s
+        self._coming = deque(load)
+        self._live: list[_Request] = []
+        self.done: list[_Request] = []
+
+    @property
+    def margin(self) -> float:
+        return self._margin.value
+
+    def run_trace(self) -> tuple[float, float]:
+        self._teach()
+        end_s, trained_ms = self._begin_s + self._coming[-1].at_s, 0.0
+        while self._coming or self._live:
+            begins_s = self._now_s
+            gained_ms = self._serve()
+            trained_ms += gained_ms if begins_s < end_s else 0.0
+        harvest = trained_ms / 1e3 / (end_s - self._begin_s)
+        return sum(request.meets(self._slo) for request in self.done) / len(self.done), harvest
+
+    def _teach(self) -> None:
+        """A job has run alone before, and requests without one."""
+        for shape, alone_ms in ALONE_MS.items():
+            runs = ((TaskletRun(shape, 1), alone_ms),)
+            for _ in range(8):
+                self.predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, alone_ms, runs))
+        for size in (1, 4, 16, 64):
+            for context in (500, 1500):
+                for prompt in (0, 512, 2048):
+                    batch = BatchShape(size, size * context, prompt, prompt)
+                    for _ in range(3):
+                        self.predictor.observe(
+                            IterationRecord(batch, Mode.NONE, self._alone_ms(batch), self._alone_ms(batch))
+                        )
+
+    def _alone_ms(self, batch: BatchShape) -> float:
+        if batch.empty:
+            return 0.0
+        prompts_ms = _PROMPT_MS * batch.prefill_tokens
+        return _WEIGHTS_MS + _SEQUENCE_MS * batch.num_decode + _CONTEXT_MS * batch.context_tokens + prompts_ms
+
+    def _serve(self) -> float:
+        """An iteration: what it got training, as milliseconds alone."""
+        while self._coming and self._begin_s + self._coming[0].at_s <= self._now_s:
+            arrival = self._coming.popleft()
+            request = _Request(str(next(self._names)), arrival, self._begin_s + arrival.at_s, arrival.num_prompt)
+            self._live.append(request)
+            self._margin.arrived(request.name, request.arrival_s)
+        decodes = [request for request in self._live if not request.num_left]
+        views = tuple(request.view() for request in self._live)
+        context = sum(request.context for request in decodes)
+        room = MOST_TOKENS - len(decodes)
+        if len(decodes) < len(self._live):
+            budget = prompt_budget(self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS)
+            room = budget - len(decodes)
+        chunks: list[tuple[_Request, int]] = []
+        for request in self._live:
+            if request.num_left and room > 0:
+                chunks.append((request, min(room, request.num_left)))
+                room -= chunks[-1][1]
+        batch = BatchShape(
+            len(decodes), context, sum(count for _, count in chunks),
+            sum(request.arrival.num_prompt - request.num_left + count for request, count in chunks),
+        )  # fmt: skip
+        snapshot = Snapshot(
+            self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
+            partitions=self._partitions, num_ending=sum(count == request.num_left for request, count in chunks),
+        )  # fmt: skip
+        return self._do(self._policy.plan(snapshot), batch, decodes, chunks)
+
+    def _do(self, plan: Plan, batch: BatchShape, decodes: list[_Request], chunks: list[tuple[_Request, int]]) -> float:
+        runs = plan.run_online and not batch.empty
+        record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
+        if runs:
+            for request, count in chunks:
+                request.num_left -= count
+            ended = [request for request, _ in chunks if not request.num_left]
+            self._tokens_of([*decodes, *ended], self._now_s + token_ms / 1e3)
+        self.predictor.observe(record)
+        if plan.mode is not Mode.NONE:
+            self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
+        self._now_s += (record.total_ms + HOST_MS) / 1e3
+        return gained_ms
+
+    def _tokens_of(self, requests: list[_Request], at_s: float) -> None:
+        for request in requests:
+            request.token_s.append(at_s)
+            is_over = len(request.token_s) == request.arrival.num_tokens
+            self._margin.note(request.name, 1, at_s, is_over)
+            if is_over:
+                self._live.remove(request)
+                self.done.append(request)
+        self._margin.settle()
