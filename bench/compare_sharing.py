@@ -211,6 +211,13 @@ def main() -> None:
         raise SystemExit(f"{len(problems)} not measured: {'; '.join(problems)}")
 
 
+def check_peers(arguments: argparse.Namespace) -> None:
+    modules = ("peft", "transformers", *(() if arguments.liger == "none" else ("liger_kernel.transformers",)))
+    problem = why_not_importable(modules, peer_environment(arguments.site))
+    if problem is not None:
+        raise SharingError(f"{problem}; --site names a folder of packages, --liger none does without Liger")
+
+
 def measure(arguments: argparse.Namespace) -> list[str]:
     """All that was asked for. What could not be measured, in words."""
     config = CONFIG if arguments.config is None else json.loads(arguments.config.read_text())
@@ -221,15 +228,12 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     policies = named_policies(arguments)
     if arguments.append_to is not None:
         check_append(arguments, config_name(arguments), [load.parameters for load in loads], slos)
-    modules = ("peft", "transformers", *(() if arguments.liger == "none" else ("liger_kernel.transformers",)))
-    problem = why_not_importable(modules, peer_environment(arguments.site))
-    if problem is not None:
-        raise SharingError(f"{problem}; --site names a folder of packages, --liger none does without Liger")
     arguments.logs.mkdir(parents=True, exist_ok=True)
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as work, contextlib.ExitStack() as stack:
         # At first, and not when training alone was measured for nothing.
         mps = stack.enter_context(running_mps(arguments.logs / "mps")) if needs_mps(arguments) else None
+        check_peers(arguments)
         folder = Path(work) / config_name(arguments)
         make_model_folder(folder, config)
         report = new_report(folder.name, arguments, peer_label(arguments))
