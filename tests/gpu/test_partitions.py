@@ -18,8 +18,10 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.engine.flight import Flight
+from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
+from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import FromWorker, JobFailed, JobSucceeded
 from gpu import support
@@ -147,8 +149,9 @@ def test_lanes_keep_their_order_across_partitions(device: Device) -> None:
 class CoExecution:
     """A model's engine and a job on one device, driven plan by plan."""
 
-    def __init__(self, model: support.Model, shares: Sequence[float]) -> None:
-        self.online = Overlapped(model.decoder(torch.bfloat16), enable_prefix_caching=False)
+    def __init__(self, model: support.Model, shares: Sequence[float], max_model_len: int = 256) -> None:
+        decoder = model.decoder(torch.bfloat16)
+        self.online = Overlapped(decoder, enable_prefix_caching=False, max_model_len=max_model_len)
         self.device, self.engine = self.online.device, self.online.engine
         assert self.device.num_multiprocessors is not None
         self.device.split([round(share * self.device.num_multiprocessors) for share in shares])
@@ -157,7 +160,6 @@ class CoExecution:
             with self.device.online(partition):
                 self.engine.capture_lane()
         self.updates: list[FromWorker] = []
-        decoder = self.engine._decoder
         self.training = TrainingTenant(self.device, decoder, None, WORKLOAD.tasklet_tokens, self.updates.append)
         self.executor = Executor(self.device, decoder, self.engine, self.training)
 
@@ -215,3 +217,28 @@ def test_sharing_in_space_changes_no_token_and_no_adapter(tmp_path: Path, monkey
     for name, tensor in plain_adapter.items():
         difference = torch.linalg.norm(shared_adapter[name] - tensor)
         assert difference <= 0.02 * torch.linalg.norm(tensor), name
+
+
+def test_decode_steps_are_measured_in_idle_time_on_all_sms_and_in_each_partition(tmp_path: Path) -> None:
+    both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5), max_model_len=512)
+    engine, ways = both.engine, (None, *both.device.partitions)
+    predictor = LatencyPredictor("gpu", "llama")
+    profile = SelfProfile(engine, predictor, both.device.partitions, support.VOCAB_SIZE)
+    plain = both.online.run([request(prompt(40, index), 30) for index in range(4)])
+
+    def nobody(outputs: list[SequenceOutput]) -> None:
+        """Where a server's requests are told their tokens."""
+
+    while profile.begin():
+        while profile.is_active:
+            record = both.executor.execute(profile.plan(), nobody, lambda: False)
+            predictor.observe(record)
+            profile.note(record)
+        while engine.has_work:  # a batch that was in flight then
+            both.executor.execute(Plan(run_online=False), nobody, lambda: False)
+        engine.check_integrity()
+        assert engine.kv_cache_usage == 0.0
+    for size in (1, 2, 4, 8, 16):
+        assert all(predictor.has_measured_decode(size, size * 256, size * 320, way) for way in ways), size
+    again = both.online.run([request(prompt(40, index), 30) for index in range(4)])
+    assert [tokens(outputs) for outputs in again.values()] == [tokens(outputs) for outputs in plain.values()]
