@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cotenant.core.errors import CotenantError
+from cotenant.finetune.captured_loss import part_size
 from cotenant.finetune.loss import chunk_bytes
 from cotenant.models.attention import MOST_PADDED
 from cotenant.models.spec import ModelSpec
@@ -28,10 +29,21 @@ def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, re
 
 def passing_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
     """What a pass takes that keeps nothing: a validation's, or the most that a layer or a loss takes on top."""
+    return _layer_bytes(spec, num_tokens, dtype) + _loss_bytes(spec, num_tokens, dtype)
+
+
+def captured_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
+    """What a lane's graphs hold beside what lies at fixed addresses: of a part of a layer, and a part of the loss."""
+    return _layer_bytes(spec, num_tokens, dtype) + _loss_bytes(spec, part_size(num_tokens), dtype)
+
+
+def _loss_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
+    return 3 * min(chunk_bytes(dtype), num_tokens * spec.vocab_size * 4)
+
+
+def _layer_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = num_tokens * (5 * spec.intermediate_size + 6 * spec.hidden_size + 4 * heads) * dtype.itemsize
-    logits = 3 * min(chunk_bytes(dtype), num_tokens * spec.vocab_size * 4)
-    return layer + logits
+    return num_tokens * (5 * spec.intermediate_size + 6 * spec.hidden_size + 4 * heads) * dtype.itemsize
 
 
 def state_bytes(num_weights: int) -> int:

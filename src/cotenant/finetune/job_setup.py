@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from cotenant.core.job import JobSpec
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.budget import ActivationBudget
-from cotenant.finetune.footprint import activation_bytes, lacking_room, passing_bytes, require_room, state_bytes
+from cotenant.finetune.footprint import (
+    activation_bytes,
+    captured_bytes,
+    lacking_room,
+    passing_bytes,
+    require_room,
+    state_bytes,
+)
 from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -66,8 +73,8 @@ def make_budget(
         return ActivationBudget(
             usual, recomputing_bytes=recomputing, kept_back_bytes=passing, available_bytes=available_bytes
         )
-    # What passes does not lie in the arena.
-    passing *= activations.num_lanes
+    # What passes does not lie in the arena, and each further lane has graphs of its own.
+    passing += (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
     left = None if available_bytes is None else max(0, available_bytes - passing)
     budget = ActivationBudget(
         usual, recomputing_bytes=recomputing, available_bytes=left, granularity_bytes=activations.chunk_bytes
