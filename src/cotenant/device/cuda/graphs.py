@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
 import torch
+
+from cotenant.device.cuda.driver import Driver
 
 
 def current_lane() -> int:
@@ -58,7 +61,7 @@ def _capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     collects = gc.isenabled()
     gc.disable()
     try:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        _begin(graph, pool)
         try:
             run()
         except BaseException:
@@ -72,25 +75,53 @@ def _capture(run: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+def _begin(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
-        graph.capture_end()
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     except Exception:
-        _let_go(graph, pool)
+        if _end_allocation(pool):  # it came that far before it failed
+            _leave(graph, pool)
         raise
 
 
-def _let_go(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Take back what torch notes as a capture begins, and does not take back itself when CUDA has invalidated it: that
-    a capture is under way, until whose end it frees nothing that other streams have used, and that the pool has a graph
-    more, which would keep the pool's memory for good."""
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # in some versions capture_end comes that far before it fails: nothing is under way
-        torch._C._cuda_endAllocateToPool(device, pool)
+def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Take back, if it fails, what torch notes as a capture begins, and does not take back itself where CUDA has
+    invalidated it: that a capture is under way, until whose end it frees nothing that other streams have used, and that
+    the pool has a graph more, which would keep the pool's memory for good."""
+    try:
+        graph.capture_end()
+    except Exception:
+        _end_empty(graph)
+        _end_allocation(pool)
+        _leave(graph, pool)
+        raise
+
+
+def _end_empty(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture of nothing in place of the one that was invalidated. In some versions of torch ``capture_end``
+    takes back nothing before it has a graph, and of the host's allocator only it can: the pool would take no capture
+    again. In others it finds that all is taken back, and fails once more."""
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the graph is empty
+        driver, stream = Driver(), torch.cuda.current_stream().cuda_stream
+        driver.call("cuStreamBeginCapture", stream, driver.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        graph.capture_end()
+
+
+def _end_allocation(pool: Any) -> bool:
+    """Whether torch's allocator was recording for the pool; it no longer is."""
+    try:
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leave(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     # A graph that was captured takes itself out of the pool as it goes; after 2.13.0 every graph does
     # (pytorch/pytorch#190348). To do so twice would free the memory of the pool's other graphs.
     if torch.__version__ < (2, 13, 1) and not _is_captured(graph):  # type: ignore[operator]
-        torch._C._cuda_releasePool(device, pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
 
 def _is_captured(graph: torch.cuda.CUDAGraph) -> bool:
