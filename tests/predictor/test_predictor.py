@@ -154,6 +154,19 @@ def test_what_was_measured_near_a_shape_is_found(least: int, width: float, place
     assert not predictor.has_measured_decode(4, least, most, Partition(48, 84))
 
 
+def test_prompts_of_all_lengths_displace_no_decode_steps() -> None:
+    """There are more shapes with prompts than records."""
+    predictor, rng = LatencyPredictor("machine", "model"), random.Random(0)
+    for _ in range(3):
+        learn(predictor, decode(4, 1000), 5.0)
+    for _ in range(6000):
+        batch = BatchShape(rng.randrange(64), rng.randrange(100_000), rng.randrange(1, 4096), rng.randrange(4096, 8192))
+        runs = ((TaskletRun(BACKWARD, 1), 2.0),)
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 5.0, 7.0, runs))
+    assert predictor.num_records < 4200, "one kind's records at most, and a few"
+    assert predictor.has_measured_decode(4, 1000, 1000)
+
+
 def test_one_frozen_second_does_not_become_the_expectation() -> None:
     record = Record(2.0)
     for _ in range(50):

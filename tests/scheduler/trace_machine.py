@@ -133,7 +133,7 @@ class TraceMachine(Machine):
         return self._do(self._policy.plan(snapshot), batch, decodes, chunks)
 
     def _do(self, plan: Plan, batch: BatchShape, decodes: list[_Request], chunks: list[tuple[_Request, int]]) -> float:
-        runs = plan.run_online and not batch.empty
+        runs, is_live = plan.run_online and not batch.empty, bool(self._live)
         record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
         if runs:
             for request, count in chunks:
@@ -141,7 +141,7 @@ class TraceMachine(Machine):
             ended = [request for request, _ in chunks if not request.num_left]
             self._tokens_of([*decodes, *ended], self._now_s + token_ms / 1e3)
         self.predictor.observe(record)
-        if plan.mode is not Mode.NONE:
+        if plan.mode is not Mode.NONE and is_live:
             self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
         self._now_s += (record.total_ms + HOST_MS) / 1e3
         return gained_ms

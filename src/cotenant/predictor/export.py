@@ -19,8 +19,8 @@ class _Head(msgspec.Struct):
 
 
 class Export(msgspec.Struct):
-    """``of``: hardware and model. ``records``: (adapters, or nothing for tasklets without a batch; shape; mean,
-    deviation, count). Models and ratios of partitions go by their SMs, see ``PartitionModels``."""
+    """``of``: hardware and model. ``records``: (the rest of their group; shape; mean, deviation, count). Models and
+    ratios of partitions go by their SMs, see ``PartitionModels``."""
 
     of: tuple[str, str]
     records: list[tuple[tuple[Any, ...], Any, float, float, int]]

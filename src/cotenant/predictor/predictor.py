@@ -273,7 +273,7 @@ class LatencyPredictor:
         each_ms = self._bounded(shape, each_ms)
         key = tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
-        if not batch.empty:
+        if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
             group, beside_key = self._keys(batch)
             self._records.add(group, ("beside", beside_key, key), each_ms)
         # The model is asked for shapes without a record alone.
@@ -390,7 +390,9 @@ class LatencyPredictor:
         """Of a batch's records: their group, and what they share of their shape."""
         last = self._last_batch
         if last is None or last[0] is not batch:
-            last = self._last_batch = (batch, (*self._base_group, batch.num_adapters), batch_key(batch))
+            # Shapes with prompts are without number: apart, they displace no others.
+            kind = (batch.num_adapters, "prompts") if batch.prefill_tokens else (batch.num_adapters,)
+            last = self._last_batch = (batch, (*self._base_group, *kind), batch_key(batch))
         return last[1], last[2]
 
 

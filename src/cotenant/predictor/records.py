@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 Group = tuple[Hashable, ...]
-"""Hardware, model, and for work with a batch its adapters."""
+"""Hardware, model, and for work with a batch how many adapters it has, and whether it has prompts."""
 
 _WEIGHT_OF_NEWEST = 0.1
 _MAX_SHAPES = 4096

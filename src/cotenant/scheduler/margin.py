@@ -22,8 +22,11 @@ _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
 _MOST_REQUESTS = 4096  # that are remembered: some end without a word
 # A millisecond of training may have made a request later by so many: prompts that came meanwhile wait in line.
 _CASCADE = 3.0
-# Training so long before a request came may have cost it its first token: running requests had no time left to give.
+# Training so long before a request came may make its first token late: what running requests had to give was spent.
 _BEFORE_S = 5.0
+# How far late first tokens may lower it. What else makes them late cannot be told apart, and more room than that is of
+# little use to prompts.
+_LEAST_FOR_FIRST = 0.5
 
 
 @dataclass(slots=True)
@@ -53,7 +56,7 @@ class Margin:
         self.value = FIRST_MARGIN
 
     def trained(self, time_ms: float, now_s: float) -> None:
-        """Training has made the running requests wait for so long."""
+        """Training has made the live requests wait for so long."""
         self._trained_ms += time_ms
         self._last_trained_s = now_s
 
@@ -87,7 +90,7 @@ class Margin:
         """A first token in time is no merit of the margin's: most would be with any."""
         if (now_s - life.arrival_s) * 1e3 > self._slo.ttft_ms:
             self._last_late_s = now_s
-            if self._last_trained_s >= life.arrival_s - _BEFORE_S:
+            if self._last_trained_s >= life.arrival_s - _BEFORE_S and self.value > _LEAST_FOR_FIRST:
                 self._miss(life)
 
     def _judge(self, life: _Life, first_s: float, now_s: float) -> None:
