@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--parent-pid", required=True, type=int)
+    parser.add_argument("--after-crash", action="store_true")
     arguments = parser.parse_args()
     assert arguments.parent_pid == os.getppid()
     config = msgspec.json.decode(arguments.config.read_bytes(), type=ServerConfig)
@@ -129,7 +130,8 @@ def main() -> None:
         sys.exit(2)
     if arguments.start == "slow":
         time.sleep(60)
-    ready = Ready(128, 64, 16, 16, "cpu", "float32", config.coexecution.policy, Slo(100.0, 10.0), 0.1)
+    device = "cpu after a crash" if arguments.after_crash else "cpu"
+    ready = Ready(128, 64, 16, 16, device, "float32", config.coexecution.policy, Slo(100.0, 10.0), 0.1)
     channel.send(ready)
     if arguments.start == "deaf":
         time.sleep(60)

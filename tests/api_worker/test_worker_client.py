@@ -162,6 +162,8 @@ def test_a_request_without_output_is_run_again_after_a_kill() -> None:
             assert len(await counted) == 3
             await until(lambda: client.stats.num_running == 1)  # the new worker has it
             assert client.num_restarts == 1
+            assert client.ready is not None
+            assert client.ready.device == "cpu after a crash", "it is told, and runs nothing that nobody asks for"
             assert not waiting.done()
             waiting.cancel()
 

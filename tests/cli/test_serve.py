@@ -180,17 +180,18 @@ def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Pa
 
 
 def test_decode_steps_that_lack_are_measured_before_anybody_asks(tmp_path: Path) -> None:
-    """By the worker, once it has nothing to do; the next one that starts on the data folder lacks nothing."""
+    """By the worker, once it has nothing to do."""
     flags = ("--self-profile", "--max-num-seqs", "2", "--max-model-len", "512")
     with running_server(tmp_path / "data", *flags) as server:
         wait_until(lambda: "decode steps of 2 shapes were measured in idle time" in server.log)
         metrics = httpx.get(f"{server.base_url}/metrics").text
-        assert re.search(r"^cotenant:prompt_tokens_total\S* 0\.0$", metrics, re.MULTILINE)
         assert re.search(r"^cotenant:prefix_cache_queries_total\S* 0\.0$", metrics, re.MULTILINE)
         assert server.stop() == 0
     (path,) = (tmp_path / "data" / "latencies").iterdir()
-    sizes = {record[1][1][0] for record in json.loads(path.read_text())["records"] if record[1][0] == "batch"}
-    assert sizes >= {1, 2}
+    batches = [shape[1] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"]
+    longest = {size: max(context for count, context, *_ in batches if count == size) for size in (1, 2)}
+    assert longest[1] >= 256, "calibration's have 76 at most"
+    assert longest[2] >= 512
 
 
 def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:

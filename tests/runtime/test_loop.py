@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
-from cotenant.core.plan import Slo
+from cotenant.core.plan import Plan, Slo, Snapshot
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime import loop as loop_module
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
+from cotenant.scheduler.margin import Margin
 from cotenant.wire.messages import AddRequest, Drain, Drained, FromWorker, JobPaused, Outputs, StartJob, ToWorker
 from finetune import support
 from finetune.conftest import save_llama
@@ -74,6 +79,87 @@ def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path
     if policy != "lifecycle":  # it waits before it trains again, for a time that depends on the gaps
         assert paused == (policy == "inference-only"), "only there is the job still to do"
     assert isinstance(channel.sent[-1], Drained)
+
+
+class Noted(Margin):
+    """A margin that keeps what it is told."""
+
+    def __init__(self, slo: Slo) -> None:
+        super().__init__(slo)
+        self.arrivals: dict[str, float] = {}
+        self.tokens: dict[str, list[float]] = {}
+
+    def arrived(self, request_id: str, at_s: float) -> None:
+        self.arrivals[request_id] = at_s
+        super().arrived(request_id, at_s)
+
+    def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> None:
+        self.tokens.setdefault(request_id, []).extend([now_s] * num_new)
+        super().note(request_id, num_new, now_s, is_over)
+
+
+def test_the_margin_hears_when_requests_came_and_were_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one clock. Who came before the worker did has waited for the worker, which is no matter of training."""
+    margins: list[Noted] = []
+
+    def create(slo: Slo) -> Noted:
+        margins.append(Noted(slo))
+        return margins[-1]
+
+    monkeypatch.setattr(loop_module, "Margin", create)
+    early, late = request("early", [5, 6, 7], 3), request("late", [7, 6, 5], 2)
+    began_s = time.perf_counter()
+    channel = Channel(AddRequest(replace(early, arrival_s=early.arrival_s - 1000.0)))
+    loop, _ = small_loop(tmp_path, channel, "multitask")
+    time.sleep(0.02)
+    channel.inbox.append(AddRequest(replace(late, arrival_s=time.time() - 0.01)))
+    sent_s = time.perf_counter()
+    loop.run()
+    (margin,) = margins
+    assert set(margin.arrivals) == {"early", "late"}
+    assert began_s <= margin.arrivals["early"] <= sent_s - 0.02
+    assert sent_s - 0.015 <= margin.arrivals["late"] <= sent_s
+    assert {name: len(times) for name, times in margin.tokens.items()} == {"early": 3, "late": 2}
+    assert all(margin.arrivals[name] < min(times) for name, times in margin.tokens.items())
+
+
+class Watching:
+    """Serves, and keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Snapshot] = []
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        self.seen.append(snapshot)
+        return Plan(run_online=not snapshot.batch.empty)
+
+
+def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) -> None:
+    channel = Channel(
+        AddRequest(request("long", [5 + place % 90 for place in range(100)], 2)),
+        AddRequest(request("short", [7, 6, 5], 2)),
+    )
+    loop, policy = small_loop(tmp_path, channel, Watching())
+    loop.run()
+    with_prompts = [(each.batch.prefill_tokens, each.num_ending) for each in policy.seen if each.batch.prefill_tokens]
+    assert with_prompts == [(64, 0), (39, 2)], "64 tokens in a batch"
+    assert all(each.num_ending == 0 for each in policy.seen if not each.batch.prefill_tokens)
+
+
+Chosen = TypeVar("Chosen")
+
+
+def small_loop(folder: Path, channel: Channel, policy: Chosen) -> tuple[WorkerLoop, Chosen]:
+    """Without a job. ``policy``: or its name."""
+    save_llama(folder / "model")
+    decoder, device = support.load(folder / "model"), create_device("cpu")
+    engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
+    training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    predictor = LatencyPredictor("test", "test")
+    chosen = create_policy(policy, predictor) if isinstance(policy, str) else policy
+    executor = Executor(device, decoder, engine, training)
+    loop = WorkerLoop(channel, engine, training, chosen, executor, predictor, Slo(1000.0, 100.0), can_fuse=False)  # type: ignore[arg-type]
+    return loop, policy
 
 
 class AheadDevice(CpuDevice):

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cotenant.config import BatchConfig, LoraConfig
-from cotenant.core.plan import Partition, Slo
+from cotenant.core.plan import IterationRecord, Partition, Slo
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
+from cotenant.runtime import self_profile
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
-from cotenant.wire.messages import AddRequest, Drain, FromWorker, Outputs, Stats, ToWorker
+from cotenant.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    CancelJob,
+    Drain,
+    FromWorker,
+    LoadAdapter,
+    Outputs,
+    StartJob,
+    Stats,
+    ToWorker,
+    UnloadAdapter,
+)
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
@@ -33,7 +47,12 @@ class Worker:
     """A loop of its own, driven iteration by iteration; ``inbox``: what the API process sends next."""
 
     def __init__(
-        self, folder: Path, device: Device, partitions: tuple[Partition, ...] = (), num_pages: int = 512
+        self,
+        folder: Path,
+        device: Device,
+        partitions: tuple[Partition, ...] = (),
+        num_pages: int = 512,
+        policy: str = "adaptive",
     ) -> None:
         save_llama(folder / "model", max_positions=512)
         decoder = support.load(folder / "model")
@@ -50,7 +69,7 @@ class Worker:
             self,
             self.engine,
             self.training,
-            create_policy("adaptive", self.predictor),
+            create_policy(policy, self.predictor),
             Executor(device, decoder, self.engine, self.training),
             self.predictor,
             Slo(1000.0, 100.0),
@@ -101,7 +120,7 @@ class Worker:
 
     def has_measured(self, shape: tuple[int, int], partition: Partition | None = None) -> bool:
         size, context = shape
-        return self.predictor.has_measured_decode(size, size * context, int(1.25 * size * context), partition)
+        return self.predictor.has_measured_decode(size, size * context, int(1.5 * size * context), partition)
 
     def check_idle(self) -> None:
         self.engine.check_integrity()
@@ -110,12 +129,15 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "QUIET_S", 0.0)
+    monkeypatch.setattr(self_profile, "_QUIET_S", 0.0)
 
 
-def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(
+    is_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
-    worker = Worker(tmp_path, create_device("cpu"))
+    worker = Worker(tmp_path, SplitDevice() if is_ahead else create_device("cpu"))
     worker.rest()
     assert all(worker.has_measured(shape) for shape in SHAPES)
     assert not worker.has_measured((8, 256)), "there are no more than 4 in a batch"
@@ -126,6 +148,7 @@ def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(tmp_path: Path, mo
         assert isinstance(message, Stats)
         assert (message.num_running, message.num_waiting, message.kv_cache_usage) == (0, 0, 0.0)
         assert (message.online_busy_s, message.prefix_cache_queries, message.slack_ms) == (0.0, 0, None)
+        assert message.step_gap_us is None
     num_records = worker.predictor.num_records
     for _ in range(20):
         worker.loop.iterate()
@@ -169,16 +192,80 @@ def test_without_room_nothing_is_measured(tmp_path: Path) -> None:
     assert not worker.has_measured((4, 256)), "that takes 300 pages"
 
 
-def test_not_while_there_is_a_job_or_the_server_ends(tmp_path: Path) -> None:
-    worker = Worker(tmp_path, create_device("cpu"))
-    worker.training.start(support.make_spec(tmp_path / "job"))
-    worker.training.pause(worker.training.job_id or "")
+def test_not_while_there_is_a_job(tmp_path: Path) -> None:
+    """One that waits, too: it may go on at any moment."""
+    worker = Worker(tmp_path, create_device("cpu"), policy="inference-only")
+    worker.inbox.append(StartJob(support.make_spec(tmp_path / "job")))
+    for _ in range(30):
+        worker.loop.iterate()
+        assert not worker.profile.is_active
+    assert worker.num_waits > 20, "there was nothing to do"
+    assert worker.training.job_id is not None
+    worker.inbox.append(CancelJob(worker.training.job_id))
     worker.iterate_until(lambda: worker.profile.is_active)
-    assert worker.training.job_id is None, "no sooner"
+    worker.inbox.append(StartJob(support.make_spec(tmp_path / "another")))
+    worker.loop.iterate()
+    assert not worker.profile.is_active
+    worker.inbox.append(CancelJob(worker.training.job_id or ""))
+    worker.iterate_until(lambda: worker.profile.is_active)
     worker.inbox.append(Drain())
     worker.loop.run()
     worker.check_idle()
-    assert not worker.profile.is_active
+
+
+def test_messages_without_work_do_not_end_it(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.iterate_until(lambda: worker.profile.is_active)
+    worker.inbox += [AbortRequests(("gone",)), UnloadAdapter("none"), LoadAdapter("none", str(tmp_path / "none"))]
+    worker.loop.iterate()
+    assert worker.profile.is_active
+
+
+def test_what_is_always_cut_off_lets_others_have_their_turn_and_comes_less_often(tmp_path: Path) -> None:
+    worker = Worker(tmp_path, create_device("cpu"))
+    sizes, waits = [], []
+    for index in range(6):
+        worker.profile.quiet_s = 0.0 if index == 0 else worker.profile.quiet_s
+        worker.iterate_until(lambda: worker.profile.is_active)
+        sizes.append(worker.engine.num_waiting + worker.engine.num_running)
+        worker.profile.quiet_s = max(worker.profile.quiet_s, 0.001)
+        worker.answer(f"r{index}")
+        waits.append(worker.profile.quiet_s)
+    assert sizes == [1, 2, 4, 1, 2, 4]
+    assert waits == [0.002 * 2**index for index in range(6)]
+    worker.iterate_until(lambda: worker.has_measured(SHAPES[0]), 30_000)
+    worker.iterate_until(lambda: worker.profile.quiet_s == 0.0)
+
+
+def test_a_prompt_that_comes_is_not_cut_into_the_chunks_of_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(self_profile, "_BATCH_TOKENS", 16)
+    monkeypatch.setattr(self_profile, "_LEAST_CHUNK", 4)
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.iterate_until(lambda: worker.profile.is_active)
+    worker.loop.iterate()
+    assert worker.engine.num_running == 1
+    assert worker.engine.next_shape().prefill_tokens == 16
+    worker.inbox.append(AddRequest(request("r", PROMPT, 2)))
+    worker.loop.iterate()
+    assert len(worker.tokens("r")) == 1, "all 41 tokens in a batch"
+
+
+def test_a_stall_in_a_step_does_not_end_a_shape_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records begin anew where the first measurement was an outlier."""
+    worker = Worker(tmp_path, create_device("cpu"))
+    observe, count = worker.predictor.observe, 0
+
+    def stalled(record: IterationRecord) -> None:
+        nonlocal count
+        count += not record.batch.empty
+        online_ms = 500.0 if count % 3 == 0 else 1.0
+        observe(replace(record, online_ms=online_ms, total_ms=online_ms))
+
+    monkeypatch.setattr(worker.predictor, "observe", stalled)
+    worker.rest()
+    assert all(worker.has_measured(shape) for shape in SHAPES)
 
 
 class SplitDevice(CpuDevice):

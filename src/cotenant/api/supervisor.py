@@ -109,6 +109,7 @@ class Supervisor:
         self._events = events
         self._command = tuple(command)
         self._crashes = crashes or CrashWindow()
+        self._has_crashed = False
         self._life: _Life | None = None
         self._start_failed: str | None = None
         self._last_life = asyncio.Event()
@@ -163,6 +164,7 @@ class Supervisor:
 
     async def _after_crash(self, reason: str) -> None:
         """Wait before the next start, or give up."""
+        self._has_crashed = True
         delay_s = self._crashes.record(time.monotonic())
         if delay_s is None:
             self._give_up(f"the worker died {self._crashes}; the last time it {reason}", EXIT_CRASH_LOOP)
@@ -215,6 +217,7 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 "--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid()),
+                *(["--after-crash"] if self._has_crashed else []),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,
                 env=child_environment(),

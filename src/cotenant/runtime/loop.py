@@ -15,7 +15,7 @@ from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
-from cotenant.runtime.self_profile import QUIET_S, SelfProfile
+from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
@@ -96,6 +96,7 @@ class WorkerLoop:
         self._executor = executor
         self._predictor = predictor
         self._slo = slo
+        self._begin_s = time.time()  # who has waited for longer waited for the worker
         self._can_fuse = can_fuse
         self._partitions = partitions
         self._sizes_chunks = sizes_chunks
@@ -103,7 +104,7 @@ class WorkerLoop:
         self._save = save
         self._self_profile = self_profile
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        self._next_profile_s = time.monotonic() + QUIET_S
+        self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo)
@@ -158,7 +159,7 @@ class WorkerLoop:
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
-            if self._self_profile is not None:
+            if self._self_profile is not None and isinstance(message, AddRequest | StartJob | Drain):
                 self._self_profile.stop()
             self._handle(message)
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
@@ -183,22 +184,22 @@ class WorkerLoop:
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
-        if record.mode is not Mode.NONE:
+        if record.mode is not Mode.NONE and snapshot.requests:
             trained_ms = max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0))
             self._margin.trained(trained_ms, time.perf_counter())
         self._predictor.observe(record)
-        profile = self._active_profile
-        if profile is None:
+        is_wanted = self._self_profile is None or not self._self_profile.note(record)
+        if is_wanted:
             self._stats.count(record)
         else:
-            profile.note(record)
+            self._executor.gaps_ms.clear()
         for request_id, error in self._engine.take_failures():
             self._channel.send(RequestFailed(request_id, error.message, error.code, error.param))
         for ref, failure in self._engine.take_loaded():
             answer = AdapterLoaded(ref.name) if failure is None else AdapterFailed(ref.name, failure.message)
             self._channel.send(answer)
         if time.monotonic() >= self._next_stats_s:
-            self._publish_progress(snapshot, with_stats=profile is None)
+            self._publish_progress(snapshot, with_stats=is_wanted)
         trains = plan.num_tasklets > 0 or plan.until_step_end
         trains = trains and self._training.runnable
         idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
@@ -210,7 +211,7 @@ class WorkerLoop:
         elif idle:
             self._rest()
         else:
-            self._next_profile_s = time.monotonic() + QUIET_S
+            self._busy_s = time.monotonic()
 
     def _publish_progress(self, snapshot: Snapshot, *, with_stats: bool) -> None:
         """``with_stats``: not of batches that nobody asked for."""
@@ -252,9 +253,9 @@ class WorkerLoop:
     def _begin_profile(self) -> bool:
         """Begin to measure what the predictor lacks, if nobody has wanted anything for a while."""
         profile = self._self_profile
-        if profile is None or self._draining or self._training.job_id is not None:
+        if profile is None or self._training.job_id is not None:
             return False
-        return time.monotonic() >= self._next_profile_s and profile.begin()
+        return time.monotonic() >= self._busy_s + profile.quiet_s and profile.begin()
 
     def _emit(self, outputs: list[SequenceOutput]) -> None:
         if outputs and self._active_profile is None:
@@ -269,7 +270,7 @@ class WorkerLoop:
             case AddRequest(request):
                 try:
                     self._engine.add(request)
-                    waited_s = max(0.0, time.time() - request.arrival_s)
+                    waited_s = max(0.0, time.time() - max(request.arrival_s, self._begin_s))
                     self._margin.arrived(request.request_id, time.perf_counter() - waited_s)
                 except CotenantError as error:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))

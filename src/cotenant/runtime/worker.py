@@ -29,14 +29,17 @@ logger = logging.getLogger(__name__)
 START_FAILED_EXIT_CODE = 2
 
 
-def build_loop(config: ServerConfig, channel: WorkerChannel, started_s: float) -> tuple[Tenants, WorkerLoop]:
-    """Load everything and put it together. Sends ``Ready`` when requests can be served."""
+def build_loop(
+    config: ServerConfig, channel: WorkerChannel, started_s: float, *, after_crash: bool
+) -> tuple[Tenants, WorkerLoop]:
+    """Load everything and put it together. Sends ``Ready`` when requests can be served. ``after_crash``: nothing is run
+    that nobody asked for, since that may have been the reason."""
     tenants = build_tenants(config, channel.send)
     serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
     profiles_itself = config.coexecution.self_profile
     if profiles_itself is None:
         profiles_itself = serving.device.torch_device.type != "cpu"
-    loop = tenants.loop(channel, config.coexecution.policy, slo, profiles_itself=profiles_itself)
+    loop = tenants.loop(channel, config.coexecution.policy, slo, profiles_itself=profiles_itself and not after_crash)
     channel.send(
         Ready(
             max_model_len=serving.max_model_len,
@@ -59,6 +62,7 @@ def main() -> int:
     parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
     parser.add_argument("--parent-pid", required=True, type=int, help="the API process; this one ends with it")
+    parser.add_argument("--after-crash", action="store_true", help="in place of a worker that died")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     # A terminal sends Ctrl-C to the whole group; the API process decides how this one ends.
@@ -69,7 +73,7 @@ def main() -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = WorkerChannel(arguments.address)
     try:
-        tenants, loop = build_loop(config, channel, started_s)
+        tenants, loop = build_loop(config, channel, started_s, after_crash=arguments.after_crash)
     except (CotenantError, torch.OutOfMemoryError) as error:
         channel.send(StartFailed(str(error)))
         channel.close()
