@@ -19,19 +19,20 @@ from typing import Any
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Slo
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Answer, Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.runtime.timeline import Timeline
 from cotenant.runtime.utilisation import UtilisationSampler
-from cotenant.scheduler.space import sm_shares
+from cotenant.scheduler.space import nearest, sm_shares
 from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 
 _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
+_WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are captured again
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
@@ -133,6 +134,7 @@ class ColocateBench:
         self.max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
         self._num_loads = itertools.count()
         self._last_watch: _Watch | None = None
+        self._warm: set[Partition] = set()
 
     def __enter__(self) -> ColocateBench:
         return self
@@ -190,6 +192,7 @@ class ColocateBench:
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop; training counts while they arrive, for ``duration_s``."""
+        self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
         with self._sampler() as utilisation:
@@ -204,6 +207,7 @@ class ColocateBench:
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
+        self._warm_up(policy)
         load = self._steady_load(slo, batch_size, context, num_tokens, seed)
         watch, loop = self._begin(load, policy, slo)
         with self._sampler() as utilisation:
@@ -213,6 +217,7 @@ class ColocateBench:
 
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
         """As ``steady`` under `adaptive`, and again beside training in each partition."""
+        self._warm_up("adaptive")
         load = self._steady_load(slo, batch_size, context, num_tokens, 0)
         watch, loop = self._begin(load, "adaptive", slo)
         start_s, end_s = self._decode(loop, watch, num_tokens)
@@ -223,6 +228,19 @@ class ColocateBench:
             self._decode(loop, watch, num_tokens)
         self._end_steady(loop, watch)
         return cell
+
+    def _warm_up(self, policy: str) -> None:
+        """Train alone in each partition of the policy's in which nothing was trained yet."""
+        training = self._tenants.training
+        for partition in nearest(self._tenants.serving.device.partitions, sm_shares(policy)):
+            if partition in self._warm:
+                continue
+            self._warm.add(partition)
+            share = partition.online_sms / (partition.online_sms + partition.best_effort_sms)
+            watch, loop = self._begin(Load((), self._vocab_size, seed=0), "static", _NO_TARGET, (share,))
+            most = training.trained_tokens + _WARM_STEPS_THERE * self._workload.tokens_per_step
+            while training.trained_tokens < most:
+                self._iterate(loop, watch)
 
     def _steady_load(self, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int) -> Load:
         """Sequences that decode, settled."""
