@@ -7,6 +7,7 @@ launched on. To go from one partition to another is to launch on another stream.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 
 from cotenant.core.plan import Partition
 from cotenant.device.cuda.driver import Driver
+
+logger = logging.getLogger(__name__)
 
 ONLINE_PRIORITY, BEST_EFFORT_PRIORITY = -1, 0
 
@@ -26,23 +29,32 @@ class PartitionStreams(NamedTuple):
 
 
 def split_multiprocessors(device: torch.device, online_sms: Iterable[int]) -> dict[Partition, PartitionStreams]:
-    """A partition for each number of online SMs; the driver rounds it up, by 8 on Hopper. Those that round to the same
-    are one, and one that leaves the other tenant nothing is left out. They last as long as the process.
+    """A partition for each number of online SMs, rounded up to what the device can be split by, 8 on Hopper. Those that
+    round to the same are one; one that leaves the other tenant nothing, or that the driver refuses while it makes
+    others, is left out. They last as long as the process.
 
     Raises InvalidInputError without ``cuda.bindings``, RuntimeError where the driver or the GPU has no green contexts.
     """
     torch.cuda.synchronize(device)  # the first call makes the context that green contexts belong to
     splitter = _Splitter(Driver(), torch.cuda.current_device() if device.index is None else device.index)
     partitions: dict[Partition, PartitionStreams] = {}
+    refusal: RuntimeError | None = None
     for count in sorted(set(online_sms)):
-        group, rest = splitter.split(count)
-        if rest is None:
-            continue
-        partition = Partition(int(group.sm.smCount), int(rest.sm.smCount))
-        if partition not in partitions:
-            partitions[partition] = PartitionStreams(
-                splitter.stream(group, ONLINE_PRIORITY), splitter.stream(rest, BEST_EFFORT_PRIORITY)
-            )
+        try:
+            group, rest = splitter.split(count)
+            if rest is None:
+                continue
+            partition = Partition(int(group.sm.smCount), int(rest.sm.smCount))
+            if partition not in partitions:
+                partitions[partition] = PartitionStreams(
+                    splitter.stream(group, ONLINE_PRIORITY), splitter.stream(rest, BEST_EFFORT_PRIORITY)
+                )
+        except RuntimeError as error:
+            refusal = error
+    if refusal is not None:
+        if not partitions:
+            raise refusal
+        logger.warning("not all partitions of the SMs could be made: %s", refusal)
     return partitions
 
 
@@ -61,6 +73,8 @@ class _Splitter:
         """At least ``count`` SMs, and the others, None if there are none."""
         if count >= self.num_sms:
             return self._all, None
+        alignment = getattr(self._all.sm, "smCoscheduledAlignment", 0) or 1  # older bindings do not say
+        count = -(-count // alignment) * alignment
         groups, num_groups, rest = self._driver.call("cuDevSmResourceSplitByCount", 1, self._all, 0, count)
         if num_groups != 1:
             raise RuntimeError(f"the SMs cannot be split into {count} and the others")
