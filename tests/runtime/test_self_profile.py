@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,6 +94,7 @@ class Worker:
 
     def wait(self, timeout_s: float) -> bool:
         self.num_waits += 1
+        time.sleep(1e-4)
         return False
 
     # What tests do.
