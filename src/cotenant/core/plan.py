@@ -56,6 +56,14 @@ class Partition:
     online_sms: int
     best_effort_sms: int
 
+    @property
+    def num_sms(self) -> int:
+        return self.online_sms + self.best_effort_sms
+
+    @property
+    def online_share(self) -> float:
+        return self.online_sms / self.num_sms
+
 
 @dataclass(frozen=True, slots=True)
 class RequestView:

@@ -223,8 +223,7 @@ class ColocateBench:
         start_s, end_s = self._decode(loop, watch, num_tokens)
         cell = _cell("adaptive", slo, watch, start_s, end_s, None, with_ttft=False)
         for partition in self._tenants.serving.device.partitions:
-            share = partition.online_sms / (partition.online_sms + partition.best_effort_sms)
-            watch, loop = self._begin(load, "static", slo, (share,))
+            watch, loop = self._begin(load, "static", slo, (partition.online_share,))
             self._decode(loop, watch, num_tokens)
         self._end_steady(loop, watch)
         return cell
@@ -236,8 +235,9 @@ class ColocateBench:
             if partition in self._warm:
                 continue
             self._warm.add(partition)
-            share = partition.online_sms / (partition.online_sms + partition.best_effort_sms)
-            watch, loop = self._begin(Load((), self._vocab_size, seed=0), "static", _NO_TARGET, (share,))
+            watch, loop = self._begin(
+                Load((), self._vocab_size, seed=0), "static", _NO_TARGET, (partition.online_share,)
+            )
             most = training.trained_tokens + _WARM_STEPS_THERE * self._workload.tokens_per_step
             while training.trained_tokens < most:
                 self._iterate(loop, watch)

@@ -38,7 +38,7 @@ class Timeline:
         if record.fused is not None:
             online, fused = 0.0, online_ms
         if record.partition is not None:
-            num_sms = self._num_sms or record.partition.online_sms + record.partition.best_effort_sms
+            num_sms = self._num_sms or record.partition.num_sms
             beside_ms = min(sum(elapsed_ms for _, elapsed_ms in record.beside), online_ms)
             online *= record.partition.online_sms / num_sms
             fused *= record.partition.online_sms / num_sms

@@ -35,10 +35,10 @@ def sm_shares(policy: str) -> tuple[float, ...]:
 def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:
     """Of some partitions those that come closest to these shares of the SMs for batches."""
 
-    def distance(partition: Partition, share: float) -> float:
-        return abs(partition.online_sms / (partition.online_sms + partition.best_effort_sms) - share)
+    def closest(share: float) -> Partition:
+        return min(partitions, key=lambda partition: abs(partition.online_share - share))
 
-    found = {min(partitions, key=lambda partition: distance(partition, share)) for share in shares if partitions}
+    found = {closest(share) for share in shares if partitions}
     return tuple(sorted(found))
 
 
@@ -84,8 +84,7 @@ def _beside(
     id, what was looked up of tasklets alone; what is looked up here is added."""
     known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
     if known_ms is None or not predictor.was_tried(partition):
-        num_sms = partition.online_sms + partition.best_effort_sms
-        return Beside(partition, known_ms or step_ms * num_sms / partition.online_sms * _UNKNOWN_RATIO)
+        return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     left_ms, alone_ms, count = known_ms, 0.0, 0
     costs: dict[int, tuple[float, float]] = {}  # by the run: layers share theirs
     for run in upcoming:
