@@ -32,13 +32,18 @@ def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
     return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))
 
 
-def plan_of_one(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | None:
+def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot, *, beside_training: bool = True) -> Plan | float:
     """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request waits for its
-    first token or has its prompt in the batch, which nothing delays. None: tasklets may run beside decodes."""
+    first token or has its prompt in the batch, which nothing delays, or nobody knows yet what the batch takes.
+    Otherwise tasklets may run beside its decodes: what it takes, in milliseconds (see ``LatencyPredictor.batch_ms``).
+    """
     if snapshot.batch.empty:
         return training_alone(snapshot)
     is_awaited = snapshot.batch.prefill_tokens > 0 or any(each.first_token_s is None for each in snapshot.requests)
-    return serving_alone(predictor, snapshot) if snapshot.job is None or is_awaited else None
+    if snapshot.job is None or is_awaited:
+        return serving_alone(predictor, snapshot)
+    step_ms = predictor.batch_ms(snapshot.batch, beside_training=beside_training)
+    return serving_alone(predictor, snapshot) if step_ms is None else step_ms
 
 
 def waits_longer(snapshot: Snapshot) -> bool:

@@ -48,8 +48,10 @@ class AdaptivePolicy:
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
             return training_alone(snapshot)
+        if snapshot.job is None or waits_longer(snapshot):
+            return serving_alone(self._predictor, snapshot)
         step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
-        if snapshot.job is None or step_ms is None or waits_longer(snapshot):
+        if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
         if slack_ms <= 0:

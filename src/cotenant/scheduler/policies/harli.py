@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_of_one, serving_alone
+from cotenant.scheduler.base import plan_or_step_ms, serving_alone
 from cotenant.scheduler.space import Beside, in_each, in_space
 
 
@@ -18,10 +18,10 @@ class HarliPolicy:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        plan = plan_of_one(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch)
-        if plan is not None or snapshot.job is None or step_ms is None:
-            return plan or serving_alone(self._predictor, snapshot)
+        step_ms = plan_or_step_ms(self._predictor, snapshot, beside_training=False)
+        if isinstance(step_ms, Plan):
+            return step_ms
+        assert snapshot.job is not None
         found = in_each(self._predictor, snapshot, snapshot.job.upcoming, step_ms)
         target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.

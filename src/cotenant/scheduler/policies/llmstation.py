@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_of_one, serving_alone
+from cotenant.scheduler.base import plan_or_step_ms
 from cotenant.scheduler.planner import by_equation_1
 
 
@@ -19,8 +19,7 @@ class LlmStationPolicy:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        plan = plan_of_one(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
-        if plan is not None or snapshot.job is None or step_ms is None:
-            return plan or serving_alone(self._predictor, snapshot)
+        step_ms = plan_or_step_ms(self._predictor, snapshot)
+        if isinstance(step_ms, Plan):
+            return step_ms
         return by_equation_1(self._predictor, snapshot, step_ms, snapshot.margin * snapshot.slo.tpot_ms - step_ms)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_of_one, serving_alone
+from cotenant.scheduler.base import plan_or_step_ms
 from cotenant.scheduler.planner import by_equation_1
 from cotenant.scheduler.slack import decode_slack_ms
 
@@ -20,9 +20,8 @@ class MultitaskPolicy:
         self._predictor = predictor
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        plan = plan_of_one(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
-        if plan is not None or snapshot.job is None or step_ms is None:
-            return plan or serving_alone(self._predictor, snapshot)
+        step_ms = plan_or_step_ms(self._predictor, snapshot)
+        if isinstance(step_ms, Plan):
+            return step_ms
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
         return by_equation_1(self._predictor, snapshot, step_ms, slack_ms)
