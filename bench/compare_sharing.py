@@ -212,6 +212,7 @@ def main() -> None:
 
 
 def check_peers(arguments: argparse.Namespace) -> None:
+    """Raise SharingError where training's packages cannot be imported."""
     modules = ("peft", "transformers", *(() if arguments.liger == "none" else ("liger_kernel.transformers",)))
     problem = why_not_importable(modules, peer_environment(arguments.site))
     if problem is not None:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # and as at first again after one that was measured.
 _QUIET_S, _MOST_QUIET_S = 1.0, 64.0
 _CONTEXTS = (256, 1024, 4096)
-_STEPS, _MOST_STEPS = 6, 24  # of each shape, on all SMs and in each partition: what is known by fewer is known
+_STEPS, _MOST_STEPS = 6, 12  # of each shape, on all SMs and in each partition: more where they have not told enough
 _MOST_PROMPT_TOKENS = 65_536  # of a shape, all prompts together: about 2 s of an H200
 # A request that comes waits for the batches in flight, two at most, so they have no more tokens than this where the
 # sequences leave room in it.
@@ -142,7 +142,7 @@ class SelfProfile:
     def _most_new(self, shape: _Shape) -> int:
         """Tokens that the first sequence may have when the last one has been measured."""
         num_batches = -(-shape.size * shape.context // self._chunk_tokens(shape.size))
-        return 2 * _STEPS * len(self._ways) + num_batches
+        return _MOST_STEPS * len(self._ways) + num_batches
 
     def _is_done(self, way: Partition | None) -> bool:
         count = self._counts[way]

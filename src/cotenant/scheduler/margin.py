@@ -4,7 +4,7 @@ A plan that ends on time uses all slack up; what nobody planned for, prompts tha
 at once, makes a request miss then. So the share of the TPOT target that is aimed at follows the misses, of either
 target, until as many requests as wanted meet both: a quantile, tracked as requests are judged. TTFT hangs on it, too:
 what running requests are ahead of their target is the room that prompts have. Misses that there would have been without
-training tell nothing.
+training tell nothing, as far as they can be told.
 """
 
 from __future__ import annotations
