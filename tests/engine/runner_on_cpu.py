@@ -216,7 +216,7 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
-        runner.capture_lane()
+        runner.capture_lane(num_sms=2)
     _go_to(_ALL_SMS)
     return engine
 

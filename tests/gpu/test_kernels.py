@@ -40,6 +40,22 @@ def test_a_product_of_a_few_rows(shape: tuple[int, int], num_rows: int, dtype: t
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [1, 32, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 1024), (384, 256)], ids=str)
+def test_a_product_is_the_same_however_many_sms_it_is_cut_for(shape: tuple[int, int], num_rows: int) -> None:
+    from cotenant.models.kernels.skinny import unfinished_product
+    from cotenant.models.skinny_tiling import sms_at_hand
+
+    num_out, num_in = shape
+    x = torch.randn(num_rows, num_in, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(num_out, num_in, device=CUDA, dtype=torch.bfloat16) * num_in**-0.5
+    whole = unfinished_product(x, weight, None, None).sums
+    for count in (8, 16, 24, 32, 40, 48, 64, 80, 96):
+        with sms_at_hand(count):
+            assert torch.equal(unfinished_product(x, weight, None, None).sums, whole), count
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_norm_and_silu_finish_a_product_first(splits: int, dtype: torch.dtype) -> None:

@@ -158,7 +158,7 @@ class CoExecution:
         self.online.capture(GRAPH_SIZES)
         for partition in self.device.partitions:
             with self.device.online(partition):
-                self.engine.capture_lane()
+                self.engine.capture_lane(partition.online_sms)
         self.updates: list[FromWorker] = []
         self.training = TrainingTenant(self.device, decoder, None, WORKLOAD.tasklet_tokens, self.updates.append)
         self.executor = Executor(self.device, decoder, self.engine, self.training)

@@ -28,6 +28,7 @@ from cotenant.models.cuda_pieces import CapturedPieces, LayerPieces
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora_stacks import GroupedLora, LoraStacks
 from cotenant.models.paged_attention import FlashInferBackend, PagedAttention
+from cotenant.models.skinny_tiling import sms_at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +131,15 @@ class CudaRunner:
         logger.info("decode: %d sizes, prompts: %d sizes, in %.1f s", len(sizes), len(_PIECE_SIZES), elapsed_s)
 
     @torch.no_grad()
-    def capture_lane(self) -> None:
+    def capture_lane(self, num_sms: int) -> None:
         sizes = sorted({min(size, len(self._logits)) for size in _PARTITION_SIZES})
         if self._captured[None]:
             start = time.perf_counter()
-            self._captured[current_lane()] = self._capture_sizes(sizes)
+            with sms_at_hand(num_sms):
+                self._captured[current_lane()] = self._capture_sizes(sizes)
             torch.cuda.synchronize(self._device)
-            logger.info("decode in a partition: %d sizes in %.1f s", len(sizes), time.perf_counter() - start)
+            elapsed_s = time.perf_counter() - start
+            logger.info("decode on %d SMs: %d sizes in %.1f s", num_sms, len(sizes), elapsed_s)
 
     def _capture_sizes(self, sizes: Sequence[int]) -> dict[int, dict[bool, _Captured]]:
         kinds = (False, True) if self._stacks is not None else (False,)

@@ -204,10 +204,10 @@ class OnlineEngine:
         self._sampler.warm_up(self._decoder.dtype)
         self._runner.warm_up(graph_sizes, enforce_eager=enforce_eager)
 
-    def capture_lane(self) -> None:
-        """Capture decode steps again for the SMs of the lane that is current. Called after ``warm_up``; without this,
-        batches that are launched in a partition run on all SMs, or operation by operation."""
-        self._runner.capture_lane()
+    def capture_lane(self, num_sms: int) -> None:
+        """Capture decode steps again for the lane that is current, which has so many SMs. Called after ``warm_up``;
+        without this, batches that are launched in a partition run on all SMs, or operation by operation."""
+        self._runner.capture_lane(num_sms)
 
     def forget_counts(self) -> None:
         """Begin to count prompt tokens and preemptions anew."""

@@ -34,8 +34,9 @@ class Runner(Protocol):
     def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
         """Compile, and unless ``enforce_eager`` capture decode steps of these batch sizes (none named: as fits)."""
 
-    def capture_lane(self) -> None:
-        """Capture decode steps for the current lane beside the one of ``warm_up``, if they are captured at all."""
+    def capture_lane(self, num_sms: int) -> None:
+        """Capture decode steps for the current lane, which has so many SMs, beside the one of ``warm_up``, if they are
+        captured at all."""
 
     def wait_for_kernels(self) -> None:
         """Block until nothing more is compiled in the background."""
@@ -52,7 +53,7 @@ class EagerRunner:
     def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
         return
 
-    def capture_lane(self) -> None:
+    def capture_lane(self, num_sms: int) -> None:
         return
 
     def wait_for_kernels(self) -> None:

@@ -79,7 +79,7 @@ def build_serving(config: ServerConfig) -> Serving:
             engine.warm_up(config.batch.cuda_graph_sizes, enforce_eager=config.batch.enforce_eager)
         for partition in device.partitions:
             with device.online(partition):
-                engine.capture_lane()
+                engine.capture_lane(partition.online_sms)
     except torch.OutOfMemoryError as error:
         raise InvalidInputError(
             f"the KV cache and what serving needs beside it do not fit into the device's memory: lower "

@@ -19,25 +19,10 @@ from cotenant.models.kernels.lora import Delta
 from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
+from cotenant.models.skinny_tiling import MAX_ROWS, Multiprocessors, Tiling, choose_tiling, num_sms_at_hand
 
-MAX_ROWS = 64
 # Up to this many rows a product is finished here; beyond, its parts would have to be added up by a launch of its own.
 _MAX_FINISHED_ROWS = 32
-# The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
-_MAX_SPLIT_PROGRAMS = 264
-_MIN_SPLIT_DEPTH = 512
-
-
-class Tiling(NamedTuple):
-    """How a product is cut: ``rows`` of the input at once, ``columns`` of the output per program, ``depth`` input
-    features per turn, and the input features over ``splits`` programs."""
-
-    rows: int
-    columns: int
-    depth: int
-    splits: int
-    num_warps: int
-    num_stages: int
 
 
 class Unfinished(NamedTuple):
@@ -54,33 +39,6 @@ class Unfinished(NamedTuple):
         return product if isinstance(product, Unfinished) else cls(product.unsqueeze(0), product.dtype)
 
 
-def choose_tiling(num_rows: int, num_out: int, num_in: int) -> Tiling | None:
-    """None for a matrix that is not cut evenly."""
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
-    if rows == MAX_ROWS:
-        return _choose_split_tiling(rows, num_out, num_in)
-    if num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
-        return Tiling(rows, 32, 256, 1, 4, 5)
-    if num_out % 64 == 0 and num_in % 128 == 0:
-        return Tiling(rows, 64, 128, 1, 4, 5 if num_out <= 8192 else 4)
-    return None
-
-
-def _choose_split_tiling(rows: int, num_out: int, num_in: int) -> Tiling | None:
-    """Small enough for two programs on a multiprocessor; the input is split where there
-    would be fewer programs than that."""
-    if num_out % 64 or num_in % 128:
-        return None
-    splits = 1
-    while (
-        2 * splits * (num_out // 64) <= _MAX_SPLIT_PROGRAMS
-        and num_in % (2 * 128 * splits) == 0
-        and num_in // (2 * splits) >= _MIN_SPLIT_DEPTH
-    ):
-        splits *= 2
-    return Tiling(rows, 64, 128, splits, 4, 3)
-
-
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether ``skinny_product`` takes this product, and is meant for it."""
     return x.shape[0] <= _MAX_FINISHED_ROWS and fits_unfinished(x, weight)
@@ -93,7 +51,7 @@ def fits_unfinished(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.dtype == weight.dtype
         and x.is_contiguous()
-        and choose_tiling(x.shape[0], weight.shape[0], weight.shape[1]) is not None
+        and _choose_tiling(x, weight) is not None
     )
 
 
@@ -125,8 +83,13 @@ def unfinished_product(
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
 
+def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
+    num_out, num_in = weight.shape
+    return choose_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device))
+
+
 def _tiling_of(x: torch.Tensor, weight: torch.Tensor) -> Tiling:
-    tiling = choose_tiling(x.shape[0], weight.shape[0], weight.shape[1])
+    tiling = _choose_tiling(x, weight)
     assert tiling is not None
     return tiling
 
@@ -141,7 +104,6 @@ def _launch(
 ) -> None:
     """Write the product to ``out`` [splits, rows, out], and what ``shrink`` is of."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
-    stage_bytes = (tiling.rows + tiling.columns) * tiling.depth * x.element_size()
     num_programs = num_out // tiling.columns * tiling.splits
     _skinny_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
         x,
@@ -159,16 +121,23 @@ def _launch(
         SPLITS=tiling.splits,
         **(NO_SHRINK if shrink is None else shrink.constants),
         num_warps=tiling.num_warps,
-        num_stages=max(1, min(tiling.num_stages, _shared_bytes(x.device) // stage_bytes)),
+        num_stages=tiling.num_stages,
         **overlap(x.device),
     )
 
 
+def _multiprocessors(device: torch.device) -> Multiprocessors:
+    every, num = _all_multiprocessors(device), num_sms_at_hand()
+    return every if num is None else every._replace(num=num)
+
+
 @cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may take: 227 KiB on Hopper, 99 on GPUs of compute capability 8.6 and 8.9."""
+def _all_multiprocessors(device: torch.device) -> Multiprocessors:
+    """A program may have 227 KiB of shared memory on Hopper, 99 on GPUs of compute capability 8.6 and 8.9."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    shared_bytes = int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    count = torch.cuda.get_device_properties(index).multi_processor_count
+    return Multiprocessors(count, count, shared_bytes)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,0 +1,121 @@
+"""How the product of a few rows with a large matrix is cut into programs, by the SMs that it has.
+
+What bounds it is how fast an SM takes in data, the matrix and the input together, and that no SM is idle while others
+work. Few programs of many columns read the input seldom; many of few columns divide evenly. Sums are added up in the
+same order whatever is chosen, so rows do not depend on it by a bit; only ``splits`` would, and follow from the shape.
+
+Chosen by what was fastest on an H200, alone and on 16 to 80 of its SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+MAX_ROWS = 64
+# The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
+_MAX_SPLIT_PROGRAMS = 264
+_MIN_SPLIT_DEPTH = 512
+# So many SMs that read ahead come near all of the memory's bandwidth, on a GPU whose SMs have so much shared memory.
+_ENOUGH_SMS = 64
+_LARGE_SHARED_BYTES = 200 * 1024
+_RESERVED_BYTES = 1024  # of an SM's shared memory, by each program there
+_FEW = 2 / 3  # of all SMs, that programs of many columns are best for
+_SMALL_OUT = 8192
+_sms_at_hand: ContextVar[int | None] = ContextVar("sms_at_hand", default=None)
+
+
+@contextmanager
+def sms_at_hand(count: int) -> Iterator[None]:
+    """What is launched or captured inside has so many SMs; outside, all of the device's."""
+    token = _sms_at_hand.set(count)
+    try:
+        yield
+    finally:
+        _sms_at_hand.reset(token)
+
+
+def num_sms_at_hand() -> int | None:
+    """None: all."""
+    return _sms_at_hand.get()
+
+
+class Tiling(NamedTuple):
+    """How a product is cut: ``rows`` of the input at once, ``columns`` of the output per program, ``depth`` input
+    features per turn, and the input features over ``splits`` programs."""
+
+    rows: int
+    columns: int
+    depth: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of each stage, for elements of two bytes."""
+        return (self.rows + self.columns) * self.depth * 2
+
+
+class Multiprocessors(NamedTuple):
+    """``num`` of the device's ``total`` SMs; a program may take ``shared_bytes`` of one's shared memory."""
+
+    num: int
+    total: int
+    shared_bytes: int
+
+    @property
+    def are_few(self) -> bool:
+        return self.num <= _FEW * self.total
+
+    def stages(self, tiling: Tiling, num_programs: int) -> int:
+        """So many that all programs find room at once."""
+        most_each = -(-num_programs // self.num)
+        return ((self.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES) // tiling.stage_bytes
+
+
+def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling | None:
+    """None for a matrix that is not cut evenly."""
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
+    is_large = sms.shared_bytes >= _LARGE_SHARED_BYTES
+    tiling = None
+    if rows == MAX_ROWS:
+        tiling = _split(rows, num_out, num_in)
+        if tiling is not None and is_large and sms.are_few and num_out % 128 == 0:
+            tiling = Tiling(rows, 128, 64, tiling.splits, 4, 4)
+    elif is_large and num_out % 64 == 0 and num_in % 128 == 0:
+        tiling = _of_many_columns(rows, num_out, num_in, sms)
+    elif num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
+        tiling = Tiling(rows, 32, 256, 1, 4, 5)
+    elif num_out % 64 == 0 and num_in % 128 == 0:
+        tiling = Tiling(rows, 64, 128, 1, 4, 5 if num_out <= _SMALL_OUT else 4)
+    return tiling and tiling._replace(num_stages=max(1, min(tiling.num_stages, sms.shared_bytes // tiling.stage_bytes)))
+
+
+def _of_many_columns(rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling:
+    narrow, wide = Tiling(rows, 64, 128, 1, 4, 4), Tiling(rows, 128, 64, 1, 4, 5)
+    if num_out > _SMALL_OUT:  # in several turns, whatever is chosen
+        return wide if sms.are_few and num_out % 128 == 0 else narrow
+    if num_out // 64 < _ENOUGH_SMS and num_out // 32 <= sms.num and num_in % 256 == 0:
+        return Tiling(rows, 32, 256, 1, 4, 5)
+    stages = sms.stages(narrow, num_out // 64)
+    if stages < 3 and num_out % 128 == 0:
+        return wide._replace(num_stages=max(3, min(wide.num_stages, sms.stages(wide, num_out // 128))))
+    return narrow._replace(num_stages=max(3, min(6, stages)))
+
+
+def _split(rows: int, num_out: int, num_in: int) -> Tiling | None:
+    """Small enough for two programs on a multiprocessor; the input is split where there
+    would be fewer programs than that."""
+    if num_out % 64 or num_in % 128:
+        return None
+    splits = 1
+    while (
+        2 * splits * (num_out // 64) <= _MAX_SPLIT_PROGRAMS
+        and num_in % (2 * 128 * splits) == 0
+        and num_in // (2 * splits) >= _MIN_SPLIT_DEPTH
+    ):
+        splits *= 2
+    return Tiling(rows, 64, 128, splits, 4, 3)

@@ -1,0 +1,59 @@
+"""How products of a few rows are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cotenant.models.skinny_tiling import MAX_ROWS, Multiprocessors, choose_tiling, num_sms_at_hand, sms_at_hand
+
+H200 = Multiprocessors(132, 132, 232_448)
+SMALL_GPU = Multiprocessors(58, 58, 101_376)
+
+
+@given(
+    num_rows=st.integers(1, MAX_ROWS),
+    num_out=st.integers(1, 2048).map(lambda count: 16 * count),
+    num_in=st.integers(1, 512).map(lambda count: 32 * count),
+    count=st.integers(8, 132),
+    device=st.sampled_from([H200, SMALL_GPU]),
+)
+def test_all_of_a_matrix_is_read_once(
+    num_rows: int, num_out: int, num_in: int, count: int, device: Multiprocessors
+) -> None:
+    """Within the shared memory, and in the same parts on however many SMs: sums are added up in one order."""
+    sms = device._replace(num=min(count, device.total))
+    tiling, whole = choose_tiling(num_rows, num_out, num_in, sms), choose_tiling(num_rows, num_out, num_in, device)
+    assert (tiling is None) == (whole is None)
+    if tiling is None or whole is None:
+        assert num_out % 64 or num_in % 128
+        return
+    assert num_out % tiling.columns == 0
+    assert num_in % (tiling.splits * tiling.depth) == 0
+    assert tiling.rows >= num_rows
+    assert tiling.num_stages >= 1
+    assert tiling.num_stages * tiling.stage_bytes <= device.shared_bytes
+    assert tiling.splits == whole.splits
+    assert num_rows > 32 or tiling.splits == 1
+
+
+@pytest.mark.parametrize("num_rows", [16, 32])
+@pytest.mark.parametrize("num_sms", [32, 40, 48, 64, 132])
+def test_all_programs_of_a_small_matrix_run_at_once(num_rows: int, num_sms: int) -> None:
+    """Else most SMs would wait for those with one more."""
+    for num_in in (4096, 14336):
+        tiling = choose_tiling(num_rows, 4096, num_in, H200._replace(num=num_sms))
+        assert tiling is not None
+        num_each = -(-4096 // tiling.columns // num_sms)
+        assert num_each * tiling.num_stages * tiling.stage_bytes <= H200.shared_bytes
+
+
+def test_sms_at_hand_are_said_for_what_is_inside() -> None:
+    assert num_sms_at_hand() is None
+    with sms_at_hand(48):
+        assert num_sms_at_hand() == 48
+        with sms_at_hand(32):
+            assert num_sms_at_hand() == 32
+        assert num_sms_at_hand() == 48
+    assert num_sms_at_hand() is None
