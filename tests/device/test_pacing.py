@@ -111,6 +111,21 @@ def test_a_shape_takes_longer_on_fewer_sms(simulation: Simulation) -> None:
     assert {tasklet.elapsed_ms < 2 for tasklet in reported if tasklet.partition is None} == {True}
 
 
+@pytest.mark.parametrize("far_ahead", [True, False])
+def test_far_ahead_the_device_has_work_while_the_host_is_away(simulation: Simulation, far_ahead: bool) -> None:
+    """For two milliseconds of every eight, as beside a batch."""
+    idle_s, next_away_s = 0.0, 8e-3
+    for _ in range(400):
+        simulation.queue.wait_for_room(far_ahead=far_ahead)
+        idle_s += max(0.0, simulation.now_s - simulation.busy_until_s)
+        assert simulation.busy_until_s - simulation.now_s < (2.6e-3 if far_ahead else 1e-3)
+        simulation.launch(FORWARD, 0.7e-3)
+        if simulation.now_s > next_away_s:
+            simulation.now_s += 2e-3
+            next_away_s = simulation.now_s + 6e-3
+    assert (idle_s < 0.01 * simulation.now_s) == far_ahead
+
+
 def test_a_launch_that_compiles_teaches_nothing(simulation: Simulation) -> None:
     """Neither the next launch waits for as long as that took, nor is it reported as the device's time."""
     simulation.launch(FORWARD, 0.5e-3, host_s=0.4)

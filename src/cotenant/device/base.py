@@ -51,9 +51,12 @@ class Device(Protocol):
     def fused(self) -> AbstractContextManager[None]:
         """What is launched inside belongs to both tenants and is ordered after both lanes' earlier work."""
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
+    def wait_for_room(
+        self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
+    ) -> None:
         """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
-        ``interrupted``, asked meanwhile, says yes."""
+        ``interrupted``, asked meanwhile, says yes. ``far_ahead``: a few tasklets may be in flight, so that the lane has
+        work while the host is busy elsewhere."""
 
     def run_tasklet(
         self,

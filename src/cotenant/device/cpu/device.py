@@ -42,7 +42,9 @@ class CpuDevice:
     def fused(self) -> Iterator[None]:
         yield
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
+    def wait_for_room(
+        self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
+    ) -> None:
         return
 
     def run_tasklet(

@@ -78,8 +78,10 @@ class CudaDevice:
         self._online.wait_stream(self._best_effort)
         self._last_online = self._online
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
-        self._tasklets.wait_for_room(interrupted, ask_every_s)
+    def wait_for_room(
+        self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
+    ) -> None:
+        self._tasklets.wait_for_room(interrupted, ask_every_s, far_ahead=far_ahead)
 
     def run_tasklet(
         self,

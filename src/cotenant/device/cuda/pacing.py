@@ -18,6 +18,10 @@ from cotenant.device.base import FinishedTasklet
 
 # What a launch takes on the host, and what a sleep takes longer than it was told to.
 _LEAD_S = 150e-6
+# Where nobody waits for the end of what is in flight: as long as the host may be away, handing tokens on and planning
+# and launching the next batch, and so many tasklets at most.
+_FAR_LEAD_S = 2.5e-3
+_MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
 _MOST_SHAPES = 1000  # that are remembered
 # How fast a shape's expected time follows longer and shorter ones. To launch early costs less than to launch late.
@@ -44,8 +48,8 @@ class _InFlight:
 
 
 class TaskletQueue:
-    """The tasklets in flight: at most one, and for a moment its successor. They run one after the other, also where
-    they are launched on several streams.
+    """The tasklets in flight: at most one, and for a moment its successor, or some more if told so. They run one after
+    the other, also where they are launched on several streams.
 
     Times are the host's. Where the stream was idle a tasklet starts as it is launched; from there on the device's own
     clock tells when each one ended, however late the host hears of it.
@@ -90,12 +94,16 @@ class TaskletQueue:
             _InFlight(shape, partition, before, behind is not None, start, end, launched_s, launch_s)
         )
 
-    def wait_for_room(self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3) -> None:
-        """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes."""
+    def wait_for_room(
+        self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
+    ) -> None:
+        """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
+        ``far_ahead``: or a few that end within some milliseconds."""
+        lead_s, most = (_FAR_LEAD_S, _MOST_AHEAD - 1) if far_ahead else (_LEAD_S, 1)
         self.collect()
         while self._in_flight:
-            left_s = self._left_s() - _LEAD_S
-            if left_s <= 0.0 and len(self._in_flight) == 1:
+            left_s = self._left_s() - lead_s
+            if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
             if interrupted is not None and interrupted():
                 return
@@ -106,7 +114,7 @@ class TaskletQueue:
                 continue
             overdue_s = -0.1 * left_s  # others may be at work beside it: the longer it takes, the longer it will
             time.sleep(max(left_s, min(overdue_s, longest_s), _SHORTEST_SLEEP_S))
-            if left_s > 0.0 and len(self._in_flight) == 2 and self._in_flight[0].end.query():
+            if left_s > 0.0 and len(self._in_flight) == most + 1 and self._in_flight[0].end.query():
                 # It is time: what there is to note of the one that has ended can wait until the next is launched.
                 self._ended.append(self._in_flight.popleft())
                 return
