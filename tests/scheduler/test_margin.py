@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cotenant.core.plan import Slo
+from cotenant.core.plan import FIRST_MARGIN, Slo
 from cotenant.scheduler.margin import Margin
 
 SLO = Slo(500.0, 10.0)
@@ -85,7 +85,7 @@ def test_training_that_was_left_no_room_gets_some_again() -> None:
     assert server.value == 0.2
     for _ in range(1000):
         server.serve(6.0, trained_ms=0.0)
-    assert server.value == pytest.approx(0.9, abs=0.01)
+    assert server.value == pytest.approx(FIRST_MARGIN, abs=0.01)
 
 
 def test_requests_that_training_happened_to_miss_do_not_count_for_more() -> None:
@@ -167,3 +167,30 @@ def test_an_answer_of_one_token_has_no_gap() -> None:
     margin.note("r", 1, 5.0, is_over=True)
     margin.settle()
     assert margin.value == before
+
+
+def test_requests_that_another_loop_began_are_judged_from_their_first_tokens_on() -> None:
+    """A burst now is no miss of who was far ahead."""
+    margin = Margin(Slo(500.0, 10.0))
+    margin.resume("r", first_s=100.0, num_tokens=300)
+    for index in range(300, 400):
+        now_s = 101.5 + (index - 299) * 0.020
+        margin.trained(14.0, now_s)
+        margin.note("r", 1, now_s, is_over=False)
+        margin.settle()
+    assert margin.value > FIRST_MARGIN
+
+
+def test_until_the_first_miss_the_margin_rises_fast() -> None:
+    def value_after(first_tpot_s: float) -> float:
+        margin = Margin(Slo(500.0, 10.0))
+        for number, tpot_s in enumerate((first_tpot_s, *[0.005] * 8)):
+            margin.trained(100.0, number)
+            margin.note(str(number), 1, number, is_over=False)
+            margin.trained(200.0, number)
+            margin.note(str(number), 10, number + 10 * tpot_s, is_over=True)
+            margin.settle()
+        return margin.value
+
+    assert value_after(0.005) > FIRST_MARGIN + 0.02
+    assert value_after(0.012) < FIRST_MARGIN - 0.02

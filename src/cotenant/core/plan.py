@@ -11,7 +11,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
 # The share of the TPOT target that is aimed at before any request has told how close is too close.
-FIRST_MARGIN = 0.9
+FIRST_MARGIN = 0.95
 
 
 @dataclass(frozen=True, slots=True)

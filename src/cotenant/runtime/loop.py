@@ -108,6 +108,10 @@ class WorkerLoop:
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo)
+        clocks_s = time.perf_counter() - time.time()
+        for view in engine.views():  # of another loop's requests
+            if view.first_token_s is not None:
+                self._margin.resume(view.request_id, view.first_token_s + clocks_s, view.num_generated)
         self._idle_since_s = -math.inf
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0

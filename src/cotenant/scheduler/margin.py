@@ -16,6 +16,7 @@ from cotenant.core.plan import FIRST_MARGIN, Slo
 
 _LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
+_FIRST_RISE = 0.003  # at a request that met the target while none has missed yet
 _RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
 _STARVED_S = 1.0
 _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
@@ -47,7 +48,8 @@ class Margin:
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self._rise = _FALL * (1.0 - slo.attainment) / slo.attainment
+        self._later_rise = _FALL * (1.0 - slo.attainment) / slo.attainment
+        self._rise = max(_FIRST_RISE, self._later_rise)
         self._trained_ms = 0.0
         self._last_trained_s = self._last_late_s = -math.inf
         self._lives: dict[str, _Life] = {}
@@ -65,6 +67,10 @@ class Margin:
         self._lives[request_id] = _Life(at_s)
         if len(self._lives) > _MOST_REQUESTS:
             del self._lives[next(iter(self._lives))]
+
+    def resume(self, request_id: str, first_s: float, num_tokens: int) -> None:
+        """A request has so many tokens already, the first of them since ``first_s``."""
+        self._lives[request_id] = _Life(math.nan, first_s, num_tokens=num_tokens)
 
     def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> None:
         """A request has ``num_new`` tokens more at ``now_s``."""
@@ -110,5 +116,6 @@ class Margin:
     def _miss(self, life: _Life) -> None:
         if not life.has_missed:
             life.has_missed = True
+            self._rise = self._later_rise
             self._num_judged += 1
             self._change -= _FALL
