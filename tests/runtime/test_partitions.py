@@ -84,11 +84,13 @@ def count(runs: tuple) -> int:  # type: ignore[type-arg]
 def test_tasklets_run_beside_the_batch_until_it_lands_and_the_rest_on_all_sms(side_by_side: SideBySide) -> None:
     side_by_side.land_after(5)  # type: ignore[attr-defined]
     record = side_by_side.execute(spatial(10, 3))
-    # Asked before and after it waits for room.
-    assert [each for each in side_by_side.device.launched if "online" not in each] == [
-        "tasklet 48", "tasklet 48", "behind", "tasklet", "tasklet"
+    # The first one before the batch, whose launch takes a while. Then asked before and after it waits for room.
+    launched = side_by_side.device.launched
+    assert launched[:2] == ["tasklet 48", "online 48"]
+    assert [each for each in launched if "online" not in each] == [
+        "tasklet 48", "tasklet 48", "tasklet 48", "behind", "tasklet", "tasklet"
     ]  # fmt: skip
-    assert (count(record.beside), count(record.tasklets)) == (2, 3)
+    assert (count(record.beside), count(record.tasklets)) == (3, 3)
     assert (record.partition, record.mode, record.batch.num_decode) == (FEW, Mode.SPATIAL, 1)
 
 
@@ -187,3 +189,14 @@ def test_what_ends_late_counts_and_teaches_nothing(side_by_side: SideBySide) -> 
     record = side_by_side.execute(spatial(0, 1))
     assert (count(record.beside), count(record.tasklets)) == (0, 1)
     assert [number for _, number in record.num_untimed] == [1]
+
+
+def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measured_as_alone(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_training, mode in ((True, Mode.TEMPORAL), (False, Mode.NONE)):
+        monkeypatch.setattr(side_by_side.device, "is_training", lambda found=is_training: found)
+        side_by_side.execute(Plan())
+        monkeypatch.setattr(side_by_side.device, "is_training", lambda: False)
+        landed = side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+        assert (landed.batch.num_decode, landed.mode) == (1, mode)

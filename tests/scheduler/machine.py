@@ -1,7 +1,7 @@
 """A machine of fixed latencies that carries plans out on a clock of its own: what a policy makes of a load.
 
-Latencies are those of the co-run map of one H200 (Llama-3.1-8B, 32 sequences of about 1,024 tokens, training on 2,048):
-decode beside training on the other SMs, and training's speed there as a share of its speed on all.
+Latencies are like those of one H200 (Llama-3.1-8B, 32 sequences of about 1,024 tokens, training on 2,048): decode
+beside training on the other SMs, and training's speed there as a share of its speed on all.
 """
 
 from __future__ import annotations
@@ -10,23 +10,35 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    InFlight,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    Plan,
+    RequestView,
+    Slo,
+    Snapshot,
+)
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
 from cotenant.scheduler.margin import Margin
 
 BATCH_SIZE, CONTEXT = 32, 1024
-STEP_MS = 5.5
-HOST_MS = 0.3  # of an iteration, that the device waits for
+STEP_MS = 5.7
+HOST_MS = 1.5  # that the device waits for the host where that cannot run ahead
 # (decode beside training, training's speed)
 CORUN = {
-    Partition(16, 116): (17.7, 0.64),
-    Partition(24, 108): (13.4, 0.60),
-    Partition(32, 100): (10.8, 0.57),
-    Partition(48, 84): (8.7, 0.52),
-    Partition(64, 68): (7.6, 0.41),
-    Partition(80, 52): (7.0, 0.33),
+    Partition(16, 116): (18.7, 0.65),
+    Partition(24, 108): (14.7, 0.64),
+    Partition(32, 100): (12.0, 0.61),
+    Partition(40, 92): (10.7, 0.59),
+    Partition(48, 84): (10.1, 0.58),
+    Partition(64, 68): (8.0, 0.50),
+    Partition(80, 52): (7.7, 0.39),
 }
 ATTENTION = TaskletShape(TaskletKind.FORWARD_ATTENTION, 2048, 2048)
 MLP = TaskletShape(TaskletKind.FORWARD_MLP, 2048, 2048)
@@ -79,6 +91,7 @@ class Machine:
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted
         self._position, self._done_ms = 0, 0.0  # in the step; of the tasklet there, alone
         self._speed = 1.0  # where that one is
+        self._in_flight: InFlight | None = None
         self.stalls_ms: list[float] = []  # of the next steps beside training
 
     def run(self, warm_s: float, measured_s: float) -> Outcome:
@@ -127,7 +140,7 @@ class Machine:
         plan = self._policy.plan(
             Snapshot(
                 self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
-                partitions=self._partitions,
+                partitions=self._partitions, in_flight=self._in_flight,
             )
         )  # fmt: skip
         record, gained_ms, token_ms = self._carry_out(plan, batch)
@@ -138,10 +151,18 @@ class Machine:
         self._tokens(outcome, self._now_s + token_ms / 1e3)
         if plan.mode is not Mode.NONE:
             self._margin.trained(max(0.0, record.total_ms - STEP_MS), self._now_s)
-        self._now_s += (record.total_ms + HOST_MS) / 1e3
+        self._now_s += (record.total_ms + self._host_ms(plan)) / 1e3
         while len(self._requests) < BATCH_SIZE:
             self._add()
         return gained_ms
+
+    def _host_ms(self, plan: Plan) -> float:
+        """How long the device waits for the host. Not where that has launched this plan's batch ahead."""
+        is_ahead = self._in_flight is not None and self._in_flight.partition == plan.partition
+        self._in_flight = None
+        if plan.run_online and plan.num_tasklets == plan.num_beside:
+            self._in_flight = InFlight(plan.partition)
+        return 0.0 if is_ahead else HOST_MS
 
     def _tokens(self, outcome: Outcome, at_s: float) -> None:
         for request in list(self._requests):

@@ -10,7 +10,7 @@ from cotenant.core.plan import Mode, Partition, Slo
 from scheduler.machine import CORUN, STEP_MS, Machine, Outcome
 
 PARTITIONS = {
-    "adaptive": (Partition(32, 100), Partition(48, 84), Partition(64, 68)),
+    "adaptive": (Partition(32, 100), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
     "harli": tuple(CORUN),
     "static": (Partition(80, 52),),
 }
@@ -50,14 +50,14 @@ def test_sharing_in_space_pays_most_where_the_target_is_tight() -> None:
 def test_adaptive_shares_in_time_alone_where_there_are_no_partitions() -> None:
     found = outcome("adaptive", 25.0, in_space=False)
     assert Mode.SPATIAL not in found.modes
-    assert found.harvest > 0.7
+    assert found.harvest > 0.65
 
 
 @pytest.mark.parametrize("target_ms", TARGETS_MS)
 def test_harli_takes_the_partition_that_ends_closest_to_the_target(target_ms: float) -> None:
     found = outcome("harli", target_ms)
     used = max(found.partitions, key=lambda partition: found.partitions[partition])
-    within = [step_ms for step_ms, _ in CORUN.values() if step_ms <= 0.9 * target_ms]
+    within = [step_ms for step_ms, _ in CORUN.values() if step_ms <= 0.95 * target_ms]
     assert CORUN[used][0] == max(within)
     assert set(found.modes) == {Mode.SPATIAL}
 

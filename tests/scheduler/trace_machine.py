@@ -14,7 +14,7 @@ from typing import NamedTuple
 from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.chunking import prompt_budget
-from scheduler.machine import ALONE_MS, HOST_MS, Machine
+from scheduler.machine import ALONE_MS, Machine
 
 MOST_TOKENS = 4096  # of a batch
 _WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS = 4.3, 0.02, 2.35e-5, 0.0235
@@ -129,6 +129,7 @@ class TraceMachine(Machine):
         snapshot = Snapshot(
             self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
             partitions=self._partitions, num_ending=sum(count == request.num_left for request, count in chunks),
+            in_flight=self._in_flight,
         )  # fmt: skip
         return self._do(self._policy.plan(snapshot), batch, decodes, chunks)
 
@@ -143,7 +144,7 @@ class TraceMachine(Machine):
         self.predictor.observe(record)
         if plan.mode is not Mode.NONE and is_live:
             self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
-        self._now_s += (record.total_ms + HOST_MS) / 1e3
+        self._now_s += (record.total_ms + self._host_ms(plan)) / 1e3
         return gained_ms
 
     def _tokens_of(self, requests: list[_Request], at_s: float) -> None:

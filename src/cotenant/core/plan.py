@@ -90,11 +90,19 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """A batch that was launched and has not landed. ``partition``: of the SMs, that it has; None: all."""
+
+    partition: Partition | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked; with it end
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
-    while requests were live, so far. ``partitions``: those that ``batch`` can have."""
+    while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
+    if that has not landed; a plan whose batch has other SMs lets it land, and the device waits for the host then."""
 
     now_s: float
     slo: Slo
@@ -107,6 +115,7 @@ class Snapshot:
     largest_gap_s: float = 0.0
     partitions: tuple[Partition, ...] = ()
     num_ending: int = 0
+    in_flight: InFlight | None = None
 
 
 class Mode(StrEnum):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan
+from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, Partition, Plan
 from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device import Device
@@ -84,11 +84,12 @@ class Executor:
             return self._land(plan, emit, interrupted)
         start = time.perf_counter()
         fused, num_launched, num_left, is_launched = None, 0, 0, False
+        num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
         if plan.run_online:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
-        num_beside = self._run_beside(plan, num_left, interrupted)
+        num_beside += self._run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
         if is_launched and self._device.overlaps and fused is None and num_behind > 0:
             num_launched += self._launch_behind(plan, interrupted)
         landed = self._collect(emit, num_left) if plan.run_online else None
@@ -114,7 +115,7 @@ class Executor:
         """Collect what is in flight, with training beside it as was planned for it. A tasklet of ``plan``, which cannot
         begin yet, keeps the device from waiting for the next plan."""
         launched = self._launched[-1].plan
-        num_beside = self._run_beside(launched, 0, interrupted)
+        num_beside = self._run_beside(launched, 0, 0, interrupted)
         if launched.partition is None and plan.num_tasklets > plan.num_beside:
             self._launch_behind(plan, interrupted)
         landed = self._collect(emit, 0)
@@ -129,10 +130,15 @@ class Executor:
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
+        mode = plan.mode
+        if was_alone and plan.partition is not None:
+            mode = Mode.NONE
+        elif not was_alone and mode is Mode.NONE:  # the tasklets of the iteration before went on beside it
+            mode = Mode.TEMPORAL
         device_ms = 0.0 if landed is None else landed.collected.device_ms
         return IterationRecord(
             batch=BatchShape() if landed is None else landed.collected.shape,
-            mode=Mode.NONE if plan.partition is not None and was_alone else plan.mode,
+            mode=mode,
             online_ms=device_ms,
             total_ms=device_ms,
             tasklets=_group(finished, None),
@@ -141,6 +147,11 @@ class Executor:
             num_untimed=tuple(others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
         )
+
+    @property
+    def in_flight(self) -> InFlight | None:
+        """The batch that a plan can be launched ahead of, if it has the same partition."""
+        return InFlight(self._launched[-1].plan.partition) if self._launched else None
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -179,10 +190,23 @@ class Executor:
         self._launched.append(_Launched(plan, with_tasklet))
         return fused, True
 
-    def _run_beside(self, plan: Plan, num_left: int, interrupted: Callable[[], bool]) -> int:
-        """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many. The last one
-        may go on after that: the next batch's SMs are not its own. One whose launch waits for the device would keep the
-        host from the tokens."""
+    def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
+        """Launch a tasklet on the SMs that the batch will not have, if they are idle: else they would be until the host
+        has launched the batch. How many, one or none."""
+        if plan.num_beside == 0 or self._device.is_training():
+            return 0
+        if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
+            return 0
+        self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
+        return 1
+
+    def _run_beside(
+        self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
+    ) -> int:
+        """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many, beyond the
+        ``count`` that were launched before. The last ones may go on after that: the next batch's SMs are not theirs.
+        One whose launch waits for the device would keep the host from the tokens. ``far_ahead``: nothing waits for the
+        last one's end, so the lane may have several."""
         waits = self._engine.num_in_flight > num_left
 
         def is_over() -> bool:
@@ -190,13 +214,13 @@ class Executor:
                 return True
             return plan.interruptible and interrupted()
 
-        count = 0
+        before = count
         while count < plan.num_beside and self._training.runnable and not is_over():
-            self._device.wait_for_room(is_over, _ASK_EVERY_S)
+            self._device.wait_for_room(is_over, _ASK_EVERY_S, far_ahead=far_ahead)
             if not is_over():
                 self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
                 count += 1
-        return count
+        return count - before
 
     def _run_awaited(self, plan: Plan, num_beside: int, interrupted: Callable[[], bool]) -> int:
         """Run the tasklet that tasklets beside a batch stopped at, with its tokens on their way: how many, one or
@@ -264,11 +288,16 @@ class Executor:
         return output[: hidden.shape[0]]
 
     def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
+        """Tasklets on all SMs. Where a batch is to follow, the last one is launched well ahead: the device would else
+        be idle while the host plans and launches that batch."""
         count = 0
         while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
             if not self._training.runnable:
                 break
-            self._device.wait_for_room(interrupted if plan.interruptible else None)
+            is_last = num_launched + count + 1 == plan.num_tasklets - plan.num_beside and not plan.until_step_end
+            self._device.wait_for_room(
+                interrupted if plan.interruptible else None, far_ahead=is_last and plan.run_online
+            )
             if plan.interruptible and interrupted():
                 break
             self._device.run_tasklet(self._training.run_tasklet)

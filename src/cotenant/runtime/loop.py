@@ -185,6 +185,7 @@ class WorkerLoop:
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions,
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
+            in_flight=self._executor.in_flight,
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:

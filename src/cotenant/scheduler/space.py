@@ -14,16 +14,18 @@ from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
-# its neighbours. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: its StaticMode (section 8.1).
+# its neighbours: 32, 40, 48 and 64 of 132. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: its
+# StaticMode (section 8.1).
 _SM_SHARES = {
-    "adaptive": (0.24, 0.36, 0.48),
+    "adaptive": (0.24, 0.3, 0.36, 0.48),
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
     "static": (0.6,),
 }
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
 _UNKNOWN_RATIO = 1.25
-# Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them.
-_SPARE = 2
+# Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
+# in flight by then.
+_SPARE = 4
 _MOST_BESIDE = 64
 
 

@@ -16,8 +16,11 @@ from cotenant.scheduler.space import Beside, after, in_each, in_space
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
 _SLACK_WORTH = 0.9
-# A trial of a partition may make requests late by what so many tokens can make up for.
-_TRIAL_TOKENS = 4
+# Where a batch has other SMs than the one before, or tasklets behind it, the next cannot be launched ahead of it: the
+# device then waits for the host about as long as this. It takes some tasklets behind a step to be worth that.
+_LEAVING_MS = 1.5
+# A step in a partition may make requests late by what so many tokens can make up for.
+_CATCHING_UP_TOKENS = 4
 
 
 class _Candidate(NamedTuple):
@@ -54,15 +57,18 @@ class AdaptivePolicy:
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
-        if slack_ms <= 0:
-            return serving_alone(self._predictor, snapshot)
-        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms)
+        leaving_ms = _LEAVING_MS if snapshot.partitions else 0.0
+        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms - leaving_ms)
         speed = filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0
-        best, best_score = None, 0.0
+        # Little is left to the end of a training step, and has to be done at some time.
+        ends_step = filling.num_tasklets == sum(run.count for run in snapshot.job.upcoming)
+        price = _SLACK_WORTH * speed
+        best, best_score = None, 0.0 if ends_step else -price * _leaving_ms(snapshot, Plan())
         for candidate in self._candidates(snapshot, filling, speed, step_ms, slack_ms):
             if candidate.gained_ms is None:
                 return candidate.plan
-            score = candidate.gained_ms - _SLACK_WORTH * speed * candidate.added_ms
+            added_ms = candidate.added_ms + (0.0 if ends_step else _leaving_ms(snapshot, candidate.plan))
+            score = candidate.gained_ms - price * added_ms
             if score > best_score:
                 best, best_score = candidate.plan, score
         return best or serving_alone(self._predictor, snapshot)
@@ -86,12 +92,17 @@ class AdaptivePolicy:
         found = in_each(self._predictor, snapshot, upcoming, step_ms)
         # Behind a step, tasklets delay the next token; beside it, this one.
         token_ms = token_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, snapshot.margin)
-        most_ms = min(step_ms + slack_ms, token_ms)
-        fitting = [shared for shared in found if shared.is_known and shared.step_ms <= most_ms]
-        # A trial may take more: tasklets use slack up as it comes, and the next tokens make up for what one is late.
-        spare_ms = snapshot.margin * snapshot.slo.tpot_ms - step_ms
-        most_ms = min(step_ms + slack_ms + _TRIAL_TOKENS * max(0.0, spare_ms), token_ms, snapshot.slo.max_gap_ms)
-        unknown = [shared for shared in found if not shared.is_known and shared.step_ms <= most_ms]
+        target_ms = snapshot.margin * snapshot.slo.tpot_ms
+
+        def fits(shared: Beside) -> bool:
+            # Tasklets use slack up as it comes. The next tokens make up for what this one is late, if they are in time
+            # in the same partition; a trial is over soon.
+            later_ms = shared.step_ms if shared.is_known else step_ms
+            late_ms = _CATCHING_UP_TOKENS * max(0.0, target_ms - later_ms)
+            return shared.step_ms <= min(step_ms + slack_ms + late_ms, token_ms, snapshot.slo.max_gap_ms)
+
+        fitting = [shared for shared in found if shared.is_known and fits(shared)]
+        unknown = [shared for shared in found if not shared.is_known and fits(shared)]
         if unknown:
             yield _Candidate(in_space(min(unknown, key=lambda each: each.step_ms)), None, 0.0)
         elif fitting:
@@ -107,7 +118,7 @@ class AdaptivePolicy:
         assert snapshot.job is not None
         added_ms = shared.step_ms + shared.rest_ms - step_ms
         left = after(snapshot.job.upcoming, shared.num_tasklets + 1)
-        rest = fill(self._predictor, snapshot.batch, left, slack_ms - added_ms)
+        rest = fill(self._predictor, snapshot.batch, left, slack_ms - added_ms - _LEAVING_MS)
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             plan = in_space(shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
@@ -117,3 +128,14 @@ class AdaptivePolicy:
 def _in_time(filling: Filling, step_ms: float) -> _Candidate:
     plan = in_time(step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
     return _Candidate(plan, filling.alone_ms or None, filling.added_ms)
+
+
+def _leaving_ms(snapshot: Snapshot, plan: Plan) -> float:
+    """What it costs that the host does not run ahead of this plan's batch. Without partitions all plans but those
+    without tasklets are alike in that, and with new requests there is no slack that could be saved up."""
+    if not snapshot.partitions or snapshot.batch.prefill_tokens:
+        return 0.0
+    if plan.num_tasklets > plan.num_beside:
+        return _LEAVING_MS
+    is_other = snapshot.in_flight is not None and snapshot.in_flight.partition != plan.partition
+    return _LEAVING_MS if is_other else 0.0
