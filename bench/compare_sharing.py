@@ -262,7 +262,7 @@ def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[Share
     """As `bench colocate` plans them, and the tokens of the longest sequence. Raises InvalidInputError."""
     limit = arguments.max_model_len or limit
     sizes, context, num_tokens = arguments.steady_batch_sizes, arguments.context, arguments.num_tokens
-    traces = read_traces(arguments.trace, arguments.busiest, limit)
+    traces = read_traces(arguments.trace, arguments.busiest, limit, arguments.window)
     loads = [SharedLoad(steady_parameters(size, context, num_tokens), seed) for seed, size in enumerate(sizes)]
     for name, trace in traces.items():
         for scale in arguments.time_scale:
@@ -356,6 +356,7 @@ def parse() -> argparse.Namespace:
     of_load.add_argument("--context", type=int, default=1024)
     of_load.add_argument("--num-tokens", type=int, default=512)
     of_load.add_argument("--trace", type=Path, action="append", default=[])
+    of_load.add_argument("--window", metavar="START:END")
     of_load.add_argument("--busiest", type=float)
     of_load.add_argument("--min-requests", type=int, default=MIN_VALUES_FOR_P99)
     of_load.add_argument("--time-scale", type=list_of(float), default=[1.0])

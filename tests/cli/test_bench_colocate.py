@@ -124,7 +124,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--policies", "multitask,fastest"], "--policy: must be one of multitask"),
+        (["--policies", "multitask,fastest"], "--policy: must be one of adaptive"),
         (["--slo-tpot-ms", "10,fast"], "--slo-tpot-ms: expected numbers above 0"),
         (["--policies", " ,"], "--policies: which are to be measured?"),
         (["--batch-sizes", ""], "--batch-sizes or --trace"),
@@ -134,7 +134,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "take up to 1792; the model takes 1024",
+            "take up to 1856; the model takes 1024",
         ),
     ],
 )

@@ -57,6 +57,9 @@ def colocate(
             help="Requests of a trace, as for `cotenant bench serve`; several when given again.", show_default=False
         ),
     ] = None,
+    window: Annotated[
+        str | None, typer.Option(metavar="START:END", help="Only these seconds of it.", show_default=False)
+    ] = None,
     busiest: Annotated[
         float | None, typer.Option(min=1.0, help="Its busiest so many seconds alone.", show_default=False)
     ] = None,
@@ -101,7 +104,7 @@ def colocate(
     check_rows(model, limit, seq_len, tokens_per_step)
     for name in names:
         CoExecutionConfig(policy=name)  # that it exists
-    traces = read_traces(trace or [], busiest, max_model_len or limit)
+    traces = read_traces(trace or [], busiest, max_model_len or limit, window)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload

@@ -39,14 +39,14 @@ class LoadFlags:
         if self.burstiness <= 0 or math.isnan(self.burstiness):
             raise InvalidInputError(f"--burstiness must be above 0, not {self.burstiness:g}")
         values = None if self.sweep is None else sorted({_rate("--sweep", part) for part in self.sweep.split(",")})
-        return self._synthetic(values) if self.trace is None else self._part_of_trace(self.trace, values)
+        return self._synthetic(values) if self.trace is None else self.part_of_trace(self.trace, values)
 
-    def _part_of_trace(self, path: Path, scales: list[float] | None) -> TraceLoad:
+    def part_of_trace(self, path: Path, scales: list[float] | None) -> TraceLoad:
         from cotenant.bench.serve import TraceLoad
 
         if self.request_rate is not None:
             raise InvalidInputError("give --trace or --request-rate, not both")
-        chosen = _part_of_trace(path, self.window, self.busiest).capped(self.max_input_len, self.max_output_len)
+        chosen = part_of_trace(path, self.window, self.busiest).capped(self.max_input_len, self.max_output_len)
         scales = scales or [_rate("--time-scale", str(self.time_scale))]
         return TraceLoad(path.name, chosen, scales, self.num_prompts, self.duration)
 
@@ -77,14 +77,17 @@ def _rate(flag: str, text: str, may_be_infinite: bool = False) -> float:
     return value
 
 
-def _part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Trace:
+def part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Trace:
+    """The requests of a file between the seconds "START:END", or of its busiest so many. Raises InvalidInputError."""
     from cotenant.bench.traces import read_trace
 
     if window is not None and busiest_s is not None:
         raise InvalidInputError("give --window or --busiest, not both")
     trace = read_trace(path)
     if window is not None:
-        trace = trace.window(*_window(window))
+        start_s, end_s = _window(window)
+        last_s = trace.requests[-1].at_s if trace.requests else 0.0
+        trace = trace.window(start_s, min(end_s, math.nextafter(max(start_s, last_s), math.inf)))
     elif busiest_s is not None:
         trace = trace.window(*trace.busiest(busiest_s))
     if not trace.requests:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cotenant.bench.traces import Trace, read_trace
+from cotenant.bench.traces import Trace
+from cotenant.cli.bench_load import part_of_trace
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
@@ -25,15 +26,16 @@ class ColocateLoad:
     measure: Callable[[str, Slo], Cell]
 
 
-def read_traces(paths: Sequence[Path], busiest_s: float | None, limit: int) -> dict[str, Trace]:
-    """The requests of each file that fit ``limit`` tokens, by the files' names. Raises InvalidInputError."""
+def read_traces(
+    paths: Sequence[Path], busiest_s: float | None, limit: int, window: str | None = None
+) -> dict[str, Trace]:
+    """The requests of each file, or of a part of it (``part_of_trace``), that fit ``limit`` tokens, by the files'
+    names. Raises InvalidInputError."""
     traces: dict[str, Trace] = {}
     for path in paths:
         if path.stem in traces:
             raise InvalidInputError(f"--trace: two files are named {path.stem}", param="trace")
-        trace = read_trace(path)
-        if busiest_s is not None:
-            trace = trace.window(*trace.busiest(busiest_s))
+        trace = part_of_trace(path, window, busiest_s)
         fitting = [each for each in trace.requests if each.input_len + each.output_len <= limit]
         if not fitting:
             raise InvalidInputError(f"--trace: no request of {path} fits {limit} tokens", param="trace")

@@ -36,6 +36,7 @@ _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are capt
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
+_LEARNED_FROM = 64  # tokens of each sequence under the policy, before what is timed
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
@@ -96,7 +97,8 @@ class Cell:
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    return max(1, context - num_tokens // 2) + num_tokens + SETTLED_TOKENS + _MOST_SETTLING + 2 * batch_size
+    before = SETTLED_TOKENS + _MOST_SETTLING + _LEARNED_FROM
+    return max(1, context - num_tokens // 2) + num_tokens + before + 2 * batch_size
 
 
 def _are_settled(load: Load, slo: Slo) -> bool:
@@ -210,6 +212,7 @@ class ColocateBench:
         self._warm_up(policy)
         load = self._steady_load(slo, batch_size, context, num_tokens, seed)
         watch, loop = self._begin(load, policy, slo)
+        self._decode(loop, watch, _LEARNED_FROM)
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
         self._end_steady(loop, watch)
