@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=5000, help="of each kind")
     num_calls = parser.parse_args().calls
-    snapshot, with_much_slack = _snapshot(num_generated=111), _snapshot(num_generated=1000)
+    snapshot, with_much_slack = _snapshot(num_generated=105), _snapshot(num_generated=1000)
     predictors = {"records": _with_records(), "models": _with_models(), "prior": _with_prior()}
     for known, predictor in predictors.items():
         for policy in (AdaptivePolicy(predictor), MultitaskPolicy(predictor)):

@@ -132,6 +132,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--seq-len", "5000"], "--seq-len: 5000 is too long: tiny takes 1024 tokens"),
         (["--seq-len", "48", "--tokens-per-step", "64"], "--tokens-per-step: 64 is not a multiple of --seq-len 48"),
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
+        (["--window", "0:5"], "--window and --busiest choose a part of a trace: give --trace"),
         (
             ["--context", "1000", "--num-tokens", "400"],
             "take up to 1856; the model takes 1024",

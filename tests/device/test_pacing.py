@@ -126,6 +126,13 @@ def test_far_ahead_the_device_has_work_while_the_host_is_away(simulation: Simula
     assert (idle_s < 0.01 * simulation.now_s) == far_ahead
 
 
+def test_far_ahead_there_are_no_more_than_two_of_which_nobody_knows_how_long_they_take(simulation: Simulation) -> None:
+    for _ in range(4):
+        simulation.queue.wait_for_room(far_ahead=True)
+        assert simulation.busy_until_s - simulation.now_s <= 11e-3
+        simulation.launch(FORWARD, 10e-3)
+
+
 def test_a_launch_that_compiles_teaches_nothing(simulation: Simulation) -> None:
     """Neither the next launch waits for as long as that took, nor is it reported as the device's time."""
     simulation.launch(FORWARD, 0.5e-3, host_s=0.4)

@@ -29,6 +29,16 @@ class SplitDevice(CpuDevice):
     def __init__(self) -> None:
         super().__init__()
         self.launched: list[str] = []
+        self.far_ahead: list[bool] = []
+        self.trains = False
+
+    def is_training(self) -> bool:
+        return self.trains
+
+    def wait_for_room(
+        self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
+    ) -> None:
+        self.far_ahead.append(far_ahead)
 
     @contextmanager
     def online(self, partition: Partition | None = None) -> Iterator[None]:
@@ -55,6 +65,7 @@ class SideBySide(Bench):
 
     def execute(self, plan: Plan, interrupted: Callable[[], bool] = lambda: False) -> IterationRecord:
         self.device.launched.clear()
+        self.device.far_ahead.clear()
         return self.executor.execute(plan, self.emitted.extend, interrupted)
 
 
@@ -192,11 +203,34 @@ def test_what_ends_late_counts_and_teaches_nothing(side_by_side: SideBySide) -> 
 
 
 def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measured_as_alone(
-    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+    side_by_side: SideBySide,
 ) -> None:
-    for is_training, mode in ((True, Mode.TEMPORAL), (False, Mode.NONE)):
-        monkeypatch.setattr(side_by_side.device, "is_training", lambda found=is_training: found)
+    for is_training in (True, False):
+        side_by_side.device.trains = is_training
         side_by_side.execute(Plan())
-        monkeypatch.setattr(side_by_side.device, "is_training", lambda: False)
+        side_by_side.device.trains = False
         landed = side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
-        assert (landed.batch.num_decode, landed.mode) == (1, mode)
+        assert (landed.batch.num_decode, landed.mode, landed.is_disturbed) == (1, Mode.NONE, is_training)
+
+
+def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_end(side_by_side: SideBySide) -> None:
+    device = side_by_side.device
+    side_by_side.execute(spatial(3))
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(3))  # beside the batch in flight
+    assert device.far_ahead == [True, True]
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(3, 3))  # the batch in flight lands first, with what was planned for it
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    device.far_ahead.clear()
+    side_by_side.execute(spatial(3, 3))
+    assert device.far_ahead == [False, False, False, True], "beside the batch, behind it, and the last of those"
+    side_by_side.execute(Plan(run_online=False, num_tasklets=2, mode=Mode.TEMPORAL))
+    assert device.far_ahead == [False, False], "a request may come at any moment"
+
+
+def test_the_lane_is_not_given_a_tasklet_before_the_batch_while_it_has_one(side_by_side: SideBySide) -> None:
+    side_by_side.device.trains = True
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(2, 1))
+    assert side_by_side.device.launched[:2] == ["online 48", "online 48"]

@@ -61,6 +61,7 @@ class Outcome:
     longest_gap_ms: float = 0.0
     modes: dict[Mode, int] = field(default_factory=dict)
     partitions: dict[Partition, int] = field(default_factory=dict)
+    num_changes: int = 0  # of the partition, from one iteration to the next
 
     def attainment(self, target_ms: float) -> float:
         return sum(tpot_ms <= target_ms for tpot_ms in self.tpot_ms) / len(self.tpot_ms)
@@ -92,6 +93,7 @@ class Machine:
         self._position, self._done_ms = 0, 0.0  # in the step; of the tasklet there, alone
         self._speed = 1.0  # where that one is
         self._in_flight: InFlight | None = None
+        self._last_partition: Partition | None = None
         self.stalls_ms: list[float] = []  # of the next steps beside training
 
     def run(self, warm_s: float, measured_s: float) -> Outcome:
@@ -146,6 +148,8 @@ class Machine:
         record, gained_ms, token_ms = self._carry_out(plan, batch)
         self.predictor.observe(record)
         outcome.modes[plan.mode] = outcome.modes.get(plan.mode, 0) + 1
+        outcome.num_changes += plan.partition != self._last_partition
+        self._last_partition = plan.partition
         if plan.partition is not None:
             outcome.partitions[plan.partition] = outcome.partitions.get(plan.partition, 0) + 1
         self._tokens(outcome, self._now_s + token_ms / 1e3)

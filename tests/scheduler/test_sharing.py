@@ -89,3 +89,21 @@ def test_one_stall_costs_no_more_than_itself(target_ms: float) -> None:
 def test_short_answers_meet_a_tight_target_in_space_as_well() -> None:
     found = Machine("adaptive", Slo(500.0, 15.0), PARTITIONS["adaptive"], (2, 8)).run(warm_s=4.0, measured_s=4.0)
     assert found.attainment(15.0) >= 0.995
+
+
+def test_it_stays_in_a_partition_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the best one takes a little longer than there is time for: a change costs what many steps gain."""
+    few, many = Partition(48, 84), Partition(64, 68)
+    monkeypatch.setitem(CORUN, few, (CORUN[few][0], 0.66))
+    found = Machine("adaptive", Slo(500.0, 10.0), (few, many), SHORT).run(warm_s=4.0, measured_s=3.0)
+    assert {few, many} == set(found.partitions)
+    assert found.num_changes < 0.6 * sum(found.partitions.values())
+    assert found.harvest > outcome("adaptive", 10.0, SHORT).harvest
+
+
+@pytest.mark.parametrize("itl_ms", [20.0, 30.0])
+def test_training_goes_on_where_short_gaps_keep_slack_from_being_saved_up(itl_ms: float) -> None:
+    machine = Machine("adaptive", Slo(500.0, 40.0, itl_ms=itl_ms), PARTITIONS["adaptive"])
+    found = machine.run(warm_s=2.0, measured_s=3.0)
+    assert found.harvest > 0.6
+    assert found.longest_gap_ms < 1.02 * itl_ms

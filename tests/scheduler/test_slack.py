@@ -57,9 +57,13 @@ def test_a_request_whose_slack_is_never_overdrawn_meets_its_tpot_target(gaps: li
 def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     slo, now_s = Slo(500.0, 20.0), 100.0
     last = RequestView("last", 99.0, first_token_s=99.9, num_generated=9, max_tokens=10)
-    long = RequestView("long", 99.0, first_token_s=99.9, num_generated=5, max_tokens=400)
-    fresh = RequestView("fresh", 99.0, first_token_s=99.99, num_generated=1)
+    long = RequestView("long", 99.0, first_token_s=99.9, num_generated=50, max_tokens=400)
+    fresh = RequestView("fresh", 99.0, first_token_s=99.99, num_generated=1, max_tokens=400)
     old = RequestView("old", 99.0, first_token_s=99.0, num_generated=200)
     assert token_slack_ms((last, long, old), slo, now_s, 1.0) == pytest.approx(9 * 20 - 100)
     assert token_slack_ms((fresh, old), slo, now_s, 0.9) == pytest.approx(18 - 10)
     assert token_slack_ms((long, old), slo, now_s, 1.0) == math.inf
+    # With a batch in flight the tokens after those are meant.
+    nearly = replace(last, num_generated=8)
+    assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 20 - 100)
+    assert token_slack_ms((nearly,), slo, now_s, 1.0) == math.inf

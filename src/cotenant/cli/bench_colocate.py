@@ -104,6 +104,8 @@ def colocate(
     check_rows(model, limit, seq_len, tokens_per_step)
     for name in names:
         CoExecutionConfig(policy=name)  # that it exists
+    if not trace and (window is not None or busiest is not None):
+        raise InvalidInputError("--window and --busiest choose a part of a trace: give --trace", param="trace")
     traces = read_traces(trace or [], busiest, max_model_len or limit, window)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len

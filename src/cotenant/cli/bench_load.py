@@ -86,8 +86,10 @@ def part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Tr
     trace = read_trace(path)
     if window is not None:
         start_s, end_s = _window(window)
-        last_s = trace.requests[-1].at_s if trace.requests else 0.0
-        trace = trace.window(start_s, min(end_s, math.nextafter(max(start_s, last_s), math.inf)))
+        if end_s == math.inf and trace.requests:  # it ends a mean gap after the last request
+            last_s = trace.requests[-1].at_s
+            end_s = max(start_s, last_s) + max(last_s / len(trace.requests), 1e-3)
+        trace = trace.window(start_s, end_s)
     elif busiest_s is not None:
         trace = trace.window(*trace.busiest(busiest_s))
     if not trace.requests:
@@ -96,8 +98,10 @@ def part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Tr
 
 
 def _window(text: str) -> tuple[float, float]:
-    start, _, end = text.partition(":")
+    start, colon, end = text.partition(":")
     try:
+        if not colon:
+            raise ValueError
         start_s, end_s = float(start or 0), float(end or math.inf)
     except ValueError:
         raise InvalidInputError(f"--window: expected START:END in seconds, got '{text}'") from None

@@ -134,7 +134,7 @@ class Plan:
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
     ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
     the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
-    tasklet in flight when a request arrives. ``until_step_end`` runs the whole training step, however many tasklets it
+    tasklets in flight when a request arrives. ``until_step_end`` runs the whole training step, however many tasklets it
     takes.
     """
 
@@ -156,7 +156,8 @@ class IterationRecord:
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
-    ``num_untimed``: by kind, tasklets that ended and whose time tells nothing.
+    ``num_untimed``: by kind, tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned
+    alone, and the last tasklets of the iteration before went on beside it.
     """
 
     batch: BatchShape
@@ -169,3 +170,4 @@ class IterationRecord:
     beside: tuple[tuple[TaskletRun, float], ...] = ()
     num_untimed: tuple[tuple[TaskletKind, int], ...] = ()
     predicted_ms: float | None = None
+    is_disturbed: bool = False

@@ -29,7 +29,7 @@ _sms_at_hand: ContextVar[int | None] = ContextVar("sms_at_hand", default=None)
 
 @contextmanager
 def sms_at_hand(count: int) -> Iterator[None]:
-    """What is launched or captured inside has so many SMs; outside, all of the device's."""
+    """Products that are launched or captured inside are cut for so many SMs; outside, for all of the device's."""
     token = _sms_at_hand.set(count)
     try:
         yield

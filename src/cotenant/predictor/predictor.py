@@ -223,14 +223,14 @@ class LatencyPredictor:
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration, having compared it with what was to be expected of it."""
-        self.last_error_ratio = self._error_of(record)
+        self.last_error_ratio = None if record.is_disturbed else self._error_of(record)
         if self.last_error_ratio is not None:
             previous = self.last_error_ratio if self.error_ratio is None else self.error_ratio
             self.error_ratio = previous + _ERROR_WEIGHT * (self.last_error_ratio - previous)
         self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
-        elif not record.batch.empty and record.fused is None:
+        elif not record.batch.empty and record.fused is None and not record.is_disturbed:
             self._observe_batch(record)
         if record.fused is not None:
             self._observe_fused(record)

@@ -66,7 +66,8 @@ class _Watch:
             self.modes[record.mode.value] += 1
             error = self.tenants.predictor.last_error_ratio
             if error is not None:
-                self.errors["alone" if record.mode is Mode.NONE else "co_run"].append(error)
+                is_alone = record.mode is Mode.NONE and not record.is_disturbed
+                self.errors["alone" if is_alone else "co_run"].append(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class ColocateBench:
         """As ``steady`` under `adaptive`, and again beside training in each partition."""
         self._warm_up("adaptive")
         load = self._steady_load(slo, batch_size, context, num_tokens, 0)
-        watch, loop = self._begin(load, "adaptive", slo)
+        watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
         cell = _cell("adaptive", slo, watch, start_s, end_s, None, with_ttft=False)
         for partition in self._tenants.serving.device.partitions:

@@ -49,7 +49,7 @@ class _Landed(NamedTuple):
 class Executor:
     """Runs one iteration at a time.
 
-    ``emit`` gets the online outputs the moment they are known, before any tasklet beside the batch starts; where the
+    ``emit`` gets the online outputs the moment they are known, before any tasklet behind the batch starts; where the
     device runs behind the host, the first one begins as the batch ends.
     ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there.
     """
@@ -130,15 +130,10 @@ class Executor:
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
-        mode = plan.mode
-        if was_alone and plan.partition is not None:
-            mode = Mode.NONE
-        elif not was_alone and mode is Mode.NONE:  # the tasklets of the iteration before went on beside it
-            mode = Mode.TEMPORAL
         device_ms = 0.0 if landed is None else landed.collected.device_ms
         return IterationRecord(
             batch=BatchShape() if landed is None else landed.collected.shape,
-            mode=mode,
+            mode=Mode.NONE if plan.partition is not None and was_alone else plan.mode,
             online_ms=device_ms,
             total_ms=device_ms,
             tasklets=_group(finished, None),
@@ -146,6 +141,8 @@ class Executor:
             beside=beside,
             num_untimed=tuple(others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
+            # The tasklets of the iteration before went on beside a batch that was to be alone.
+            is_disturbed=plan.mode is Mode.NONE and not was_alone,
         )
 
     @property
@@ -204,9 +201,9 @@ class Executor:
         self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
     ) -> int:
         """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many, beyond the
-        ``count`` that were launched before. The last ones may go on after that: the next batch's SMs are not theirs.
-        One whose launch waits for the device would keep the host from the tokens. ``far_ahead``: nothing waits for the
-        last one's end, so the lane may have several."""
+        ``count`` that were launched before. The last ones may go on after that: in the same partition the next batch's
+        SMs are not theirs. One whose launch waits for the device would keep the host from the tokens. ``far_ahead``:
+        nothing waits for the last one's end, so the lane may have several."""
         waits = self._engine.num_in_flight > num_left
 
         def is_over() -> bool:
@@ -227,9 +224,9 @@ class Executor:
         none."""
         if num_beside >= plan.num_beside or not self._training.runnable or not self._training.next_waits:
             return 0
+        self._device.wait_for_room(interrupted if plan.interruptible else None)
         if plan.interruptible and interrupted():
             return 0
-        self._device.wait_for_room()
         self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
         return 1
 
@@ -295,9 +292,8 @@ class Executor:
             if not self._training.runnable:
                 break
             is_last = num_launched + count + 1 == plan.num_tasklets - plan.num_beside and not plan.until_step_end
-            self._device.wait_for_room(
-                interrupted if plan.interruptible else None, far_ahead=is_last and plan.run_online
-            )
+            far_ahead = is_last and plan.run_online and not self._training.next_waits
+            self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)
             if plan.interruptible and interrupted():
                 break
             self._device.run_tasklet(self._training.run_tasklet)

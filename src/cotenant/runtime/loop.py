@@ -232,7 +232,9 @@ class WorkerLoop:
     def _publish_stats(self, snapshot: Snapshot) -> None:
         step_ms = self._predictor.batch_ms(snapshot.batch)
         has_slack = not snapshot.batch.empty and step_ms is not None
-        slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0) if has_slack else None
+        slack_ms = None
+        if has_slack:
+            slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0, snapshot.margin)
         message = self._stats.message(
             self._engine, self._executor, self._training, self._predictor, slack_ms, self._margin.value
         )

@@ -94,12 +94,13 @@ def in_time(step_ms: float, num_tasklets: int, num_fused: int, added_ms: float) 
 
 class Filling(NamedTuple):
     """``num_tasklets``, the first ``num_fused`` of them inside the step. Together they add ``added_ms`` to it;
-    ``alone_ms`` is what they take by themselves: how far training gets."""
+    ``alone_ms`` is what they take by themselves: how far training gets. ``is_all``: no tasklet is left."""
 
     num_tasklets: int
     num_fused: int
     added_ms: float
     alone_ms: float
+    is_all: bool = False
 
 
 def fill(
@@ -115,6 +116,7 @@ def fill(
     what a prior says that it needs: so it is measured."""
     count = num_fused = 0
     added_ms = alone_ms = used_ms = 0.0
+    is_all = slack_ms > 0
     known: dict[int, tuple[float, int, float, float, float]] = {}  # by the run: layers share theirs
     costs: dict[TaskletShape, tuple[float, float]] = {}
     for run in upcoming if slack_ms > 0 else ():
@@ -128,6 +130,7 @@ def fill(
             if cost is None:
                 if count == 0 and _may_be_tried(predictor, run.shape, slack_ms):
                     return Filling(1, int(fuse), 0.0, 0.0)
+                is_all = False
                 break
             costs[run.shape] = cost
             # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
@@ -140,12 +143,13 @@ def fill(
             count += num_taken
             added_ms += num_taken * cost[0]
             alone_ms += num_taken * cost[1]
+            is_all = False
             break
         count += run_count
         used_ms += run_ms
         added_ms += run_added_ms
         alone_ms += run_alone_ms
-    return Filling(count, count if fuse else num_fused, added_ms, alone_ms)
+    return Filling(count, count if fuse else num_fused, added_ms, alone_ms, is_all)
 
 
 def _may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, slack_ms: float) -> bool:

@@ -41,19 +41,20 @@ def decode_slack_ms(
     return slack_ms
 
 
-def token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float) -> float:
-    """How long this iteration's tokens may take for the requests that may end with them: nothing makes up later for
-    what they are late. Of a request whose length nobody knows that is said while it is short."""
+def token_slack_ms(
+    requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float, num_ahead: int = 0
+) -> float:
+    """How long this iteration's tokens may take, and with them ``num_ahead`` batches in flight, for the requests that
+    may end with them: nothing makes up later for what they are late. Any request may while it is short."""
     target_s = margin * slo.tpot_ms / 1e3
     due_s = [
-        request.first_token_s + request.num_generated * target_s
+        request.first_token_s + (request.num_generated + num_ahead) * target_s
         for request in requests
         if request.first_token_s is not None
         # Not a function of its own: this is asked of each request at each iteration.
         and (
             request.num_generated < _SHORT
-            if request.max_tokens is None
-            else request.num_generated + 1 >= request.max_tokens
+            or (request.max_tokens is not None and request.num_generated + num_ahead + 1 >= request.max_tokens)
         )
     ]
     return (min(due_s) - now_s) * 1e3 if due_s else math.inf

@@ -1,6 +1,7 @@
 """When to launch the next tasklet: shortly before the one in flight ends.
 
 Earlier, and a tasklet more stands between a stop and the device being idle; later, and the device waits for the host.
+Where the host is about to be away it is launched some milliseconds ahead.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from cotenant.device.base import FinishedTasklet
 
 # What a launch takes on the host, and what a sleep takes longer than it was told to.
 _LEAD_S = 150e-6
-# Where nobody waits for the end of what is in flight: as long as the host may be away, handing tokens on and planning
-# and launching the next batch, and so many tasklets at most.
+# Where a batch runs beside them, or is to follow: as long as the host may be away, handing tokens on and planning and
+# launching the next batch, and so many tasklets at most.
 _FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
@@ -77,6 +78,7 @@ class TaskletQueue:
         if stream is not self.stream:
             stream.wait_stream(self.stream)
             self.stream = stream
+        self.collect()
         before = self._in_flight[-1].end if self._in_flight else None
         start, end = self._event(), self._event()
         if behind is not None:
@@ -99,9 +101,11 @@ class TaskletQueue:
     ) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
         ``far_ahead``: or a few that end within some milliseconds."""
-        lead_s, most = (_FAR_LEAD_S, _MOST_AHEAD - 1) if far_ahead else (_LEAD_S, 1)
         self.collect()
         while self._in_flight:
+            # What never ran may take any time: no third one behind it.
+            is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
+            lead_s, most = (_FAR_LEAD_S, _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
             left_s = self._left_s() - lead_s
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cotenant.core.plan import Plan, Snapshot
+from cotenant.core.plan import Partition, Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import serving_alone, training_alone, waits_longer
@@ -17,8 +17,10 @@ from cotenant.scheduler.space import Beside, after, in_each, in_space
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
 _SLACK_WORTH = 0.9
 # Where a batch has other SMs than the one before, or tasklets behind it, the next cannot be launched ahead of it: the
-# device then waits for the host about as long as this. It takes some tasklets behind a step to be worth that.
+# device then waits for the host about as long as this. It takes some tasklets behind a step to be worth that, and some
+# steps in a partition.
 _LEAVING_MS = 1.5
+_STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
 _CATCHING_UP_TOKENS = 4
 
@@ -60,23 +62,27 @@ class AdaptivePolicy:
         leaving_ms = _LEAVING_MS if snapshot.partitions else 0.0
         filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms - leaving_ms)
         speed = filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0
-        # Little is left to the end of a training step, and has to be done at some time.
-        ends_step = filling.num_tasklets == sum(run.count for run in snapshot.job.upcoming)
-        price = _SLACK_WORTH * speed
-        best, best_score = None, 0.0 if ends_step else -price * _leaving_ms(snapshot, Plan())
-        for candidate in self._candidates(snapshot, filling, speed, step_ms, slack_ms):
+        # Slack that no later iteration can use costs nothing.
+        price = 0.0 if slack_ms >= snapshot.slo.max_gap_ms - step_ms else _SLACK_WORTH * speed
+        # The little that is left to the end of a training step has to be done at some time, whatever that costs.
+        ends_step = filling.is_all
+        best, best_score = None, 0.0 if ends_step else -price * _leaving_ms(snapshot, None)
+        for candidate in self._candidates(snapshot, filling, price, step_ms, slack_ms):
             if candidate.gained_ms is None:
                 return candidate.plan
-            added_ms = candidate.added_ms + (0.0 if ends_step else _leaving_ms(snapshot, candidate.plan))
+            plan, added_ms = candidate.plan, candidate.added_ms
+            if not ends_step:
+                has_behind = plan.num_tasklets > plan.num_beside
+                added_ms += _leaving_ms(snapshot, plan.partition, has_behind=has_behind)
             score = candidate.gained_ms - price * added_ms
             if score > best_score:
                 best, best_score = candidate.plan, score
         return best or serving_alone(self._predictor, snapshot)
 
     def _candidates(
-        self, snapshot: Snapshot, filling: Filling, speed: float, step_ms: float, slack_ms: float
+        self, snapshot: Snapshot, filling: Filling, price: float, step_ms: float, slack_ms: float
     ) -> Iterator[_Candidate]:
-        """``filling``: of the slack behind the step, in which training has this ``speed``."""
+        """``filling``: of the slack behind the step. ``price``: what a millisecond of slack counts for."""
         assert snapshot.job is not None
         batch, upcoming = snapshot.batch, snapshot.job.upcoming
         if filling.num_tasklets:
@@ -84,14 +90,17 @@ class AdaptivePolicy:
         if batch.prefill_tokens:
             return
         if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
-            fused = fill(self._predictor, batch, upcoming, slack_ms, fuse=True)
+            leaving_ms = _LEAVING_MS if snapshot.partitions else 0.0
+            fused = fill(self._predictor, batch, upcoming, slack_ms - leaving_ms, fuse=True)
             if fused.num_fused:
                 yield _in_time(fused, step_ms)
         if not snapshot.partitions:
             return
         found = in_each(self._predictor, snapshot, upcoming, step_ms)
         # Behind a step, tasklets delay the next token; beside it, this one.
-        token_ms = token_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, snapshot.margin)
+        num_ahead = 0 if snapshot.in_flight is None else 1
+        token_ms = token_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, snapshot.margin, num_ahead)
+        most_ms = min(token_ms / (1 + num_ahead), snapshot.slo.max_gap_ms)
         target_ms = snapshot.margin * snapshot.slo.tpot_ms
 
         def fits(shared: Beside) -> bool:
@@ -99,15 +108,19 @@ class AdaptivePolicy:
             # in the same partition; a trial is over soon.
             later_ms = shared.step_ms if shared.is_known else step_ms
             late_ms = _CATCHING_UP_TOKENS * max(0.0, target_ms - later_ms)
-            return shared.step_ms <= min(step_ms + slack_ms + late_ms, token_ms, snapshot.slo.max_gap_ms)
+            if shared.is_known and _is_other(snapshot, shared.partition):  # to stay there for a while
+                late_ms -= (_STEPS_IN_PARTITION - 1) * max(0.0, shared.step_ms - target_ms)
+            return shared.step_ms <= min(step_ms + slack_ms + late_ms, most_ms)
+
+        def score(shared: Beside) -> float:
+            return shared.alone_ms - price * (shared.step_ms + _leaving_ms(snapshot, shared.partition))
 
         fitting = [shared for shared in found if shared.is_known and fits(shared)]
         unknown = [shared for shared in found if not shared.is_known and fits(shared)]
         if unknown:
             yield _Candidate(in_space(min(unknown, key=lambda each: each.step_ms)), None, 0.0)
         elif fitting:
-            # A longer step leaves less slack to what follows.
-            shared = max(fitting, key=lambda each: each.alone_ms - speed * each.step_ms)
+            shared = max(fitting, key=score)
             yield _Candidate(in_space(shared), shared.alone_ms, shared.step_ms - step_ms)
             yield from self._in_space_and_time(snapshot, shared, step_ms, slack_ms)
 
@@ -130,12 +143,17 @@ def _in_time(filling: Filling, step_ms: float) -> _Candidate:
     return _Candidate(plan, filling.alone_ms or None, filling.added_ms)
 
 
-def _leaving_ms(snapshot: Snapshot, plan: Plan) -> float:
-    """What it costs that the host does not run ahead of this plan's batch. Without partitions all plans but those
-    without tasklets are alike in that, and with new requests there is no slack that could be saved up."""
+def _leaving_ms(snapshot: Snapshot, partition: Partition | None, *, has_behind: bool = False) -> float:
+    """What it costs that the host does not run ahead of a batch in ``partition``, or with tasklets behind it. Without
+    partitions all plans but those without tasklets are alike in that, and with new requests there is no slack that
+    could be saved up."""
     if not snapshot.partitions or snapshot.batch.prefill_tokens:
         return 0.0
-    if plan.num_tasklets > plan.num_beside:
+    if has_behind:
         return _LEAVING_MS
-    is_other = snapshot.in_flight is not None and snapshot.in_flight.partition != plan.partition
-    return _LEAVING_MS if is_other else 0.0
+    return _LEAVING_MS / _STEPS_IN_PARTITION if _is_other(snapshot, partition) else 0.0
+
+
+def _is_other(snapshot: Snapshot, partition: Partition | None) -> bool:
+    """Whether a batch is in flight on other SMs."""
+    return snapshot.in_flight is not None and snapshot.in_flight.partition != partition
