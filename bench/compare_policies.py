@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-POLICIES = "multitask,temporal,whole-step"
+POLICIES = "adaptive,multitask,temporal,whole-step"
 
 
 def main() -> None:

@@ -96,16 +96,19 @@ SECTIONS = (
         "counts as given once another arena has mapped and cleared it.",
     ),
     Section(
-        "colocate_h200.txt",
+        "colocate_h200.json",
         "On a GPU: a job beside requests, policy by policy",
-        "32 sequences of the shapes of Llama-3.1-8B decode steadily, through the worker's own loop in one process, "
-        "without HTTP. Harvest is training's speed as a share of what it reaches alone in the same run. Latencies: "
-        "p50/p99. From before prompts were admitted fast and training was counted by tasklets: its speed is from the "
-        "first optimizer step's end to the last one's in the measured time. A target of 10 ms was measured as well, "
-        "wrongly: most sequences had ended before the others had their tokens.",
-        "cotenant bench colocate llama-3.1-8b --load-format dummy --policies adaptive,multitask "
-        "--slo-tpot-ms 40,25,15,10 --batch-sizes 32 --context 1024 --num-tokens 384 --tasklet-tokens 2048 "
-        "--alone-seconds 6",
+        "Sequences decode steadily, through the worker's own loop in one process, without HTTP. Harvest is training's "
+        "speed as a share of what it reaches alone in the same run; latencies are p50 / p99. Other GPUs of the host "
+        "ran other measurements and tests at the same time. From before `adaptive` counted a change of partition over "
+        "several steps and bounded young answers token by token.",
+    ),
+    Section(
+        "colocate_conv_h200.json",
+        "On a GPU: a job beside the conversation trace",
+        "36 s of Azure's conversation trace of 2023, at a rate near its mean and at twice that. The first run was cut "
+        "off after the first policy of the second rate, the second one before the last. Other GPUs of the host ran "
+        "other measurements and tests at the same time. `adaptive` as above.",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(

@@ -32,7 +32,7 @@ def policies(results: Sequence[Result]) -> list[str]:
         "process, a LoRA job beside them. "
         "Targets are four times the medians without the job, measured in the same run; harvest is training speed as a "
         "share of training alone. On one lane of work, a CPU, that is what the requests leave: `temporal` waits for "
-        "gaps between requests, `multitask` uses the slack inside them as well.",
+        "gaps between requests, `multitask` and `adaptive` use the slack inside them as well.",
         table(header, [_policy_row(report) for report in result["reports"]]),
     ]
 
