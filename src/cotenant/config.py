@@ -13,8 +13,8 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
 POLICIES = (
-    "multitask",
     "adaptive",
+    "multitask",
     "harli",
     "llmstation",
     "static",
@@ -163,7 +163,7 @@ class CoExecutionConfig:
     only).
     """
 
-    policy: str = "multitask"
+    policy: str = "adaptive"
     slo_ttft_ms: float | None = None
     slo_tpot_ms: float | None = None
     slo_itl_ms: float | None = None

@@ -82,7 +82,7 @@ def wait_until(condition: object, timeout_s: float = 60) -> None:
 def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
     (line,) = re.findall(r"^cotenant is ready: .*$", server.log, re.MULTILINE)
     assert server.base_url in line
-    assert re.search(r"model tiny +policy multitask +SLO TTFT 500\.0 ms TPOT 100\.0 ms$", line)
+    assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms$", line)
 
 
 def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: RunningServer) -> None:

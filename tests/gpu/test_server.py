@@ -40,10 +40,10 @@ def _chat(client: httpx.Client, model: str, text: str, max_tokens: int) -> dict[
 
 
 @pytest.mark.timeout(540)
-@pytest.mark.parametrize("fuse", ["--fuse", "--no-fuse"])
-def test_llama_8b_shapes_serve_and_train(tmp_path: Path, fuse: str) -> None:
+@pytest.mark.parametrize("sharing", [("--policy", "multitask", "--fuse"), ("--policy", "multitask", "--no-fuse"), ()])
+def test_llama_8b_shapes_serve_and_train(tmp_path: Path, sharing: tuple[str, ...]) -> None:
     flags = ["--load-format", "dummy", "--max-model-len", "4096", "--max-num-seqs", "32", "--tasklet-tokens", "1024"]
-    server = start_server(tmp_path / "data", *flags, fuse, model="llama-3.1-8b", wait=False)
+    server = start_server(tmp_path / "data", *flags, *sharing, model="llama-3.1-8b", wait=False)
     try:
         server.wait_ready(300)
         with httpx.Client(base_url=server.base_url, timeout=120) as client:

@@ -38,7 +38,7 @@ class DemoOptions:
     """How long each phase runs and how much traffic there is. ``beside``: the policy of the last phase, '' for none."""
 
     output: Path
-    policy: str = "multitask"
+    policy: str = "adaptive"
     beside: str = "whole-step"
     rate_per_s: float = 3.0
     max_tokens: int = 48

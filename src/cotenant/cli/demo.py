@@ -15,7 +15,7 @@ from cotenant.core.errors import InvalidInputError
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for the report; emptied first.")] = Path("demo-report"),
-    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "multitask",
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "adaptive",
     beside: Annotated[
         str, typer.Option(help="A second policy, measured for 20 s more; '' for none. Skipped if it equals --policy.")
     ] = "whole-step",
