@@ -218,13 +218,13 @@ def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_en
     side_by_side.execute(spatial(3))
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(3))  # beside the batch in flight
-    assert device.far_ahead == [True, True]
+    assert device.far_ahead == [False, True, True]
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(3, 3))  # the batch in flight lands first, with what was planned for it
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     device.far_ahead.clear()
     side_by_side.execute(spatial(3, 3))
-    assert device.far_ahead == [False, False, False, True], "beside the batch, behind it, and the last of those"
+    assert device.far_ahead == [False, False, False, False, True], "beside the batch, behind it, and the last of those"
     side_by_side.execute(Plan(run_online=False, num_tasklets=2, mode=Mode.TEMPORAL))
     assert device.far_ahead == [False, False], "a request may come at any moment"
 

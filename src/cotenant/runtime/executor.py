@@ -194,6 +194,7 @@ class Executor:
             return 0
         if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
             return 0
+        self._device.wait_for_room()  # there is: it takes note of what has ended
         self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
         return 1
 

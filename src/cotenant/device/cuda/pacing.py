@@ -78,7 +78,6 @@ class TaskletQueue:
         if stream is not self.stream:
             stream.wait_stream(self.stream)
             self.stream = stream
-        self.collect()
         before = self._in_flight[-1].end if self._in_flight else None
         start, end = self._event(), self._event()
         if behind is not None:
