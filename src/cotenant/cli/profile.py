@@ -61,13 +61,18 @@ def profile(
     start_s = time.perf_counter()
     workload = Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)
     with ColocateBench(config, workload, uses_data_dir=True) as bench:
-        bench.alone(_SECONDS_ALONE)
+        alone = bench.alone(_SECONDS_ALONE)
         for size, length in shapes:
             if size <= bench.max_num_seqs:
                 # Whatever the targets will be: some tasklets run beside each step, and no more.
                 slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
-                cell = bench.profile(slo, size, length, _NUM_TOKENS)
+                cell, shared = bench.profile(slo, size, length, _NUM_TOKENS)
                 tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
                 typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
+                for each in shared:
+                    typer.echo(
+                        f"  on {each.partition.online_sms} of {each.partition.num_sms} SMs: {each.step_ms:.2f} ms, "
+                        f"training on the others at {each.train_tokens_per_s / alone:.0%} of its speed alone"
+                    )
         num_records, path = bench.save_latencies()
     typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")

@@ -4,7 +4,7 @@ What bounds it is how fast an SM takes in data, the matrix and the input togethe
 work. Few programs of many columns read the input seldom; many of few columns divide evenly. Sums are added up in the
 same order whatever is chosen, so rows do not depend on it by a bit; only ``splits`` would, and follow from the shape.
 
-Chosen by what was fastest on an H200, alone and on 16 to 80 of its SMs.
+Chosen by what was fastest on an H200, on all and on 16 to 80 of its SMs (bench/skinny_tilings.py).
 """
 
 from __future__ import annotations

@@ -96,6 +96,15 @@ class Cell:
     utilisation: dict[str, float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What sharing in space comes to in a partition: of a decode step, and of training beside it."""
+
+    partition: Partition
+    step_ms: float
+    train_tokens_per_s: float
+
+
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
     before = SETTLED_TOKENS + _MOST_SETTLING + _LEARNED_FROM
@@ -219,18 +228,21 @@ class ColocateBench:
         self._end_steady(loop, watch)
         return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, with_ttft=False)
 
-    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Cell:
-        """As ``steady`` under `adaptive`, and again beside training in each partition."""
+    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> tuple[Cell, list[Shared]]:
+        """As ``steady`` under `adaptive` on all SMs, and again beside training in each partition."""
         self._warm_up("adaptive")
         load = self._steady_load(slo, batch_size, context, num_tokens, 0)
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
         cell = _cell("adaptive", slo, watch, start_s, end_s, None, with_ttft=False)
+        shared = []
         for partition in self._tenants.serving.device.partitions:
             watch, loop = self._begin(load, "static", slo, (partition.online_share,))
-            self._decode(loop, watch, num_tokens)
+            start_s, end_s = self._decode(loop, watch, num_tokens)
+            step_ms = (end_s - start_s) * 1e3 / num_tokens
+            shared.append(Shared(partition, step_ms, watch.timeline.tokens_per_s(start_s, end_s)))
         self._end_steady(loop, watch)
-        return cell
+        return cell, shared
 
     def _warm_up(self, policy: str) -> None:
         """Train alone in each partition of the policy's in which nothing was trained yet."""
