@@ -154,15 +154,17 @@ def losses_and_gradient(
     decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of these rows: each one's loss and whether its target is the most likely token [rows], and the gradient of
-    sum(``scales`` * losses) at ``inputs`` [rows, hidden]."""
+    sum(``scales`` * losses) at ``inputs`` [rows, hidden]. The loss of a row whose squares overflow is not a number: its
+    norm is 0, all tokens are as likely, and nothing would be learned from it any more."""
     logits = decoder.raw_logits(inputs)  # [rows, vocabulary]
+    overflow = inputs.float().square().mean(dim=-1).mul_(0.0)  # 0, or not a number
     if logits.is_cuda and has_triton():
         from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
 
         nll, correct = cross_entropy_in_place(logits, targets, scales)
-        return nll, correct, head_backward(decoder, inputs, logits)
+        return nll + overflow, correct, head_backward(decoder, inputs, logits)
     logits = logits.float()
     nll, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
     gradient = torch.softmax(logits, dim=-1).mul_(scales.unsqueeze(1))
     gradient.scatter_add_(1, targets.unsqueeze(1), -scales.unsqueeze(1))
-    return nll, correct, head_backward(decoder, inputs, gradient.to(inputs.dtype))
+    return nll + overflow, correct, head_backward(decoder, inputs, gradient.to(inputs.dtype))
