@@ -1,6 +1,6 @@
 """What planning costs: one call of a policy's ``plan``, and one of the predictor.
 
-The snapshot has 32 running requests, three partitions, and a job with 161 runs of tasklets of six shapes up to the end
+The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
 as the longest gap allows, into which all tasklets fit. "records": each shape was measured beside the batch.
 "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the roofline
@@ -37,7 +37,7 @@ BACKWARD_MS = {
 TASKLET_MS = {**FORWARD_MS, TaskletKind.LOSS: 0.8, **BACKWARD_MS}
 BATCH = BatchShape(NUM_REQUESTS, NUM_REQUESTS * 1024)
 PARTITION = Partition(48, 84)
-PARTITIONS = (Partition(32, 100), PARTITION, Partition(64, 68))
+PARTITIONS = (Partition(32, 100), Partition(40, 92), PARTITION, Partition(64, 68))
 # Llama-3.1-8B in bf16.
 SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)
 

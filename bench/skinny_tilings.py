@@ -4,7 +4,7 @@ time, and the fastest that gives the same bits.
 
     python bench/skinny_tilings.py --rows 32 --sms 16,32,48,64,80 --json tilings.json
 
-Needs an NVIDIA GPU with green contexts. About half a minute for each number of rows.
+Needs an NVIDIA GPU with green contexts.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ class AdaptivePolicy:
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
-        leaving_ms = _LEAVING_MS if snapshot.partitions else 0.0
-        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, slack_ms - leaving_ms)
+        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, _behind_ms(snapshot, slack_ms))
         speed = filling.alone_ms / filling.added_ms if filling.added_ms > 0 else 1.0
         # Slack that no later iteration can use costs nothing.
         price = 0.0 if slack_ms >= snapshot.slo.max_gap_ms - step_ms else _SLACK_WORTH * speed
@@ -90,8 +89,7 @@ class AdaptivePolicy:
         if batch.prefill_tokens:
             return
         if snapshot.can_fuse and upcoming and upcoming[0].shape.kind is TaskletKind.FORWARD:
-            leaving_ms = _LEAVING_MS if snapshot.partitions else 0.0
-            fused = fill(self._predictor, batch, upcoming, slack_ms - leaving_ms, fuse=True)
+            fused = fill(self._predictor, batch, upcoming, _behind_ms(snapshot, slack_ms), fuse=True)
             if fused.num_fused:
                 yield _in_time(fused, step_ms)
         if not snapshot.partitions:
@@ -131,7 +129,7 @@ class AdaptivePolicy:
         assert snapshot.job is not None
         added_ms = shared.step_ms + shared.rest_ms - step_ms
         left = after(snapshot.job.upcoming, shared.num_tasklets + 1)
-        rest = fill(self._predictor, snapshot.batch, left, slack_ms - added_ms - _LEAVING_MS)
+        rest = fill(self._predictor, snapshot.batch, left, _behind_ms(snapshot, slack_ms - added_ms))
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             plan = in_space(shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
@@ -141,6 +139,11 @@ class AdaptivePolicy:
 def _in_time(filling: Filling, step_ms: float) -> _Candidate:
     plan = in_time(step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
     return _Candidate(plan, filling.alone_ms or None, filling.added_ms)
+
+
+def _behind_ms(snapshot: Snapshot, slack_ms: float) -> float:
+    """Of this slack, what tasklets behind a batch may take."""
+    return slack_ms - _LEAVING_MS if snapshot.partitions else slack_ms
 
 
 def _leaving_ms(snapshot: Snapshot, partition: Partition | None, *, has_behind: bool = False) -> float:
