@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -17,3 +20,19 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(1)
+
+
+async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """``asyncio.create_subprocess_exec(*command, **options)``; where this is cancelled, nothing of the process is left.
+
+    Event loops kill a process that is cancelled while it starts, but uvloop does not wait until it has ended.
+    """
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        with suppress(OSError):  # it could not be started, or has ended
+            process = await starting
+            process.kill()
+            await process.wait()
+        raise

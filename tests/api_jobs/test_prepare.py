@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import uvloop
 
 from api_jobs.support import READY, TINY, examples, run
 from cotenant.api.jobs import prepare_main
@@ -108,6 +109,26 @@ def test_cancelling_kills_the_process(tmp_path: Path) -> None:
         assert children() == []
 
     run(scenario)
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_cancelling_at_any_moment_of_the_start_leaves_no_process(
+    tmp_path: Path, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    task, others = slow_task(tmp_path), psutil.Process().children()
+
+    async def scenario() -> None:
+        for num_turns in range(10):
+            preparing = asyncio.create_task(prepare(task))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            preparing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await preparing
+            assert psutil.Process().children() == others, num_turns  # no zombies either
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(scenario())
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:

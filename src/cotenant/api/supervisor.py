@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from cotenant.config import child_environment
+from cotenant.processes import start_process
 from cotenant.wire.channel import ApiChannel
 from cotenant.wire.messages import FromWorker, Ready, StartFailed, ToWorker
 
@@ -214,7 +215,7 @@ class Supervisor:
             address = f"ipc://{folder}/worker.sock"
             channel = ApiChannel(address)
             # Its own session: Ctrl-C in a terminal reaches only the API process, which then drains the worker.
-            process = await asyncio.create_subprocess_exec(
+            process = await start_process(
                 *self._command,
                 "--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid()),
                 *(["--after-crash"] if self._has_crashed else []),

@@ -20,6 +20,7 @@ import msgspec
 
 from cotenant.bench.generator import Generator, Share, ShareResult, allow_many_connections
 from cotenant.core.errors import CotenantError
+from cotenant.processes import start_process
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ async def _run_in_processes(shares: Sequence[Share]) -> tuple[list[ShareResult],
 
 @contextlib.asynccontextmanager
 async def _helper() -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
+    process = await start_process(
         sys.executable,
         "-m",
         "cotenant.bench.processes",

@@ -12,6 +12,7 @@ from cotenant.api.jobs import prepare_main
 from cotenant.api.jobs.prepare_main import Failure, Reply, Task
 from cotenant.config import child_environment
 from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.processes import start_process
 from cotenant.store.errors import store_error
 from cotenant.text.validation import PreparedFile
 
@@ -21,7 +22,7 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
 
     Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
     """
-    process = await asyncio.create_subprocess_exec(
+    process = await start_process(
         sys.executable,
         "-m",
         prepare_main.__name__,
