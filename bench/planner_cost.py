@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 
 from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
@@ -55,7 +55,7 @@ def main() -> None:
                 planned = policy.plan(one)
                 remark = f"plans {planned.num_tasklets} tasklets, {planned.mode.value}"
                 _report(f"{name}, {known}{slack}", num_calls, partial(policy.plan, one), remark)
-        shape = snapshot.job.upcoming[0].shape
+        shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH, beside_training=True),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
@@ -72,9 +72,9 @@ def _shapes(num_tokens: int) -> list[TaskletShape]:
 
 def _snapshot(num_generated: int) -> Snapshot:
     runs = {shape.kind: TaskletRun(shape, 1) for shape in _shapes(2048)}
-    forward, backward = [runs[kind] for kind in FORWARD_MS], [runs[kind] for kind in BACKWARD_MS]
+    forward, backward = (tuple(runs[kind] for kind in kinds) for kinds in (FORWARD_MS, BACKWARD_MS))
     loss = TaskletRun(runs[TaskletKind.LOSS].shape, 8)
-    upcoming = (*forward * NUM_LAYERS, loss, *backward * NUM_LAYERS)
+    upcoming = (TaskletCycle(forward, NUM_LAYERS), TaskletCycle((loss,)), TaskletCycle(backward, NUM_LAYERS))
     requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, num_generated) for index in range(NUM_REQUESTS))
     job = JobView("job", upcoming)
     return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, job, can_fuse=True, partitions=PARTITIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 
 FORWARD = TaskletShape(TaskletKind.FORWARD, 256, 64)
@@ -25,3 +25,8 @@ def taught_predictor(step_ms: float, forward_ms: float, backward_ms: float) -> L
             )
         )
     return predictor
+
+
+def in_turn(*runs: TaskletRun) -> tuple[TaskletCycle, ...]:
+    """What is upcoming where nothing comes again."""
+    return tuple(TaskletCycle((run,)) for run in runs)

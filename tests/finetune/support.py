@@ -112,7 +112,7 @@ def run(job: TrainingJob, num_tasklets: int) -> None:
 
 def run_step(job: TrainingJob) -> None:
     """Up to the end of the current step, its evaluation included."""
-    run(job, sum(tasklets.count for tasklets in job.upcoming()))
+    run(job, sum(cycle.num_tasklets for cycle in job.upcoming()))
 
 
 def run_to_end(job: TrainingJob) -> list[FromWorker]:

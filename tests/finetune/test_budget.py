@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, runs_of
 from cotenant.finetune.budget import ActivationBudget, ladder
 from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.finetune.job import TrainingJob
@@ -71,7 +71,7 @@ def _bytes_for(decoder: Decoder, num_tokens: int) -> int:
 
 
 def _sizes(job: TrainingJob) -> list[int]:
-    return [run.shape.num_tokens for run in job.upcoming() if run.shape.kind is TaskletKind.FORWARD]
+    return [run.shape.num_tokens for run in runs_of(job.upcoming()) if run.shape.kind is TaskletKind.FORWARD]
 
 
 @pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
@@ -87,7 +87,7 @@ def test_training_goes_on_in_less_memory_and_learns_the_same(
         generator, lent, num_requires = random.Random(4), 0, 0
         while not job.done:
             if job.upcoming():
-                support.run(job, min(generator.randint(1, 9), sum(run.count for run in job.upcoming())))
+                support.run(job, min(generator.randint(1, 9), sum(cycle.num_tasklets for cycle in job.upcoming())))
             elif lent == 0:
                 job.wait_for_writes()
             if name == "disturbed" and not job.finished_path and generator.random() < 0.4 and job.upcoming():

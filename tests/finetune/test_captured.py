@@ -89,7 +89,7 @@ def test_the_adapter_is_that_of_eager_layers(
     any_decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     job = captured(any_decoder, tmp_path / "captured", max_steps=6, **changes)
-    assert job.upcoming()[-1 if "method" in changes else 0].shape.kind is not TaskletKind.FORWARD
+    assert job.upcoming()[-1 if "method" in changes else 0].runs[0].shape.kind is not TaskletKind.FORWARD
     _run_to_end(job)
     spec = support.make_spec(
         tmp_path / "eager", validation=support.random_examples(10, seed=5), eval_steps=3, max_steps=6, **changes
@@ -110,8 +110,8 @@ def test_discarding_at_random_points_changes_no_bit(
         if not job.upcoming():
             job.wait_for_writes()
         elif generator.random() < 0.9:
-            support.run(job, generator.randint(0, sum(run.count for run in job.upcoming()) - 1))
-            kinds.add(job.upcoming()[0].shape.kind)
+            support.run(job, generator.randint(0, sum(cycle.num_tasklets for cycle in job.upcoming()) - 1))
+            kinds.add(job.next_shape.kind)
             job.discard_step()
             assert not job.in_flight
         else:
@@ -131,7 +131,7 @@ def test_all_memory_can_be_given_back_at_any_moment(decoder: Decoder, captured: 
         if not job.upcoming():
             job.wait_for_writes()
         else:
-            support.run(job, generator.randint(1, sum(run.count for run in job.upcoming())))
+            support.run(job, generator.randint(1, sum(cycle.num_tasklets for cycle in job.upcoming())))
             if job.upcoming() and job.mapped_bytes and generator.random() < 0.5:
                 job.discard_all()
                 assert job.mapped_bytes == 0
@@ -151,7 +151,7 @@ def test_memory_goes_and_comes_at_random_moments(decoder: Decoder, captured: Mak
     job.release(total)
     while not job.done:
         if job.upcoming():
-            support.run(job, min(generator.randint(1, 30), sum(run.count for run in job.upcoming())))
+            support.run(job, min(generator.randint(1, 30), sum(cycle.num_tasklets for cycle in job.upcoming())))
         elif lent == 0:
             job.wait_for_writes()
         if lent == 0 and not job.finished_path and generator.random() < 0.4 and job.runnable:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from cotenant import durable
 from cotenant.core.errors import CotenantError, InvalidInputError
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, runs_of
 from cotenant.finetune import export
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.writer import as_write_error
@@ -112,7 +112,7 @@ def test_validation_with_nothing_to_measure_is_left_out_and_this_is_said(
     assert isinstance(warning, JobWarning)
     assert "without validation" in warning.message
     assert "max_length=40" in warning.message
-    assert [run.shape.kind for run in job.upcoming()][-1] is TaskletKind.OPTIMIZER
+    assert [run.shape.kind for run in runs_of(job.upcoming())][-1] is TaskletKind.OPTIMIZER
     support.run_step(job)
     job.checkpoint()
     job.close()
@@ -163,7 +163,7 @@ def test_a_step_without_weight_changes_nothing_but_the_count(decoder: Decoder, t
 def test_an_example_longer_than_max_length_is_cut(decoder: Decoder, tmp_path: Path) -> None:
     examples = [(list(range(3, 103)), [0.0] * 10 + [1.0] * 90)]
     job = support.make_job(decoder, support.make_spec(tmp_path, examples, max_steps=1))
-    assert job.upcoming()[0].shape.num_tokens == 40
+    assert job.next_shape.num_tokens == 40
     assert _steps(support.run_to_end(job))[0].tokens == 40
     job.close()
 

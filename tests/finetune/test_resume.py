@@ -84,7 +84,7 @@ def test_paused_before_any_kind_of_tasklet(
         for _ in range(40):
             if job.upcoming():
                 job.run_tasklet()
-        while job.upcoming() and job.upcoming()[0].shape.kind is not kind:
+        while job.upcoming() and job.next_shape.kind is not kind:
             job.run_tasklet()
         job.checkpoint()
         job.close()

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from cotenant.core.job import JobSpec
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, runs_of
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
@@ -36,7 +36,7 @@ def _spec(folder: Path, **changes: object) -> JobSpec:
 
 
 def _num_left(job: TrainingJob) -> int:
-    return sum(tasklets.count for tasklets in job.upcoming())
+    return sum(cycle.num_tasklets for cycle in job.upcoming())
 
 
 @pytest.mark.parametrize("changes", [{}, WITH_DROPOUT, DPO], ids=["plain", "dropout", "dpo"])
@@ -53,7 +53,7 @@ def test_discarding_at_random_points_changes_no_bit(
             job.wait_for_writes()
         elif num_discards < 200 and generator.random() < 0.8:
             support.run(job, generator.randint(0, _num_left(job) - 1))
-            discarded_kinds.add(job.upcoming()[0].shape.kind)
+            discarded_kinds.add(job.next_shape.kind)
             job.discard_step()
             assert not job.in_flight
             num_discards += 1
@@ -77,7 +77,7 @@ def test_discard_restores_everything_a_step_touches(decoder: Decoder, tmp_path: 
     support.run_step(job)
     before = [parameter.clone() for parameter in job.adapter.parameters()]
     upcoming = job.upcoming()
-    kinds = [run.shape.kind for run in upcoming for _ in range(run.count)]
+    kinds = [run.shape.kind for run in runs_of(upcoming) for _ in range(run.count)]
     support.run(job, kinds.index(TaskletKind.BACKWARD) + 2)
     assert job.in_flight
     job.discard_step()
@@ -177,9 +177,9 @@ def _flat(folder: Path) -> torch.Tensor:
 
 def test_evaluation_cannot_be_fused(decoder: Decoder, tmp_path: Path) -> None:
     job = support.make_job(decoder, _spec(tmp_path))
-    while job.upcoming()[0].shape.kind is not TaskletKind.EVAL_FORWARD:
+    while job.next_shape.kind is not TaskletKind.EVAL_FORWARD:
         layer = job.fusable_layer
-        assert (layer is not None) == (job.upcoming()[0].shape.kind is TaskletKind.FORWARD)
+        assert (layer is not None) == (job.next_shape.kind is TaskletKind.FORWARD)
         job.run_tasklet()
     assert job.fusable_layer is None
     job.close()
@@ -189,11 +189,11 @@ def test_evaluation_cannot_be_fused(decoder: Decoder, tmp_path: Path) -> None:
 def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path, changes: dict[str, object]) -> None:
     job = support.make_job(decoder, _spec(tmp_path, **changes))
     for _ in range(4):
-        announced = [run.shape for run in job.upcoming() for _ in range(run.count)]
+        announced = [run.shape for run in runs_of(job.upcoming()) for _ in range(run.count)]
         step = job.step
         assert announced.count(announced[-1]) >= 1
         for position, shape in enumerate(announced):
-            left = [run.shape for run in job.upcoming() for _ in range(run.count)]
+            left = [run.shape for run in runs_of(job.upcoming()) for _ in range(run.count)]
             assert left == announced[position:]
             assert job.run_tasklet() == shape
         assert job.step == step + 1
@@ -210,12 +210,12 @@ def test_a_discard_keeps_the_micro_batches_that_are_done(decoder: Decoder, tmp_p
     job = support.make_job(decoder, _spec(tmp_path, batch_size=12))
     support.run_step(job)
     upcoming = job.upcoming()
-    per_micro_batch = sum(run.count for run in upcoming[:3])
-    assert [run.shape.kind for run in upcoming[:6:3]] == [TaskletKind.FORWARD, TaskletKind.FORWARD]
+    per_micro_batch = sum(cycle.num_tasklets for cycle in upcoming[:3])
+    assert [run.shape.kind for run in runs_of(upcoming[:6:3])] == [TaskletKind.FORWARD, TaskletKind.FORWARD]
     support.run(job, per_micro_batch + 1)
     kept = _gradients(job)
     assert any(gradient.any() for gradient in kept)
-    support.run(job, upcoming[3].count + 1)  # into the second micro-batch's backward
+    support.run(job, upcoming[3].num_tasklets + 1)  # into the second micro-batch's backward
     job.discard_step()
     assert not job.in_flight
     assert job.upcoming() == upcoming[3:]
@@ -238,7 +238,7 @@ def test_a_closed_job_lets_go_of_its_adapter_at_once(
     """Not when the garbage collector comes by: in the middle of a step, and of an evaluation."""
     for kind in (TaskletKind.BACKWARD, TaskletKind.EVAL_LOSS):
         job = support.make_job(decoder, _spec(tmp_path / kind, **changes))
-        while job.upcoming()[0].shape.kind is not kind:
+        while job.next_shape.kind is not kind:
             job.run_tasklet()
         job.run_tasklet()
         adapter = weakref.ref(job.adapter)

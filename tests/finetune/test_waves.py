@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, runs_of
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune.budget import ladder
 from cotenant.finetune.job import TrainingJob
@@ -103,7 +103,7 @@ def test_a_jobs_micro_batches_fit_its_device(
     """Of examples of 40 tokens 25 go into 1,024, and 19 into 768."""
     spec = support.make_spec(tmp_path, examples=[([7] * 40, [0.0] + [1.0] * 39)] * 60, batch_size=60)
     job = TrainingJob(decoder, spec, 1024, None, device=ThreeMultiprocessors(), limit_is_fixed=limit_is_fixed)
-    sizes = [run.shape.num_tokens for run in job.upcoming() if run.shape.kind is TaskletKind.FORWARD]
+    sizes = [run.shape.num_tokens for run in runs_of(job.upcoming()) if run.shape.kind is TaskletKind.FORWARD]
     assert max(sizes) == largest
     assert sum(sizes) == 2400
     job.close()

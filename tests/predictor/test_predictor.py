@@ -15,7 +15,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.records import Record
 from cotenant.scheduler import create_policy
-from taught import BACKWARD, DECODE, FORWARD, taught_predictor
+from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
 
 def decode(num: int, context: int, adapters: int = 0) -> BatchShape:
@@ -90,7 +90,7 @@ def test_a_tasklet_that_was_too_long_once_is_tried_again(policy: str) -> None:
     """Beside one batch tasklets were slow for a while, too slow to be planned there again; elsewhere they are not."""
     predictor, elsewhere = taught_predictor(2.0, 1.0, 3.0), decode(9, 4000)
     running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
-    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (running,), JobView("job", (TaskletRun(BACKWARD, 4),)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (running,), JobView("job", in_turn(TaskletRun(BACKWARD, 4))))
 
     def run(batch: BatchShape, tasklet_ms: float) -> None:
         tasklets = ((TaskletRun(BACKWARD, 1), tasklet_ms),)
@@ -255,7 +255,7 @@ def test_work_that_a_model_says_takes_no_time_is_not_known() -> None:
         predictor.observe(IterationRecord(decode(num, 100), Mode.NONE, 8.0 - num, 8.0 - num))
     assert predictor.batch_ms(decode(3, 100)) == pytest.approx(5.0)
     assert predictor.batch_ms(decode(200, 100)) is None
-    job = JobView("job", (TaskletRun(BACKWARD, 4),))
+    job = JobView("job", in_turn(TaskletRun(BACKWARD, 4)))
     running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
     snapshot = Snapshot(100.0, Slo(100.0, 20.0), decode(200, 100), (running,), job)
     for policy in POLICIES:

@@ -12,6 +12,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, bandwidth_share
 from cotenant.scheduler import create_policy
+from taught import in_turn
 
 H200 = RATES["NVIDIA H200"]
 SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)  # Llama-3.1-8B in bf16
@@ -125,7 +126,7 @@ def test_an_unknown_tasklet_is_tried_only_with_room_for_what_it_should_take(poli
         predictor.observe(IterationRecord(batch, Mode.NONE, 5.0, 5.0))
     unknown = TaskletShape(TaskletKind.BACKWARD, 8192, 8192)
     assert 5.0 < predictor.first_tasklet_ms(unknown) < 15.0
-    job = JobView("job", (TaskletRun(unknown, 4),))
+    job = JobView("job", in_turn(TaskletRun(unknown, 4)))
     for tpot_ms, expected in ((8.0, 0), (40.0, 1)):
         running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
         snapshot = Snapshot(100.0, Slo(500.0, tpot_ms, itl_ms=max(10.0, tpot_ms)), batch, (running,), job)

@@ -16,7 +16,7 @@ import torch
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.plan import JobView, Mode, Plan
 from cotenant.core.request import SequenceOutput
-from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.core.tasklet import TaskletKind, TaskletShape, runs_of
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
@@ -84,11 +84,11 @@ def test_a_plan_that_cannot_be_interrupted_runs_to_its_end(bench: Bench) -> None
 def test_a_whole_step_ends_with_its_optimizer_tasklet(bench: Bench) -> None:
     view = bench.training.view()
     assert view is not None
-    wanted = sum(run.count for run in view.upcoming)
+    wanted = view.num_left
     assert bench.run(Plan(run_online=False, until_step_end=True, interruptible=False)) == wanted
     after = bench.training.view()
     assert after is not None
-    assert after.upcoming[0].shape.kind is TaskletKind.FORWARD, "the next step begins"
+    assert after.next_shape.kind is TaskletKind.FORWARD, "the next step begins"
 
 
 def test_tokens_leave_before_the_tasklets_beside_their_batch_start(bench: Bench) -> None:
@@ -218,7 +218,7 @@ def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
     assert [output.request_id for output in bench.emitted] == ["r"]
     view = bench.training.view()
     assert view is not None, "the job goes on"
-    assert view.upcoming[0].count == 3, "from the beginning of its step"
+    assert view.upcoming[0].num_tasklets == 3, "from the beginning of its step"
     assert _largest(view) < _largest(before), "and with less memory"
     bench.now_s += 3600
     bench.training.publish()
@@ -230,7 +230,7 @@ def test_a_batch_that_finds_no_memory_takes_it_from_the_step_in_flight(
 
 def _largest(view: JobView) -> int:
     """Tokens of the largest micro-batch in the step."""
-    return max(run.shape.num_tokens for run in view.upcoming if run.shape.kind is TaskletKind.FORWARD)
+    return max(run.shape.num_tokens for run in runs_of(view.upcoming) if run.shape.kind is TaskletKind.FORWARD)
 
 
 def test_a_tasklet_that_finds_no_memory_begins_its_micro_batch_again(

@@ -22,9 +22,10 @@ from cotenant.core.plan import (
     Slo,
     Snapshot,
 )
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
+from cotenant.scheduler.filling import after
 from cotenant.scheduler.margin import Margin
 
 BATCH_SIZE, CONTEXT = 32, 1024
@@ -48,8 +49,13 @@ BACKWARD = TaskletShape(TaskletKind.BACKWARD_ATTENTION, 2048, 2048)
 LOSS = TaskletShape(TaskletKind.LOSS, 2048, 0)
 OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0, 0)
 ALONE_MS = {ATTENTION: 0.5, MLP: 1.1, DOWN: 0.4, UP: 0.8, BACKWARD: 0.6, LOSS: 0.8, OPTIMIZER: 1.1}
-_MICRO_BATCH = [ATTENTION, MLP] * 32 + [LOSS] * 8 + [DOWN, UP, BACKWARD] * 32
-STEP = [*_MICRO_BATCH, *_MICRO_BATCH, OPTIMIZER]
+_MICRO_BATCH = (
+    TaskletCycle((TaskletRun(ATTENTION, 1), TaskletRun(MLP, 1)), 32),
+    TaskletCycle((TaskletRun(LOSS, 8),)),
+    TaskletCycle((TaskletRun(DOWN, 1), TaskletRun(UP, 1), TaskletRun(BACKWARD, 1)), 32),
+)
+CYCLES = (*_MICRO_BATCH, *_MICRO_BATCH, TaskletCycle((TaskletRun(OPTIMIZER, 1),)))
+STEP = [run.shape for run in runs_of(CYCLES) for _ in range(run.count)]
 
 
 @dataclass
@@ -127,11 +133,8 @@ class Machine:
         self._requests.append([next(self._names), self._now_s, 1, self._now_s, self._rng.randint(*self._lengths)])
         self._margin.note(str(int(self._requests[-1][0])), 1, self._now_s, is_over=False)
 
-    def _upcoming(self) -> tuple[TaskletRun, ...]:
-        runs: list[TaskletRun] = []
-        for shape, group in itertools.groupby(STEP[self._position :]):
-            runs.append(TaskletRun(shape, sum(1 for _ in group)))
-        return tuple(runs)
+    def _upcoming(self) -> tuple[TaskletCycle, ...]:
+        return after(CYCLES, self._position)
 
     def _iterate(self, outcome: Outcome) -> float:
         batch = BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT)

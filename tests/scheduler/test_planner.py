@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import CoRun
 from cotenant.scheduler.planner import plan_tasklets, tasklet_budget
-from taught import BACKWARD, DECODE, FORWARD, taught_predictor
+from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
 
 def test_equation_1_of_the_paper_on_figures_worked_by_hand() -> None:
@@ -38,7 +38,7 @@ def test_sequential_tasklets_fit_the_slack_and_one_more_would_not(step: float, a
 
 def test_a_plan_crosses_from_forward_into_backward_within_the_slack() -> None:
     predictor = taught_predictor(step_ms=2.0, forward_ms=1.0, backward_ms=2.0)
-    upcoming = (TaskletRun(FORWARD, 3), TaskletRun(BACKWARD, 6))
+    upcoming = in_turn(TaskletRun(FORWARD, 3), TaskletRun(BACKWARD, 6))
     count, num_fused, added_ms = plan_tasklets(predictor, DECODE, upcoming, slack_ms=8.0)
     assert (count, num_fused) == (5, 0)  # 3 × 1 ms + 2 × 2 ms
     assert math.isclose(added_ms, 7.0, rel_tol=0.05)
@@ -46,13 +46,13 @@ def test_a_plan_crosses_from_forward_into_backward_within_the_slack() -> None:
 
 def test_an_unknown_shape_is_tried_once_and_only_with_slack() -> None:
     predictor = taught_predictor(step_ms=2.0, forward_ms=1.0, backward_ms=2.0)
-    unknown = (TaskletRun(TaskletShape(TaskletKind.LOSS, 256, 64), 1), TaskletRun(BACKWARD, 6))
+    unknown = in_turn(TaskletRun(TaskletShape(TaskletKind.LOSS, 256, 64), 1), TaskletRun(BACKWARD, 6))
     assert plan_tasklets(predictor, DECODE, unknown, slack_ms=8.0)[0] == 1
     assert plan_tasklets(predictor, DECODE, unknown, slack_ms=-1.0)[0] == 0
 
 
 def test_only_leading_forward_layers_are_fused() -> None:
     predictor = taught_predictor(step_ms=2.0, forward_ms=1.0, backward_ms=2.0)
-    upcoming = (TaskletRun(FORWARD, 3), TaskletRun(BACKWARD, 6))
+    upcoming = in_turn(TaskletRun(FORWARD, 3), TaskletRun(BACKWARD, 6))
     assert plan_tasklets(predictor, DECODE, upcoming, slack_ms=8.0, fuse=True)[:2] == (5, 3)
     assert plan_tasklets(predictor, DECODE, upcoming[1:], slack_ms=8.0, fuse=True)[:2] == (4, 0)

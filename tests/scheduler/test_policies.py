@@ -20,9 +20,9 @@ from cotenant.core.plan import (
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
-from taught import BACKWARD, DECODE, FORWARD, taught_predictor
+from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
-JOB = JobView("job", (TaskletRun(BACKWARD, 6), TaskletRun(TaskletShape(TaskletKind.OPTIMIZER, 0), 1)))
+JOB = JobView("job", in_turn(TaskletRun(BACKWARD, 6), TaskletRun(TaskletShape(TaskletKind.OPTIMIZER, 0), 1)))
 RUNNING = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
 WAITING = RequestView("w", arrival_s=99.9, num_prompt_tokens_left=64)
 
@@ -75,7 +75,7 @@ def test_who_knows_nothing_harms_nobody(policy: str) -> None:
 
 
 def test_adaptive_aims_as_closely_as_requests_so_far_have_taught() -> None:
-    upcoming = JobView("job", (TaskletRun(BACKWARD, 100),))
+    upcoming = JobView("job", in_turn(TaskletRun(BACKWARD, 100)))
     # The token after next is its sixth: due five gaps of 20 ms after the first, 100 ms from now; two steps take 4 ms.
     fresh = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=4)
     counts = [
@@ -92,7 +92,7 @@ def test_adaptive_fuses_forwards_when_that_gets_training_further(inside_ms: floa
         predictor.observe(
             IterationRecord(DECODE, Mode.FUSED, 2.0 + inside_ms, 2.0 + inside_ms, fused=TaskletRun(FORWARD, 1))
         )
-    job = JobView("job", (TaskletRun(FORWARD, 8), TaskletRun(BACKWARD, 8)))
+    job = JobView("job", in_turn(TaskletRun(FORWARD, 8), TaskletRun(BACKWARD, 8)))
     request = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=1)
     snapshot = Snapshot(100.0, Slo(100.0, 6.0), DECODE, (request,), job, can_fuse=True)
     decided = create_policy("adaptive", predictor).plan(snapshot)
@@ -195,7 +195,7 @@ def test_some_take_the_same_time_in_every_iteration_whatever_there_is_to_give(po
     fast = RequestView("f", arrival_s=90.0, first_token_s=99.0, num_generated=400)
     slow = RequestView("s", arrival_s=90.0, first_token_s=90.1, num_generated=3)
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=8, prefill_context_tokens=8)
-    many = JobView("job", (TaskletRun(BACKWARD, 20),))
+    many = JobView("job", in_turn(TaskletRun(BACKWARD, 20)))
     counts = {plan(policy, batch=DECODE, requests=(one,), job=many).num_tasklets for one in (fast, slow)}
     assert counts == {(18 - 2) // 2}, "0.9 of 20 ms, less a step of 2 ms, in tasklets of 2 ms"
     waited_for = plan(policy, batch=DECODE, requests=(fast, WAITING), job=many)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
-from cotenant.core.tasklet import TaskletKind, TaskletRun
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
@@ -49,8 +50,7 @@ class BatchShape:
         return self.num_decode == 0 and self.prefill_tokens == 0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Partition:
+class Partition(NamedTuple):
     """Disjoint sets of SMs, as numbers of them: the online batch's, and those of the tasklets beside it."""
 
     online_sms: int
@@ -86,7 +86,15 @@ class JobView:
     """A runnable job as a policy sees it: the tasklets up to the end of its current optimizer step, in order."""
 
     job_id: str
-    upcoming: tuple[TaskletRun, ...]
+    upcoming: tuple[TaskletCycle, ...]
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return self.upcoming[0].runs[0].shape
+
+    @property
+    def num_left(self) -> int:
+        return sum(cycle.num_tasklets for cycle in self.upcoming)
 
 
 @dataclass(frozen=True, slots=True)

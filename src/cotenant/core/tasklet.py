@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class TaskletKind(StrEnum):
@@ -11,6 +13,8 @@ class TaskletKind(StrEnum):
     reverse; a step ends with one OPTIMIZER tasklet, which is atomic. Where layers are captured they are cut into
     attention and MLP, and the MLP's backward before its last product, lest a GPU be busy with one for too long. EVAL_*
     are the same without gradients."""
+
+    __hash__ = str.__hash__  # of all that a plan looks up; Enum's is some Python code
 
     FORWARD = "forward"
     FORWARD_ATTENTION = "forward_attention"
@@ -25,8 +29,7 @@ class TaskletKind(StrEnum):
     EVAL_LOSS = "eval_loss"
 
 
-@dataclass(frozen=True, slots=True)
-class TaskletShape:
+class TaskletShape(NamedTuple):
     """What a tasklet's latency depends on: its kind, its tokens, and the longest sequence among them."""
 
     kind: TaskletKind
@@ -40,3 +43,29 @@ class TaskletRun:
 
     shape: TaskletShape
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskletCycle:
+    """``runs`` one after the other, and all of them ``count`` times: the layers of a micro-batch. Planning takes as
+    long for many turns as for one. Where a run is FORWARD, which may be fused, all are."""
+
+    runs: tuple[TaskletRun, ...]
+    count: int = 1
+
+    @property
+    def turn_size(self) -> int:
+        """Tasklets in a turn."""
+        size = 0
+        for run in self.runs:  # few; planning asks often
+            size += run.count
+        return size
+
+    @property
+    def num_tasklets(self) -> int:
+        return self.count * self.turn_size
+
+
+def runs_of(cycles: Iterable[TaskletCycle]) -> Iterator[TaskletRun]:
+    """All their runs, in order."""
+    return (run for cycle in cycles for _ in range(cycle.count) for run in cycle.runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cotenant.core.job import StepMetrics
-from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums, evaluation_loss
@@ -60,7 +60,7 @@ class Evaluation:
         self._batch_figures: _Figures | None = None
 
     @property
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         return self._passes.upcoming
 
     @property

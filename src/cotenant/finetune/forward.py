@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
 from cotenant.finetune.tasklets import Cursor, EvaluationPass, loss_run
@@ -32,11 +32,11 @@ class ForwardPasses:
         self._adapter = adapter
         self._dataset = dataset
         self._micro_batches = tuple(micro_batches)
-        self._cursor = Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
+        self._cursor = Cursor(tuple(self._cycle(shape) for shape in self._micro_batches))
         self._pass: EvaluationPass | None = None
 
     @property
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         return self._cursor.remaining
 
     @property
@@ -74,6 +74,7 @@ class ForwardPasses:
         self._pass = None
         self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
 
-    def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
+    def _cycle(self, shape: MicroBatchShape) -> TaskletCycle:
         forward = TaskletShape(TaskletKind.EVAL_FORWARD, shape.num_tokens, shape.max_length)
-        return TaskletRun(forward, self._decoder.spec.num_layers), loss_run(TaskletKind.EVAL_LOSS, shape)
+        layers = TaskletRun(forward, self._decoder.spec.num_layers)
+        return TaskletCycle((layers, loss_run(TaskletKind.EVAL_LOSS, shape)))

@@ -12,7 +12,7 @@ import torch
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
-from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.device import Device
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.activations import Activations
@@ -167,7 +167,7 @@ class TrainingJob:
 
     # Running
 
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         """The tasklets up to the end of the current step, optimizer and evaluation included. Does no tensor work."""
         if self._training is None or self._failure is not None:
             return ()

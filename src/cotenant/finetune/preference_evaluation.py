@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from cotenant.core.job import StepMetrics
-from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums
@@ -67,8 +67,8 @@ class PreferenceEvaluation:
         self._batch_accuracy = 0.0
 
     @property
-    def upcoming(self) -> tuple[TaskletRun, ...]:
-        return tuple(run for phase in self._phases for run in phase.upcoming)
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
+        return tuple(cycle for phase in self._phases for cycle in phase.upcoming)
 
     @property
     def done(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from cotenant.core.job import PreferenceMetrics
-from cotenant.core.tasklet import TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
@@ -70,7 +70,7 @@ class PreferenceStep:
         return 2 * self.num_tokens
 
     @property
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         return (*self._reference.upcoming, *self._step.upcoming)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.finetune.activations import Activations, CapturedPass
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, rows_for
 from cotenant.finetune.captured_loss import part_size
@@ -64,7 +64,7 @@ class TrainingStep:
         self._step_index = step_index
         self._seed = seed
         self._micro_batches = objective.split(dataset, examples, max_tasklet_tokens)
-        self._runs_per_micro_batch = len(self._runs(self._micro_batches[0]))
+        self._runs_per_micro_batch = sum(1 for _ in runs_of(self._cycles(self._micro_batches[0])))
         self._cursor = self._new_cursor()
         self._pass: TrainingPass | CapturedPass | None = None
         self._prepared: MicroBatch | None = None  # the next one, built ahead
@@ -80,7 +80,7 @@ class TrainingStep:
         return self.num_tokens
 
     @property
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         return self._cursor.remaining
 
     @property
@@ -210,9 +210,9 @@ class TrainingStep:
             self._pass = None
 
     def _new_cursor(self) -> Cursor:
-        return Cursor(tuple(run for shape in self._micro_batches for run in self._runs(shape)))
+        return Cursor(tuple(cycle for shape in self._micro_batches for cycle in self._cycles(shape)))
 
-    def _runs(self, shape: MicroBatchShape) -> tuple[TaskletRun, ...]:
+    def _cycles(self, shape: MicroBatchShape) -> tuple[TaskletCycle, ...]:
         num_layers = self._decoder.spec.num_layers
 
         def run(kind: TaskletKind, count: int = 1) -> TaskletRun:
@@ -220,14 +220,15 @@ class TrainingStep:
 
         loss = loss_run(TaskletKind.LOSS, shape)
         if self._activations is None:
-            return run(TaskletKind.FORWARD, num_layers), loss, run(TaskletKind.BACKWARD, num_layers)
+            eager = run(TaskletKind.FORWARD, num_layers), loss, run(TaskletKind.BACKWARD, num_layers)
+            return tuple(TaskletCycle((each,)) for each in eager)
         if self._objective.is_cross_entropy:
             size = part_size(rows_for(shape.num_tokens))
             num_parts = max(1, math.ceil(shape.num_targets / size))
             loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
-        forward = tuple(map(run, FORWARD_PARTS)) * num_layers
-        backward = tuple(map(run, BACKWARD_PARTS)) * num_layers
-        return *forward, loss, *backward
+        forward = TaskletCycle(tuple(map(run, FORWARD_PARTS)), num_layers)
+        backward = TaskletCycle(tuple(map(run, BACKWARD_PARTS)), num_layers)
+        return forward, TaskletCycle((loss,)), backward
 
 
 def _gradient_scale(dtype: torch.dtype, total_weight: float) -> float:

@@ -8,11 +8,13 @@ coroutines.)
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.finetune.loss import LossSums, loss_and_gradient
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.models.decoder import Decoder
@@ -34,22 +36,32 @@ class LossFunction(Protocol):
 
 
 class Cursor:
-    """A place in a fixed sequence of tasklets, given as runs of equal ones: ``run`` is the run that the next tasklet
-    belongs to, ``within`` how many tasklets of it are done."""
+    """A place in a fixed sequence of tasklets: ``run`` is the run that the next one belongs to, of all runs of all
+    turns, ``within`` how many tasklets of it are done."""
 
-    def __init__(self, runs: tuple[TaskletRun, ...]) -> None:
-        self._runs = runs
-        self._shape = runs[0].shape
+    def __init__(self, cycles: tuple[TaskletCycle, ...]) -> None:
+        self._cycles = cycles
+        self._runs = tuple(runs_of(cycles))
+        lengths = [cycle.count * len(cycle.runs) for cycle in cycles]
+        self._starts = [0, *accumulate(lengths)]  # of the cycles, as numbers of runs
+        self._shape = self._runs[0].shape
         self.run = 0
         self.within = 0
 
     @property
-    def remaining(self) -> tuple[TaskletRun, ...]:
+    def remaining(self) -> tuple[TaskletCycle, ...]:
         """What is left to run, in order."""
-        rest = self._runs[self.run :]
-        if self.within == 0:
-            return rest
-        return (TaskletRun(self._shape, rest[0].count - self.within), *rest[1:])
+        if self.done:
+            return ()
+        index = bisect_right(self._starts, self.run) - 1
+        cycle = self._cycles[index]
+        turn, place = divmod(self.run - self._starts[index], len(cycle.runs))
+        left, after = cycle.count - turn, self._cycles[index + 1 :]
+        if place == self.within == 0:
+            return (TaskletCycle(cycle.runs, left), *after)
+        begun = TaskletRun(self._shape, cycle.runs[place].count - self.within)
+        whole = (TaskletCycle(cycle.runs, left - 1),) if left > 1 else ()
+        return (TaskletCycle((begun, *cycle.runs[place + 1 :])), *whole, *after)
 
     @property
     def done(self) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from cotenant.core.job import DPO, Hyperparameters, StepMetrics
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.budget import ladder
 from cotenant.finetune.dataset import Dataset
@@ -44,6 +44,7 @@ _FORWARD_KINDS = (
     TaskletKind.EVAL_LOSS,
 )
 _OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
+_OPTIMIZER_CYCLE = TaskletCycle((TaskletRun(_OPTIMIZER, 1),))
 
 
 class TrainingError(Exception):
@@ -113,7 +114,7 @@ class Trainer:
         self._step: TrainingStep | PreferenceStep | None = None
         self._evaluation = self._evaluation_after(state.step) if pending is not None else None
         self._fusing = False
-        self._upcoming: tuple[TaskletRun, ...] | None = None
+        self._upcoming: tuple[TaskletCycle, ...] | None = None
         self._stopped = False
 
     def start(self) -> None:
@@ -164,7 +165,7 @@ class Trainer:
         step_started = self._step is not None and self._step.started
         return step_started or (self._evaluation is not None and self._evaluation.started)
 
-    def upcoming(self) -> tuple[TaskletRun, ...]:
+    def upcoming(self) -> tuple[TaskletCycle, ...]:
         """The tasklets up to the end of the current step, its evaluation included; empty when all steps are taken, and
         while memory is short of the smallest micro-batch."""
         if self._budget.max_tokens == 0:
@@ -172,7 +173,7 @@ class Trainer:
         if self._upcoming is None:
             evaluation = self._evaluation.upcoming if self._evaluation is not None else ()
             if self._step is not None:
-                self._upcoming = (*self._step.upcoming, TaskletRun(_OPTIMIZER, 1), *evaluation)
+                self._upcoming = (*self._step.upcoming, _OPTIMIZER_CYCLE, *evaluation)
             else:
                 self._upcoming = evaluation
         return self._upcoming
@@ -184,7 +185,7 @@ class Trainer:
             return None
         if self._step is not None:
             return _OPTIMIZER if self._step.done else self._step.next_shape
-        return None if self._evaluation is None else self._evaluation.upcoming[0].shape
+        return None if self._evaluation is None else self._evaluation.upcoming[0].runs[0].shape
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet.

@@ -23,7 +23,6 @@ from cotenant.predictor.shapes import (
     batch_features,
     batch_key,
     buckets,
-    sms,
     tasklet_features,
     tasklet_key,
 )
@@ -101,9 +100,10 @@ class LatencyPredictor:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         group, key = self._keys(batch)
         name, other_name = ("shared batch", "batch") if beside_training else ("batch", "shared batch")
+        fresh_ms = self._records.fresh_ms(group, (name, key), cautious=cautious)
+        if fresh_ms is not None:
+            return fresh_ms
         record = self._records.find(group, (name, key))
-        if record is not None and not self._records.is_stale(record):
-            return record.latency_ms(cautious=cautious)
         other = self._records.find(group, (other_name, key))
         other_ms = self._modelled_batch_ms(batch) if other is None else other.latency_ms(cautious=cautious)
         return other_ms if record is None else _less(record.latency_ms(cautious=cautious), other_ms)
@@ -142,9 +142,11 @@ class LatencyPredictor:
         specific: Record | None = None
         if beside is not None and not beside.empty:
             group, beside_key = self._keys(beside)
-            specific = self._records.find(group, ("fused" if fused else "beside", beside_key, key))
-            if specific is not None and not self._records.is_stale(specific):
-                return specific.latency_ms(cautious=cautious)
+            specific_key = ("fused" if fused else "beside", beside_key, key)
+            fresh_ms = self._records.fresh_ms(group, specific_key, cautious=cautious)
+            if fresh_ms is not None:
+                return fresh_ms
+            specific = self._records.find(group, specific_key)
         record = self._records.find(self._base_group, ("tasklet", key))
         known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
         return known_ms if specific is None else _less(specific.latency_ms(cautious=cautious), known_ms)
@@ -308,7 +310,7 @@ class LatencyPredictor:
             self._observe_tasklet_on_partition(run.shape, elapsed_ms / run.count, partition)
 
     def _observe_tasklet_on_partition(self, shape: TaskletShape, each_ms: float, partition: Partition) -> None:
-        record = self._records.add(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)), each_ms)
+        record = self._records.add(self._base_group, ("tasklet", tasklet_key(shape), partition), each_ms)
         each_ms = record.bounded(each_ms)
         alone_ms = self._mean_tasklet_ms(shape)
         if alone_ms is not None:
@@ -320,9 +322,11 @@ class LatencyPredictor:
         self, batch: BatchShape, partition: Partition, *, beside_training: bool, cautious: bool
     ) -> float | None:
         group, key = self._keys(batch)
-        record = self._records.find(group, _partition_key(key, partition, together=beside_training))
-        if record is not None and not self._records.is_stale(record):
-            return record.latency_ms(cautious=cautious)
+        record_key = _partition_key(key, partition, together=beside_training)
+        fresh_ms = self._records.fresh_ms(group, record_key, cautious=cautious)
+        if fresh_ms is not None:
+            return fresh_ms
+        record = self._records.find(group, record_key)
         if beside_training:
             alone_ms = self._alone_on_partition_ms(batch, partition)
             known_ms = self._partitions.together_ms(batch, partition, alone_ms)
@@ -341,9 +345,11 @@ class LatencyPredictor:
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition, *, cautious: bool) -> float | None:
-        record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape), sms(partition)))
-        if record is not None and not self._records.is_stale(record):
-            return record.latency_ms(cautious=cautious)
+        record_key = ("tasklet", tasklet_key(shape), partition)
+        fresh_ms = self._records.fresh_ms(self._base_group, record_key, cautious=cautious)
+        if fresh_ms is not None:
+            return fresh_ms
+        record = self._records.find(self._base_group, record_key)
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
         known_ms = None if factor is None or alone_ms is None else factor * alone_ms
         if record is not None:
@@ -398,4 +404,4 @@ class LatencyPredictor:
 
 def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:
     """A batch alone does not know whose the other SMs are."""
-    return ("shared batch", key, sms(partition)) if together else ("batch", key, partition.online_sms)
+    return ("shared batch", key, partition) if together else ("batch", key, partition.online_sms)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 Group = tuple[Hashable, ...]
 """Hardware, model, and for work with a batch how many adapters it has, and whether it has prompts."""
 
+MIN_COUNT = 3  # measurements that a record has to rest on
 _WEIGHT_OF_NEWEST = 0.1
 _MAX_SHAPES = 4096
 _OUTLIER_RATIO = 8.0
@@ -62,11 +63,19 @@ class RecordCache:
         self._groups: dict[Group, OrderedDict[Hashable, Record]] = {}
         self.iteration = 0
 
-    def find(self, group: Group, shape: Hashable, min_count: int = 3) -> Record | None:
-        """The record of this shape if it rests on at least ``min_count`` measurements."""
+    def find(self, group: Group, shape: Hashable) -> Record | None:
+        """The record of this shape if it rests on at least ``MIN_COUNT`` measurements."""
         shapes = self._groups.get(group)
         record = shapes.get(shape) if shapes is not None else None
-        return record if record is not None and record.count >= min_count else None
+        return record if record is not None and record.count >= MIN_COUNT else None
+
+    def fresh_ms(self, group: Group, shape: Hashable, *, cautious: bool) -> float | None:
+        """What ``find`` finds, if it is not stale: asked for dozens of times at each iteration, so in one call."""
+        shapes = self._groups.get(group)
+        record = shapes.get(shape) if shapes is not None else None
+        if record is None or record.count < MIN_COUNT or self.iteration - record.iteration > STALE_AFTER:
+            return None
+        return record.mean_ms + record.deviation_ms if cautious else record.mean_ms
 
     def add(self, group: Group, shape: Hashable, latency_ms: float) -> Record:
         """Take one measurement in; the shape unused for longest goes when there are too many. Returns its record, a new

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from cotenant.core.plan import BatchShape, Partition
+from cotenant.core.plan import BatchShape
 from cotenant.core.tasklet import TaskletShape
 
 BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0)
@@ -38,12 +39,9 @@ def batch_key(batch: BatchShape) -> BatchKey:
     )
 
 
+@lru_cache(maxsize=1024)
 def tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
     return (shape.kind, bucket(shape.num_tokens), bucket(shape.max_length))
-
-
-def sms(partition: Partition) -> tuple[int, int]:
-    return (partition.online_sms, partition.best_effort_sms)
 
 
 def batch_features(batch: BatchShape) -> tuple[float, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cotenant.core.plan import BatchShape, Partition
-from cotenant.predictor import shapes
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
 from cotenant.predictor.records import STALE_AFTER
@@ -36,7 +35,7 @@ class PartitionModels:
 
     def num_together(self, partition: Partition, iteration: int) -> int:
         """Co-runs that were measured there, 0 if for long none was: what took too long once may not now."""
-        model = self.models.get(shapes.sms(partition))
+        model = self.models.get(partition)
         return 0 if model is None or self._is_stale(partition, iteration) else model.num_samples
 
     def model(self, sms: Sms) -> OnlineLinearModel:
@@ -50,7 +49,7 @@ class PartitionModels:
     def together_ms(self, batch: BatchShape, partition: Partition, alone_ms: float | None) -> float | None:
         """Beside training: what this partition's co-runs say, or stage 2 of ``alone_ms``, which a step takes on its
         online SMs."""
-        measured_ms = self._step_ms(shapes.sms(partition), batch)
+        measured_ms = self._step_ms(partition, batch)
         if measured_ms is not None or alone_ms is None:
             return measured_ms
         return alone_ms * self._factor(partition)
@@ -68,10 +67,10 @@ class PartitionModels:
     ) -> None:
         """``alone_ms``: what stage 1 says of this batch, if anything."""
         if self._is_stale(partition, iteration):
-            self.models.pop(shapes.sms(partition), None)
+            self.models.pop(partition, None)
             self.ratios.pop((partition.best_effort_sms,), None)
-        self._last_together[shapes.sms(partition)] = iteration
-        self._learn_step(shapes.sms(partition), batch, measured_ms)
+        self._last_together[partition] = iteration
+        self._learn_step(partition, batch, measured_ms)
         if alone_ms:
             self.model(()).update(_features_of(partition), measured_ms / alone_ms)
             self.ratios.setdefault((), Ratio()).add(measured_ms, alone_ms)
@@ -81,7 +80,7 @@ class PartitionModels:
         self.ratios.setdefault((best_effort_sms,), Ratio()).add(measured_ms, alone_ms)
 
     def _is_stale(self, partition: Partition, iteration: int) -> bool:
-        return iteration - self._last_together.setdefault(shapes.sms(partition), iteration) > STALE_AFTER
+        return iteration - self._last_together.setdefault(partition, iteration) > STALE_AFTER
 
     def _factor(self, partition: Partition) -> float:
         """Equation 3's, where it was measured enough; else the mean of those measured. A co-run is not faster."""

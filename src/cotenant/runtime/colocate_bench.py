@@ -58,7 +58,7 @@ class _Watch:
         self.timeline.note(now_s, record)
         if training.job_id is not None:
             view = training.view()
-            num_left = sum(run.count for run in view.upcoming) if view is not None else 0
+            num_left = view.num_left if view is not None else 0
             self.step_tasklets = max(self.step_tasklets, num_left)
             done = 1 - num_left / self.step_tasklets if num_left else 0.0
             self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
@@ -164,8 +164,8 @@ class ColocateBench:
     def longest_tasklet_ms(self) -> float:
         """As measured so far."""
         view = self._tenants.training.view()
-        upcoming = () if view is None else view.upcoming
-        return max((self._tenants.predictor.tasklet_ms(run.shape) or 0.0 for run in upcoming), default=0.0)
+        shapes = () if view is None else {run.shape for cycle in view.upcoming for run in cycle.runs}
+        return max((self._tenants.predictor.tasklet_ms(shape) or 0.0 for shape in shapes), default=0.0)
 
     def step_ms(self, batch_size: int, context: int) -> float:
         """Of a decode step alone, as predicted so far."""

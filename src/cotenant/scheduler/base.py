@@ -56,4 +56,4 @@ def idle_tasklets(snapshot: Snapshot) -> int:
     """How many tasklets to run when nobody waits: up to the end of the step, at most ``IDLE_TASKLETS``."""
     if snapshot.job is None:
         return 0
-    return min(IDLE_TASKLETS, sum(run.count for run in snapshot.job.upcoming))
+    return min(IDLE_TASKLETS, snapshot.job.num_left)

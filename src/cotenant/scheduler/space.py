@@ -6,12 +6,12 @@ at the speed of the SMs that it has. The rest of a request's slack is as good fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape, Mode, Partition, Plan, Snapshot
-from cotenant.core.tasklet import TaskletRun
+from cotenant.core.tasklet import TaskletCycle
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.filling import Costs, take
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
 # its neighbours: 32, 40, 48 and 64 of 132. Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: its
@@ -65,52 +65,36 @@ class Beside(NamedTuple):
 
 
 def in_each(
-    predictor: LatencyPredictor, snapshot: Snapshot, upcoming: tuple[TaskletRun, ...], step_ms: float
+    predictor: LatencyPredictor,
+    snapshot: Snapshot,
+    upcoming: tuple[TaskletCycle, ...],
+    step_ms: float,
+    costs: Costs,
 ) -> list[Beside]:
     """What comes of running the batch in each of the partitions; ``step_ms``: what it takes on all SMs."""
-    alone: dict[int, float | None] = {}
-    return [
-        _beside(predictor, snapshot.batch, upcoming, partition, step_ms, alone) for partition in snapshot.partitions
-    ]
+    return [_beside(predictor, snapshot.batch, upcoming, each, step_ms, costs) for each in snapshot.partitions]
 
 
 def _beside(
     predictor: LatencyPredictor,
     batch: BatchShape,
-    upcoming: tuple[TaskletRun, ...],
+    upcoming: tuple[TaskletCycle, ...],
     partition: Partition,
     step_ms: float,
-    alone: dict[int, float | None],
+    costs: Costs,
 ) -> Beside:
-    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs. ``alone``: by the run's
-    id, what was looked up of tasklets alone; what is looked up here is added."""
+    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs."""
     known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
     if known_ms is None or not predictor.was_tried(partition):
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
-    left_ms, alone_ms, count = known_ms, 0.0, 0
-    costs: dict[int, tuple[float, float]] = {}  # by the run: layers share theirs
-    for run in upcoming:
-        cost = costs.get(id(run))
-        if cost is None:
-            each_ms = predictor.tasklet_ms(run.shape, beside=batch, partition=partition)
-            if id(run) not in alone:
-                alone[id(run)] = predictor.tasklet_ms(run.shape)
-            each_alone_ms = alone[id(run)]
-            if each_ms is None or each_alone_ms is None:
-                return Beside(partition, known_ms, count, alone_ms, is_known=count > 0)
-            cost = costs[id(run)] = each_ms, each_alone_ms
-        each_ms, each_alone_ms = cost
-        run_ms = run.count * each_ms
-        if run_ms <= left_ms:
-            count += run.count
-            alone_ms += run.count * each_alone_ms
-            left_ms -= run_ms
-            continue
-        # Where the one in flight stands is not known: on average the step's end finds one half done.
-        count += int(left_ms / each_ms)
-        alone_ms += left_ms / each_ms * each_alone_ms
-        return Beside(partition, known_ms, count, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
-    return Beside(partition, known_ms, count, alone_ms, is_known=True)
+    taken = take(upcoming, known_ms, costs.beside(partition))
+    if taken.next_cost is None:
+        is_known = taken.stopped_at is None or taken.num_tasklets > 0
+        return Beside(partition, known_ms, taken.num_tasklets, taken.alone_ms, is_known=is_known)
+    # Where the one in flight stands is not known: on average the step's end finds one half done.
+    each_ms, _, each_alone_ms = taken.next_cost
+    alone_ms = taken.alone_ms + (known_ms - taken.used_ms) / each_ms * each_alone_ms
+    return Beside(partition, known_ms, taken.num_tasklets, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0) -> Plan:
@@ -122,14 +106,3 @@ def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0) -> Pla
         mode=Mode.SPATIAL,
         predicted_ms=shared.step_ms + behind_ms if shared.is_known else None,
     )
-
-
-def after(upcoming: tuple[TaskletRun, ...], num_tasklets: int) -> Iterator[TaskletRun]:
-    """What is left of a job's tasklets after the first so many."""
-    for run in upcoming:
-        if num_tasklets <= 0:
-            yield run
-        elif num_tasklets < run.count:
-            cut = TaskletRun(run.shape, run.count - num_tasklets)
-            yield cut
-        num_tasklets -= run.count

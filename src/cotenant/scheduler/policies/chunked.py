@@ -5,7 +5,8 @@ from __future__ import annotations
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import serving_alone, training_alone
-from cotenant.scheduler.planner import fill, in_time
+from cotenant.scheduler.filling import Costs, fill
+from cotenant.scheduler.planner import in_time
 
 
 class ChunkedPolicy:
@@ -25,7 +26,7 @@ class ChunkedPolicy:
         if snapshot.job is None or batch_ms is None:
             return serving_alone(self._predictor, snapshot)
         left_ms = snapshot.margin * snapshot.slo.tpot_ms - batch_ms
-        filling = fill(self._predictor, snapshot.batch, snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse)
+        filling = fill(Costs(self._predictor, snapshot.batch), snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse)
         if filling.num_tasklets == 0:
             return serving_alone(self._predictor, snapshot)
         return in_time(batch_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)

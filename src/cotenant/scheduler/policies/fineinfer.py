@@ -31,7 +31,7 @@ class FineInferPolicy:
         ):
             return False
         prompts_ms = self._predictor.batch_ms(snapshot.batch)
-        tasklet_ms = self._predictor.tasklet_ms(snapshot.job.upcoming[0].shape)
+        tasklet_ms = self._predictor.tasklet_ms(snapshot.job.next_shape)
         if prompts_ms is None or tasklet_ms is None:
             return False
         first_s = min((request.arrival_s for request in snapshot.requests), default=snapshot.now_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import plan_or_step_ms, serving_alone
+from cotenant.scheduler.filling import Costs
 from cotenant.scheduler.space import Beside, in_each, in_space
 
 
@@ -22,7 +23,9 @@ class HarliPolicy:
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None
-        found = in_each(self._predictor, snapshot, snapshot.job.upcoming, step_ms)
+        found = in_each(
+            self._predictor, snapshot, snapshot.job.upcoming, step_ms, Costs(self._predictor, snapshot.batch)
+        )
         target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.
         unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]

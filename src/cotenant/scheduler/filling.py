@@ -1,0 +1,193 @@
+"""How many of a job's next tasklets fit into some room: what planning does most often.
+
+Layers repeat, so a cycle's turns are counted at once: it takes as long however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple
+
+from cotenant.core.plan import BatchShape, Partition
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
+from cotenant.predictor.predictor import LatencyPredictor
+
+_LEAST_MS = 1e-3  # of a tasklet
+
+
+class Cost(NamedTuple):
+    """A tasklet's: of the room that it is put into, what it adds to the step, and what it takes alone on all SMs."""
+
+    used_ms: float
+    added_ms: float
+    alone_ms: float
+
+
+class CostTable:
+    """What ``ask`` says of shapes, once of each: for the time of one plan, in which they are known by their identity.
+    None for what nobody knows."""
+
+    __slots__ = ("ask", "known")
+
+    def __init__(self, ask: Callable[[TaskletShape], Cost | None]) -> None:
+        self.ask = ask
+        self.known: dict[int, Cost] = {}
+
+
+class Taken(NamedTuple):
+    """``num_tasklets`` and the sums of their costs. ``stopped_at``: the first that was not taken, None if there was
+    none; ``next_cost``: its, None also where that is not known."""
+
+    num_tasklets: int
+    used_ms: float
+    added_ms: float
+    alone_ms: float
+    stopped_at: TaskletShape | None = None
+    next_cost: Cost | None = None
+
+
+NONE_TAKEN = Taken(0, 0.0, 0.0, 0.0)
+
+
+def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable) -> Taken:
+    """As many of the next tasklets as ``room_ms`` has room for."""
+    num_tasklets, used_ms, added_ms, alone_ms = 0, 0.0, 0.0, 0.0
+    known = table.known
+    for cycle in upcoming:
+        costs: list[Cost] = []
+        turn_size, turn_ms, turn_added_ms, turn_alone_ms = 0, 0.0, 0.0, 0.0
+        for run in cycle.runs:
+            cost = known.get(id(run.shape))
+            if cost is None:
+                cost = table.ask(run.shape)
+                if cost is None:
+                    break
+                known[id(run.shape)] = cost
+            costs.append(cost)
+            count = run.count
+            turn_size += count
+            turn_ms += count * cost[0]
+            turn_added_ms += count * cost[1]
+            turn_alone_ms += count * cost[2]
+        is_known = len(costs) == len(cycle.runs)
+        num_turns = min(cycle.count, max(0, int((room_ms - used_ms) / turn_ms))) if is_known else 0
+        if num_turns:
+            num_tasklets += num_turns * turn_size
+            used_ms += num_turns * turn_ms
+            added_ms += num_turns * turn_added_ms
+            alone_ms += num_turns * turn_alone_ms
+            if num_turns == cycle.count:
+                continue
+        # Of the next turn what there is room for.
+        for run, (each_ms, each_added_ms, each_alone_ms) in zip(cycle.runs, costs, strict=False):
+            count = min(run.count, max(0, int((room_ms - used_ms) / each_ms)))
+            num_tasklets += count
+            used_ms += count * each_ms
+            added_ms += count * each_added_ms
+            alone_ms += count * each_alone_ms
+            if count < run.count:
+                return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, known[id(run.shape)])
+        next_cost = costs[0] if is_known else None  # known: rounding took a turn more than there is room for
+        stopped_at = cycle.runs[0 if is_known else len(costs)].shape
+        return Taken(num_tasklets, used_ms, added_ms, alone_ms, stopped_at, next_cost)
+    return Taken(num_tasklets, used_ms, added_ms, alone_ms)
+
+
+def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> tuple[TaskletCycle, ...]:
+    """What is left of a job's tasklets after the first so many."""
+    for index, cycle in enumerate(upcoming):
+        turn_size = cycle.turn_size
+        num_turns, num_left = divmod(num_tasklets, turn_size)
+        if num_turns < cycle.count:
+            rest = cycle if num_turns == 0 else TaskletCycle(cycle.runs, cycle.count - num_turns)
+            return (*_after_in_turn(rest, num_left), *upcoming[index + 1 :])
+        num_tasklets -= turn_size * cycle.count
+    return ()
+
+
+def _after_in_turn(cycle: TaskletCycle, num_tasklets: int) -> tuple[TaskletCycle, ...]:
+    """What is left after some of the first turn."""
+    if num_tasklets == 0:
+        return (cycle,)
+    runs: list[TaskletRun] = []
+    for run in cycle.runs:
+        if num_tasklets < run.count:
+            runs.append(TaskletRun(run.shape, run.count - max(0, num_tasklets)))
+        num_tasklets -= run.count
+    begun = TaskletCycle(tuple(runs))
+    return (begun, TaskletCycle(cycle.runs, cycle.count - 1)) if cycle.count > 1 else (begun,)
+
+
+class Costs:
+    """What a predictor says of tasklets and one batch: for the time of one plan."""
+
+    def __init__(self, predictor: LatencyPredictor, batch: BatchShape) -> None:
+        self._predictor = predictor
+        self._batch = batch
+        self._alone: dict[int, float | None] = {}
+        self.behind = CostTable(partial(self._added, fused=False))
+        """Behind a batch that has all SMs."""
+        self.fused = CostTable(partial(self._added, fused=True))
+        """Inside the batch."""
+
+    def may_be_tried(self, shape: TaskletShape, room_ms: float) -> bool:
+        """Whether there is room for a tasklet of a shape that was never measured."""
+        return room_ms > 0 and self._predictor.first_tasklet_ms(shape) <= room_ms
+
+    def beside(self, partition: Partition) -> CostTable:
+        """On the partition's best-effort SMs. What it adds to the batch is in the batch's own time."""
+
+        def ask(shape: TaskletShape) -> Cost | None:
+            each_ms, alone_ms = self._predictor.tasklet_ms(shape, partition=partition), self._alone_ms(shape)
+            return None if each_ms is None or alone_ms is None else Cost(each_ms, 0.0, alone_ms)
+
+        return CostTable(ask)
+
+    def _added(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
+        added_ms, alone_ms = self._predictor.tasklet_ms(shape, beside=self._batch, fused=fused), self._alone_ms(shape)
+        if added_ms is None or alone_ms is None:
+            return None
+        # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
+        return Cost(added_ms if added_ms > 0 else max(alone_ms, _LEAST_MS), added_ms, alone_ms)
+
+    def _alone_ms(self, shape: TaskletShape) -> float | None:
+        key = id(shape)
+        if key not in self._alone:
+            self._alone[key] = self._predictor.tasklet_ms(shape)
+        return self._alone[key]
+
+
+class Filling(NamedTuple):
+    """``num_tasklets``, the first ``num_fused`` of them inside the step. Together they add ``added_ms`` to it;
+    ``alone_ms`` is what they take by themselves: how far training gets. ``is_all``: no tasklet is left."""
+
+    num_tasklets: int
+    num_fused: int
+    added_ms: float
+    alone_ms: float
+    is_all: bool = False
+
+
+def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, fuse: bool = False) -> Filling:
+    """As many of the next tasklets as ``slack_ms`` has room for beside one decode step; with ``fuse`` leading forward
+    layers run inside it. A shape that was never measured gets one tasklet, and no other with it, if there is room for
+    what a prior says that it needs: so it is measured."""
+    if slack_ms <= 0:
+        return Filling(0, 0, 0.0, 0.0)
+    inside, left = NONE_TAKEN, upcoming
+    if fuse:
+        leading = tuple(takewhile(_may_be_fused, upcoming))
+        inside, left = take(leading, slack_ms, costs.fused), upcoming[len(leading) :]
+    behind = NONE_TAKEN if inside.stopped_at else take(left, slack_ms - inside.used_ms, costs.behind)
+    count, stopped_at = inside.num_tasklets + behind.num_tasklets, inside.stopped_at or behind.stopped_at
+    if count == 0 and stopped_at is not None and (inside.next_cost or behind.next_cost) is None:
+        is_tried = costs.may_be_tried(stopped_at, slack_ms)
+        return Filling(int(is_tried), int(is_tried and inside.stopped_at is not None), 0.0, 0.0)
+    added_ms, alone_ms = inside.added_ms + behind.added_ms, inside.alone_ms + behind.alone_ms
+    return Filling(count, inside.num_tasklets, added_ms, alone_ms, is_all=stopped_at is None)
+
+
+def _may_be_fused(cycle: TaskletCycle) -> bool:
+    return cycle.runs[0].shape.kind is TaskletKind.FORWARD
