@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
+from torch.optim.adamw import adamw
 
 from cotenant.core.job import Hyperparameters
 
@@ -12,7 +14,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """``torch.optim.AdamW`` over named float32 weights. ``step`` is the one place where training state changes.
+    """AdamW over named float32 weights. ``step`` is the one place where training state changes.
+
+    By torch's functional form: making a ``torch.optim.AdamW`` imports torch's compiler, one to three seconds that every
+    worker would take longer to be ready.
 
     The weights become views of one tensor, and their gradients of ``gradient``, zeros at first, in the order in which
     they are given: so a step is a few launches, however many weights there are. Whoever computes gradients adds them
@@ -24,20 +29,23 @@ class Optimizer:
         self._max_grad_norm = hyper.max_grad_norm
         weights = list(self._parameters.values())
         self._sizes = [weight.numel() for weight in weights]
-        self._all = torch.nn.Parameter(torch.cat([weight.detach().flatten() for weight in weights]))
-        self.gradient = torch.zeros_like(self._all.detach())  # [elements of all weights]
-        self._all.grad = self.gradient
-        parts = zip(weights, self._split(self._all.detach()), self._split(self.gradient), strict=True)
+        self._all = torch.cat([weight.detach().flatten() for weight in weights])
+        self.gradient = torch.zeros_like(self._all)  # [elements of all weights]
+        parts = zip(weights, self._split(self._all), self._split(self.gradient), strict=True)
         for weight, part, gradient in parts:
             weight.data = part
             weight.grad = gradient
-        self._adamw = torch.optim.AdamW(
-            [self._all],
-            lr=hyper.learning_rate,
-            betas=(hyper.adam_beta1, hyper.adam_beta2),
+        self._moments: dict[str, torch.Tensor] = {}  # each [elements of all weights]; none before the first step
+        self._num_steps = torch.zeros((), device=self._all.device)
+        self._run_adamw = partial(
+            adamw,
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=hyper.adam_beta1,
+            beta2=hyper.adam_beta2,
             eps=hyper.adam_epsilon,
             weight_decay=hyper.weight_decay,
-            fused=True,
         )
 
     @torch.no_grad()
@@ -54,33 +62,30 @@ class Optimizer:
             self.gradient *= (self._max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         return norm
 
+    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Apply the gradient, and begin a new one."""
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
+        if not self._moments:
+            self._moments = {moment: torch.zeros_like(self._all) for moment in _MOMENTS}
+        first, second = (self._moments[moment] for moment in _MOMENTS)
+        self._run_adamw([self._all], [self.gradient], [first], [second], [], [self._num_steps], lr=learning_rate)
         self.gradient.zero_()
 
     def moments(self) -> dict[str, torch.Tensor]:
         """References to the first and second moments, by ``<moment>.<weight's name>``; empty before the first step."""
-        if self._all not in self._adamw.state:
-            return {}
         return {
             f"{moment}.{name}": part
-            for moment in _MOMENTS
-            for name, part in zip(self._parameters, self._split(self._adamw.state[self._all][moment]), strict=True)
+            for moment, of_all in self._moments.items()
+            for name, part in zip(self._parameters, self._split(of_all), strict=True)
         }
 
     def load_moments(self, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Continue after ``num_steps`` steps with what ``moments`` gave then."""
-        self._adamw.state[self._all] = {
-            "step": torch.tensor(float(num_steps), device=self._all.device),
-            **{
-                moment: torch.cat([tensors[f"{moment}.{name}"].flatten() for name in self._parameters]).to(
-                    self._all.device
-                )
-                for moment in _MOMENTS
-            },
+        device = self._all.device
+        self._num_steps = torch.tensor(float(num_steps), device=device)
+        self._moments = {
+            moment: torch.cat([tensors[f"{moment}.{name}"].flatten() for name in self._parameters]).to(device)
+            for moment in _MOMENTS
         }
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -90,7 +95,7 @@ class Optimizer:
 
 
 def warm_up() -> None:
-    """Make torch load what it loads at the first backward and the first optimizer step: a second or two in which a
+    """Make torch load what it loads at the first backward and the first optimizer step: most of a second in which a
     worker that serves requests had better not be."""
     weight = torch.zeros(1, requires_grad=True)
     torch.autograd.backward(weight * 1.0, torch.zeros(1))
