@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 # What one iteration moves at most while the cache grows or shrinks: a GiB takes the host 2 to 3 ms, longer while others
 # call the driver too, and no step shall be 5 ms late for it.
 _RESIZE_BYTES = 1 << 28
+_MOMENT_S = 0.0005
 
 
 class OnlineEngine:
@@ -327,10 +328,13 @@ class OnlineEngine:
 
     def iterate(self, num_ahead: int = 0) -> Iterated:
         """What the worker does in an iteration without best-effort work, for measurements and tests: launch the next
-        batch, and collect until ``num_ahead`` batches are in flight, or all if there was none to launch."""
+        batch, and collect until ``num_ahead`` batches are in flight, or all if there was none to launch. What waits for
+        an adapter is given a moment."""
         step = self.schedule()
         if step is not None:
             self.launch(step)
+        elif self.num_in_flight == 0:
+            time.sleep(_MOMENT_S)  # the thread that loads it needs the interpreter
         collected = []
         while self.num_in_flight > (num_ahead if step is not None else 0):
             collected.append(self.collect())
