@@ -1,11 +1,11 @@
 """Runs the job in a folder to its end, as the worker would; the test kills this process.
 
-Usage: MODEL_FOLDER JOB_FOLDER METHOD. Prints the number of steps taken, at the start and after each.
+``steps`` gets the number of steps taken, at the start and after each.
 """
 
 from __future__ import annotations
 
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ CHANGES = {
 }
 
 
-def main(model_folder: Path, job_folder: Path, method: str) -> None:
+def main(model_folder: Path, job_folder: Path, method: str, steps: Connection) -> None:
     torch.set_num_threads(1)
     decoder = support.load(model_folder)
     job = support.make_job(decoder, support.make_spec(job_folder, **CHANGES[method]))
@@ -29,7 +29,7 @@ def main(model_folder: Path, job_folder: Path, method: str) -> None:
     while not job.done:
         if job.step != reported:
             reported = job.step
-            print(reported, flush=True)
+            steps.send(reported)
         if job.upcoming():
             job.run_tasklet()
             num_tasklets += 1
@@ -39,7 +39,3 @@ def main(model_folder: Path, job_folder: Path, method: str) -> None:
             job.checkpoint()
         job.take_updates()
     job.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -45,28 +44,32 @@ def _assert_same_result(folder: Path, reference: Path, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("method", run_job.CHANGES)
-def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path, method: str) -> None:
+def test_killed_at_random_moments(
+    decoder: Decoder, model_folder: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES[method])
     killed = tmp_path / "killed"
     support.make_spec(killed, validation=VALIDATION)
     generator = random.Random(4)
-    command = [sys.executable, str(Path(run_job.__file__)), str(model_folder), str(killed), method]
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", "")
-    }
+    # Forked from a process that has imported torch, and done nothing with it.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([run_job.__name__])
     resumed_steps = []
     for num_steps in (3, 5, 2, 4, 3, 100):  # how far to let it go before the kill; at last to the end
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert process.stdout is not None
-        resumed_steps.append(int(process.stdout.readline()))
-        for _ in range(num_steps):
-            process.stdout.readline()
+        steps, theirs = processes.Pipe(duplex=False)
+        process = processes.Process(target=run_job.main, args=(model_folder, killed, method, theirs))
+        process.start()
+        theirs.close()
+        resumed_steps.append(steps.recv())
+        with suppress(EOFError):
+            for _ in range(num_steps):
+                steps.recv()
         if num_steps < 100:
             time.sleep(generator.uniform(0.0, 0.02))
-            process.send_signal(signal.SIGKILL)
-        process.stdout.close()
-        process.wait()
-    assert process.returncode == 0
+            process.kill()
+        process.join()
+    assert process.exitcode == 0
     assert sum(step > 0 for step in resumed_steps) >= 3, "the kills came too early to test anything"
     _assert_same_result(killed, tmp_path / "reference", reference.total_steps)
 
