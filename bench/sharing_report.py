@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotenant.bench.colocate_text import place_name
-from cotenant.bench.comparison import by_place, compare, place_key
+from cotenant.bench.comparison import by_place, cell_key, compare, place_key
 from cotenant.bench.machine import command_line, machine
 from cotenant.core.plan import Slo
 
@@ -40,8 +40,8 @@ def places_missing(base: Mapping[str, Any], loads: Sequence[Mapping[str, Any]], 
 def merged(base: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
     """``base`` with the cells of ``report``, which take the place of those of the same policy and place, compared
     anew."""
-    replaced = {(cell["policy"], place_key(cell)) for cell in report["cells"]}
-    cells = [cell for cell in base["cells"] if (cell["policy"], place_key(cell)) not in replaced]
+    replaced = {cell_key(cell) for cell in report["cells"]}
+    cells = [cell for cell in base["cells"] if cell_key(cell) not in replaced]
     alone = {"train_alone_tokens_per_s": report["train_alone_tokens_per_s"]}
     whole = {
         **base,

@@ -101,6 +101,65 @@ def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
         assert f"{policy}: who has the device" in names
 
 
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "grid.json"
+    arguments = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--slo-tpot-ms", "10000"]
+    arguments += ["--policies", "inference-only,whole-step", "--json", str(path)]
+    assert bench_colocate("tiny", *TRAINING, *arguments).returncode == 0
+    whole = json.loads(path.read_text())
+    kept, lost = whole["cells"]
+    path.write_text(json.dumps({**whole, "cells": [kept]}))
+    again = bench_colocate("tiny", *TRAINING, *arguments, "--resume")
+    assert again.returncode == 0, again.stderr
+    resumed = json.loads(path.read_text())
+    assert resumed["cells"][0] == kept
+    assert resumed["cells"][1]["policy"] == lost["policy"]
+    assert resumed["cells"][1]["timeline"] != lost["timeline"]
+    assert resumed["runs"][0] == {name: whole[name] for name in ("command", "train_alone_tokens_per_s")}
+    assert resumed["runs"][1]["train_alone_tokens_per_s"] == resumed["train_alone_tokens_per_s"]
+
+
+def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
+    load = {"load": "steady", "batch_size": 2, "context": 40, "num_tokens": 16}
+    figures = {"train_tokens_per_s": tokens_per_s, "harvest": 0.5, "attainment": 1.0, "num_requests": 2}
+    return {**load, "policy": policy, "slo": {"ttft_ms": 500.0, "tpot_ms": tpot_ms}, **figures}
+
+
+def part(alone: float, *cells: dict[str, Any], **changes: object) -> dict[str, Any]:
+    report = {"kind": "colocate", "model": "tiny", "dtype": "float32", "device": "cpu", "command": f"bench {alone}"}
+    return {**report, "train_alone_tokens_per_s": alone, "cells": list(cells), **changes}
+
+
+def test_parts_of_a_grid_become_one(tmp_path: Path) -> None:
+    first = part(100.0, cell("static", 10.0, 20.0), cell("adaptive", 10.0, 40.0))
+    second = part(104.0, cell("adaptive", 40.0, 80.0), cell("static", 10.0, 30.0), cell("static", 40.0, 50.0))
+    paths = [tmp_path / "first.json", tmp_path / "second.json", tmp_path / "whole.json"]
+    for path, report in zip(paths, (first, second), strict=False):
+        path.write_text(json.dumps(report))
+    result = bench("colocate-report", *map(str, paths[:2]), "--json", str(paths[2]))
+    assert result.returncode == 0, result.stderr
+    whole = json.loads(paths[2].read_text())
+    found = [(each["policy"], each["slo"]["tpot_ms"], each["train_tokens_per_s"]) for each in whole["cells"]]
+    assert found == [("static", 10.0, 30.0), ("adaptive", 10.0, 40.0), ("adaptive", 40.0, 80.0), ("static", 40.0, 50.0)]
+    assert whole["train_alone_tokens_per_s"] == 102.0
+    assert [run["command"] for run in whole["runs"]] == ["bench 100.0", "bench 104.0"]
+    assert whole["comparison"]["averages"] == {"static": 40.0, "adaptive": 60.0}
+
+
+def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    paths[0].write_text(json.dumps(part(100.0)))
+    paths[1].write_text(json.dumps(part(100.0, device="NVIDIA H200")))
+    result = bench("colocate-report", *map(str, paths), "--json", str(tmp_path / "whole.json"))
+    assert result.returncode == 2
+    assert "has device 'NVIDIA H200', not 'cpu': they cannot be compared" in result.stderr
+    arguments = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--policies", "inference-only"]
+    resumed = bench_colocate("tiny", *TRAINING, *arguments, "--resume", "--json", str(paths[1]))
+    assert resumed.returncode == 2
+    assert "--resume: the file of --json has " in resumed.stderr
+    assert json.loads(paths[1].read_text()) == part(100.0, device="NVIDIA H200")
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"kind": "serve"}', "[1]"])
 def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -132,6 +191,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--seq-len", "5000"], "--seq-len: 5000 is too long: tiny takes 1024 tokens"),
         (["--seq-len", "48", "--tokens-per-step", "64"], "--tokens-per-step: 64 is not a multiple of --seq-len 48"),
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
+        (["--resume"], "--resume goes on with the file of --json: give it"),
         (["--window", "0:5"], "--window and --busiest choose a part of a trace: give --trace"),
         (
             ["--context", "1000", "--num-tokens", "400"],

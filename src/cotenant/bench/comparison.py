@@ -61,6 +61,11 @@ def place_key(cell: Cell) -> tuple[object, ...]:
     return (*(cell.get(name) for name in _PLACE), cell["slo"]["ttft_ms"], cell["slo"]["tpot_ms"])
 
 
+def cell_key(cell: Cell) -> tuple[object, ...]:
+    """The same for what is one cell: a policy at a place."""
+    return (cell["policy"], *place_key(cell))
+
+
 def meets_slo(cell: Cell, slo_attainment: float) -> bool:
     """False too where there were no requests."""
     return cell["attainment"] is not None and cell["attainment"] >= slo_attainment

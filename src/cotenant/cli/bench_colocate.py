@@ -17,10 +17,11 @@ from rich.table import Table
 
 from cotenant.bench.colocate_report import write_report
 from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_row
-from cotenant.bench.comparison import compare
+from cotenant.bench.comparison import cell_key, compare
 from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
 from cotenant.cli.colocate_loads import ColocateLoad, plan_trace, read_traces, steady_load, trace_load
+from cotenant.cli.colocate_parts import KIND, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import fail, write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
@@ -31,7 +32,6 @@ from cotenant.scheduler.space import sm_shares
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
 
-KIND = "colocate"
 _TTFT_SLO_MS = 500.0
 _FILE_WIDTH = 140  # of tables, in a file or a pipe
 
@@ -87,6 +87,9 @@ def colocate(
     html_path: Annotated[
         Path | None, typer.Option("--html", help="Write a report with charts here.", show_default=False)
     ] = None,
+    resume: Annotated[
+        bool, typer.Option(help="Go on where a run was cut off: what the file of --json has is not measured again.")
+    ] = False,
 ) -> None:
     """Train a LoRA adapter on random tokens beside a load, through the loop of the server's worker: what requests wait
     and what training gets, for each policy, target and load, and how policies compare. Harvest is training's speed as a
@@ -106,6 +109,9 @@ def colocate(
         CoExecutionConfig(policy=name)  # that it exists
     if not trace and (window is not None or busiest is not None):
         raise InvalidInputError("--window and --busiest choose a part of a trace: give --trace", param="trace")
+    if resume and json_path is None:
+        raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
+    before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
     traces = read_traces(trace or [], busiest, max_model_len or limit, window)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len
@@ -143,6 +149,8 @@ def colocate(
             "slo_attainment": slo_attainment,
             "train_alone_tokens_per_s": round(alone, 2),
         }
+        if before is not None:
+            go_on_with(report, before)
         _measure_grid(report, loads, slos, names, json_path)
     report["comparison"] = compare(report, slo_attainment)
     _print(report)
@@ -173,8 +181,12 @@ def _measure_grid(
     console = Console()
     alone = report["train_alone_tokens_per_s"]
     console.print(f"training alone: {alone:.0f} tokens/s")
-    cells = report["cells"] = []
+    cells = report.setdefault("cells", [])
+    known = {cell_key(cell) for cell in cells}
     for load, slo, policy in itertools.product(loads, slos, policies):
+        named = {**load.parameters, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy}
+        if cell_key(named) in known:
+            continue
         cells.append(cell_figures(load.parameters, load.measure(policy, slo), alone))
         console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
         if json_path is not None:

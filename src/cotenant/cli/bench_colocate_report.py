@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cotenant.bench.colocate_text import comparison_lines
 from cotenant.bench.comparison import compare
-from cotenant.cli.bench_colocate import KIND, save_html
-from cotenant.core.errors import InvalidInputError
+from cotenant.cli.bench_colocate import save_html
+from cotenant.cli.colocate_parts import joined, read_report
+from cotenant.cli.output import write_json
 
 
 def colocate_report(
-    file: Annotated[Path, typer.Argument(help="What `cotenant bench colocate --json` has written.")],
-    html_path: Annotated[Path, typer.Option("--html", help="Write the report here.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="What `cotenant bench colocate --json` has written; several are one grid.")
+    ],
+    html_path: Annotated[
+        Path | None, typer.Option("--html", help="Write the report with charts here.", show_default=False)
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the cells of all files here, as one.", show_default=False)
+    ] = None,
     slo_attainment: Annotated[
         float | None,
         typer.Option(min=0.001, max=0.9999, help="As for `colocate`; else as it was there.", show_default=False),
     ] = None,
 ) -> None:
-    """Write the report with charts of a run that was measured before; of one that was cut off, as far as it came."""
-    report = _read(file)
+    """Compare policies by what was measured before, also in several runs, and write the report with charts; of a run
+    that was cut off, as far as it came."""
+    report = joined([read_report(file) for file in files])
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
-    save_html(html_path, report)
+    if json_path is not None:
+        write_json(json_path, report, is_compact=True)
+    if html_path is not None:
+        save_html(html_path, report)
     for line in comparison_lines(report["comparison"]):
         typer.echo(line)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(f"{path} cannot be read: {error}", param="file") from error
-    if not isinstance(report, dict) or report.get("kind") != KIND:
-        raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
-    return {"slo_attainment": 0.99, **report}

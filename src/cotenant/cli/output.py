@@ -23,10 +23,13 @@ def print_error(message: str) -> None:
 
 
 def write_json(path: Path, content: object, is_compact: bool = False) -> None:
-    """Write what ``--json`` asked for, or say why it cannot be and end the program."""
+    """Write what ``--json`` asked for, or say why it cannot be and end the program. A file is replaced as a whole."""
+    whole = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=None if is_compact else 1) + "\n", encoding="utf-8")
+        whole.write_text(json.dumps(content, indent=None if is_compact else 1) + "\n", encoding="utf-8")
+        if whole != path:
+            whole.replace(path)
     except OSError as error:
         fail(f"--json: {path} cannot be written: {error}", exit_code=1)
 
