@@ -31,8 +31,15 @@ async def start_process(*command: str, **options: Any) -> asyncio.subprocess.Pro
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        with suppress(OSError):  # it could not be started, or has ended
-            process = await starting
-            process.kill()
+        starting.add_done_callback(_kill)  # also if this is cancelled again
+        with suppress(OSError):  # it could not be started
+            process = await asyncio.shield(starting)
+            _kill(starting)
             await process.wait()
         raise
+
+
+def _kill(started: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    if not started.cancelled() and started.exception() is None:
+        with suppress(ProcessLookupError):
+            started.result().kill()

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotenant.core.plan import IterationRecord, Mode
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
-from cotenant.scheduler.filling import Cost, CostTable, after, take
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.filling import Cost, Costs, CostTable, Filling, after, fill, take
+from taught import DECODE, in_turn
 
 KINDS = list(TaskletKind)
 SHAPES = [TaskletShape(kind, 64) for kind in KINDS]
+FORWARD = TaskletShape(TaskletKind.FORWARD, 64)
 RUNS = st.builds(TaskletRun, st.sampled_from(SHAPES), st.integers(1, 4))
 CYCLES = st.builds(TaskletCycle, st.lists(RUNS, min_size=1, max_size=4).map(tuple), st.integers(1, 6))
 UPCOMING = st.lists(CYCLES, max_size=5).map(tuple)
@@ -61,9 +65,56 @@ def test_there_is_room_for_what_is_taken_and_for_no_more(
     """Whatever rounding makes of sums."""
     taken = take(upcoming, room_ms, CostTable(lambda shape: Cost(each_ms, each_ms, each_ms)))
     assert taken.used_ms <= room_ms * (1 + 1e-9)
+    assert (taken.stopped_at is None) == (taken.num_tasklets == len(one_by_one(upcoming)))
     if taken.stopped_at is not None:
         assert taken.used_ms + each_ms > room_ms * (1 - 1e-9) - 1e-9
     assert taken.used_ms == pytest.approx(taken.num_tasklets * each_ms)
+
+
+@given(UPCOMING, st.integers(0, 400).map(lambda number: number / 8), st.booleans())
+def test_forwards_in_front_are_inside_the_step(upcoming: tuple[TaskletCycle, ...], slack_ms: float, fuse: bool) -> None:
+    """Inside a step a tasklet adds half of what it adds behind it."""
+    leading = tuple(TaskletCycle((TaskletRun(FORWARD, 3),), 2) for _ in range(2))
+    rest = tuple(cycle for cycle in upcoming if all(run.shape.kind is not TaskletKind.FORWARD for run in cycle.runs))
+    filling = fill(Costs(taught(), DECODE), (*leading, *rest), slack_ms, fuse=fuse)
+    count, added_ms = 0, 0.0
+    for _ in one_by_one((*leading, *rest)):
+        each_ms = 0.5 if fuse and count < 12 else 1.0
+        if added_ms + each_ms > slack_ms:
+            break
+        count, added_ms = count + 1, added_ms + each_ms
+    assert filling.num_tasklets == count
+    assert filling.num_fused == (min(count, 12) if fuse else 0)
+    assert filling.added_ms == pytest.approx(added_ms)
+    assert filling.alone_ms == pytest.approx(count * 1.0)
+    assert filling.is_all == (slack_ms > 0 and count == len(one_by_one((*leading, *rest))))
+
+
+def taught() -> LatencyPredictor:
+    """Every kind takes 1 ms, a forward inside a step half of that."""
+    predictor = LatencyPredictor("hardware", "model")
+    for _ in range(5):
+        runs = tuple((TaskletRun(shape, 1), 1.0) for shape in SHAPES)
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 2.0, 2.0, runs))
+    for _ in range(5):
+        predictor.observe(IterationRecord(DECODE, Mode.FUSED, 2.5, 2.5, fused=TaskletRun(FORWARD, 1)))
+    return predictor
+
+
+def test_a_shape_that_nobody_knows_is_tried_first_and_alone() -> None:
+    predictor, unknown = taught(), TaskletShape(TaskletKind.FORWARD, 4096, 4096)
+    del predictor._tasklet_models[TaskletKind.FORWARD]
+    costs, first = Costs(predictor, DECODE), in_turn(TaskletRun(unknown, 4), TaskletRun(SHAPES[1], 4))
+    assert fill(costs, first, 10.0) == Filling(1, 0, 0.0, 0.0)
+    assert fill(costs, first, 10.0, fuse=True) == Filling(1, 1, 0.0, 0.0)
+    assert fill(costs, first, 0.0).num_tasklets == 0
+    later = in_turn(TaskletRun(SHAPES[1], 4), TaskletRun(unknown, 4))
+    assert fill(costs, later, 10.0) == Filling(4, 0, 4.0, 4.0)
+
+
+def test_room_without_end_is_enough_for_all() -> None:
+    upcoming = in_turn(TaskletRun(SHAPES[0], 4))
+    assert fill(Costs(taught(), DECODE), upcoming, math.inf) == Filling(4, 0, 4.0, 4.0, is_all=True)
 
 
 def test_without_room_nothing_is_taken() -> None:

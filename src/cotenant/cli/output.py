@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -24,14 +26,28 @@ def print_error(message: str) -> None:
 
 def write_json(path: Path, content: object, is_compact: bool = False) -> None:
     """Write what ``--json`` asked for, or say why it cannot be and end the program. A file is replaced as a whole."""
-    whole = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")
+    text = json.dumps(content, indent=None if is_compact else 1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole.write_text(json.dumps(content, indent=None if is_compact else 1) + "\n", encoding="utf-8")
-        if whole != path:
-            whole.replace(path)
+        is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+        if is_plain and os.access(path.parent, os.W_OK):
+            _replace(path, text)
+        else:  # a pipe or what is redirected, a file that has another name, or the only one that may be written there
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         fail(f"--json: {path} cannot be written: {error}", exit_code=1)
+
+
+def _replace(path: Path, text: str) -> None:
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        if path.exists():
+            shutil.copymode(path, part)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def local_time(timestamp_s: int | float | None) -> str:

@@ -14,8 +14,6 @@ class TaskletKind(StrEnum):
     attention and MLP, and the MLP's backward before its last product, lest a GPU be busy with one for too long. EVAL_*
     are the same without gradients."""
 
-    __hash__ = str.__hash__  # of all that a plan looks up; Enum's is some Python code
-
     FORWARD = "forward"
     FORWARD_ATTENTION = "forward_attention"
     FORWARD_MLP = "forward_mlp"
@@ -47,8 +45,8 @@ class TaskletRun:
 
 @dataclass(frozen=True, slots=True)
 class TaskletCycle:
-    """``runs`` one after the other, and all of them ``count`` times: the layers of a micro-batch. Planning takes as
-    long for many turns as for one. Where a run is FORWARD, which may be fused, all are."""
+    """``runs`` one after the other, and all of them ``count`` times: the layers of a micro-batch. Where a run is
+    FORWARD, which may be fused, all are."""
 
     runs: tuple[TaskletRun, ...]
     count: int = 1

@@ -49,7 +49,8 @@ def _check(export: Export) -> None:
     """Raises ValueError or TypeError for what no predictor has learned: it would be carried on for ever."""
     for adapters, shape, mean_ms, deviation_ms, count in export.records:
         hash((as_tuple(list(adapters)), as_tuple(shape)))
-        _require(0 < mean_ms < _MOST and 0 <= deviation_ms < _MOST and count >= 1, "a record")
+        takes_time = mean_ms > 0 or (mean_ms == 0 and as_tuple(shape)[:1] == ("fused",))  # inside a step it may not
+        _require(takes_time and mean_ms < _MOST and 0 <= deviation_ms < _MOST and count >= 1, "a record")
     for _, ratio in (*export.partition_ratios, *export.prior_ratios.items()):
         _require(0 < ratio.mean < _MOST and 0 <= ratio.deviation < _MOST and ratio.count >= 0, "a ratio")
     models = [export.batch_model, *export.tasklet_models.values(), *(state for _, state in export.partition_models)]

@@ -14,7 +14,7 @@ from cotenant.core.plan import BatchShape, Partition
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 
-_LEAST_MS = 1e-3  # of a tasklet
+LEAST_MS = 1e-3  # of a tasklet
 
 
 class Cost(NamedTuple):
@@ -51,9 +51,9 @@ class Taken(NamedTuple):
 NONE_TAKEN = Taken(0, 0.0, 0.0, 0.0)
 
 
-def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable) -> Taken:
-    """As many of the next tasklets as ``room_ms`` has room for."""
-    num_tasklets, used_ms, added_ms, alone_ms = 0, 0.0, 0.0, 0.0
+def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, begun: Taken = NONE_TAKEN) -> Taken:
+    """As many of the next tasklets as ``room_ms`` has room for, with those of ``begun``, which come first."""
+    num_tasklets, used_ms, added_ms, alone_ms, *_ = begun
     known = table.known
     for cycle in upcoming:
         costs: list[Cost] = []
@@ -72,7 +72,7 @@ def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable) -
             turn_added_ms += count * cost[1]
             turn_alone_ms += count * cost[2]
         is_known = len(costs) == len(cycle.runs)
-        num_turns = min(cycle.count, max(0, int((room_ms - used_ms) / turn_ms))) if is_known else 0
+        num_turns = _num_fitting(cycle.count, room_ms - used_ms, turn_ms) if is_known else 0
         if num_turns:
             num_tasklets += num_turns * turn_size
             used_ms += num_turns * turn_ms
@@ -82,17 +82,24 @@ def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable) -
                 continue
         # Of the next turn what there is room for.
         for run, (each_ms, each_added_ms, each_alone_ms) in zip(cycle.runs, costs, strict=False):
-            count = min(run.count, max(0, int((room_ms - used_ms) / each_ms)))
+            count = _num_fitting(run.count, room_ms - used_ms, each_ms)
             num_tasklets += count
             used_ms += count * each_ms
             added_ms += count * each_added_ms
             alone_ms += count * each_alone_ms
             if count < run.count:
                 return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, known[id(run.shape)])
-        next_cost = costs[0] if is_known else None  # known: rounding took a turn more than there is room for
+        if is_known and num_turns + 1 == cycle.count:
+            continue  # to the last bit, there was room for one more
+        next_cost = costs[0] if is_known else None
         stopped_at = cycle.runs[0 if is_known else len(costs)].shape
         return Taken(num_tasklets, used_ms, added_ms, alone_ms, stopped_at, next_cost)
     return Taken(num_tasklets, used_ms, added_ms, alone_ms)
+
+
+def _num_fitting(most: int, room_ms: float, each_ms: float) -> int:
+    num = room_ms / each_ms
+    return most if num >= most else max(0, int(num))
 
 
 def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> tuple[TaskletCycle, ...]:
@@ -120,42 +127,43 @@ def _after_in_turn(cycle: TaskletCycle, num_tasklets: int) -> tuple[TaskletCycle
     return (begun, TaskletCycle(cycle.runs, cycle.count - 1)) if cycle.count > 1 else (begun,)
 
 
+def may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, room_ms: float) -> bool:
+    """Whether there is room for a tasklet of a shape that was never measured."""
+    return room_ms > 0 and predictor.first_tasklet_ms(shape) <= room_ms
+
+
 class Costs:
-    """What a predictor says of tasklets and one batch: for the time of one plan."""
+    """What a ``predictor`` says of tasklets and one ``batch``: for the time of one plan."""
 
     def __init__(self, predictor: LatencyPredictor, batch: BatchShape) -> None:
-        self._predictor = predictor
-        self._batch = batch
+        self.predictor = predictor
+        self.batch = batch
         self._alone: dict[int, float | None] = {}
         self.behind = CostTable(partial(self._added, fused=False))
         """Behind a batch that has all SMs."""
         self.fused = CostTable(partial(self._added, fused=True))
         """Inside the batch."""
 
-    def may_be_tried(self, shape: TaskletShape, room_ms: float) -> bool:
-        """Whether there is room for a tasklet of a shape that was never measured."""
-        return room_ms > 0 and self._predictor.first_tasklet_ms(shape) <= room_ms
-
     def beside(self, partition: Partition) -> CostTable:
         """On the partition's best-effort SMs. What it adds to the batch is in the batch's own time."""
 
         def ask(shape: TaskletShape) -> Cost | None:
-            each_ms, alone_ms = self._predictor.tasklet_ms(shape, partition=partition), self._alone_ms(shape)
-            return None if each_ms is None or alone_ms is None else Cost(each_ms, 0.0, alone_ms)
+            each_ms, alone_ms = self.predictor.tasklet_ms(shape, partition=partition), self._alone_ms(shape)
+            return None if each_ms is None or alone_ms is None else Cost(max(each_ms, LEAST_MS), 0.0, alone_ms)
 
         return CostTable(ask)
 
     def _added(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
-        added_ms, alone_ms = self._predictor.tasklet_ms(shape, beside=self._batch, fused=fused), self._alone_ms(shape)
+        added_ms, alone_ms = self.predictor.tasklet_ms(shape, beside=self.batch, fused=fused), self._alone_ms(shape)
         if added_ms is None or alone_ms is None:
             return None
         # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
-        return Cost(added_ms if added_ms > 0 else max(alone_ms, _LEAST_MS), added_ms, alone_ms)
+        return Cost(added_ms if added_ms > 0 else max(alone_ms, LEAST_MS), added_ms, alone_ms)
 
     def _alone_ms(self, shape: TaskletShape) -> float | None:
         key = id(shape)
         if key not in self._alone:
-            self._alone[key] = self._predictor.tasklet_ms(shape)
+            self._alone[key] = self.predictor.tasklet_ms(shape)
         return self._alone[key]
 
 
@@ -180,13 +188,12 @@ def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, f
     if fuse:
         leading = tuple(takewhile(_may_be_fused, upcoming))
         inside, left = take(leading, slack_ms, costs.fused), upcoming[len(leading) :]
-    behind = NONE_TAKEN if inside.stopped_at else take(left, slack_ms - inside.used_ms, costs.behind)
-    count, stopped_at = inside.num_tasklets + behind.num_tasklets, inside.stopped_at or behind.stopped_at
-    if count == 0 and stopped_at is not None and (inside.next_cost or behind.next_cost) is None:
-        is_tried = costs.may_be_tried(stopped_at, slack_ms)
-        return Filling(int(is_tried), int(is_tried and inside.stopped_at is not None), 0.0, 0.0)
-    added_ms, alone_ms = inside.added_ms + behind.added_ms, inside.alone_ms + behind.alone_ms
-    return Filling(count, inside.num_tasklets, added_ms, alone_ms, is_all=stopped_at is None)
+    taken = inside if inside.stopped_at is not None else take(left, slack_ms, costs.behind, inside)
+    if taken.num_tasklets == 0 and taken.stopped_at is not None and taken.next_cost is None:
+        is_tried = may_be_tried(costs.predictor, taken.stopped_at, slack_ms)
+        return Filling(int(is_tried), int(is_tried and taken is inside), 0.0, 0.0)
+    is_all = taken.stopped_at is None
+    return Filling(taken.num_tasklets, inside.num_tasklets, taken.added_ms, taken.alone_ms, is_all)
 
 
 def _may_be_fused(cycle: TaskletCycle) -> bool:

@@ -8,8 +8,8 @@ from cotenant.core.plan import BatchShape, Mode, Plan, Snapshot
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletShape, runs_of
 from cotenant.predictor.predictor import CoRun, LatencyPredictor
 from cotenant.scheduler.base import serving_alone
+from cotenant.scheduler.filling import LEAST_MS, may_be_tried
 
-_LEAST_MS = 1e-3  # of a tasklet
 _CLEARLY = 1.001  # more than rounding makes of anything
 
 
@@ -56,13 +56,13 @@ def plan_tasklets(
                 coruns.clear()
             corun = coruns.get(run.shape) or predictor.corun(batch, run.shape, fused=fuse)
             if corun is None:
-                if total == 0 < left_ms and predictor.first_tasklet_ms(run.shape) <= left_ms:
+                if total == 0 and may_be_tried(predictor, run.shape, left_ms):
                     return 1, int(fuse), 0.0
                 break
             coruns[run.shape] = corun
             each_ms = corun.decode_corun_ms - corun.decode_solo_ms
             # With more than this left, Equation 1 says that all of them fit.
-            clear_ms = run.count * each_ms * _CLEARLY if each_ms > _LEAST_MS else math.inf
+            clear_ms = run.count * each_ms * _CLEARLY if each_ms > LEAST_MS else math.inf
             found = known[id(run)] = (run.count, run.count * each_ms, clear_ms, corun)
         run_count, run_ms, clear_ms, corun = found
         if left_ms > clear_ms:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape, Mode, Partition, Plan, Snapshot
+from cotenant.core.plan import Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletCycle
-from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.filling import Costs, take
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
@@ -65,27 +64,15 @@ class Beside(NamedTuple):
 
 
 def in_each(
-    predictor: LatencyPredictor,
-    snapshot: Snapshot,
-    upcoming: tuple[TaskletCycle, ...],
-    step_ms: float,
-    costs: Costs,
+    costs: Costs, partitions: tuple[Partition, ...], upcoming: tuple[TaskletCycle, ...], step_ms: float
 ) -> list[Beside]:
     """What comes of running the batch in each of the partitions; ``step_ms``: what it takes on all SMs."""
-    return [_beside(predictor, snapshot.batch, upcoming, each, step_ms, costs) for each in snapshot.partitions]
+    return [_beside(costs, partition, upcoming, step_ms) for partition in partitions]
 
 
-def _beside(
-    predictor: LatencyPredictor,
-    batch: BatchShape,
-    upcoming: tuple[TaskletCycle, ...],
-    partition: Partition,
-    step_ms: float,
-    costs: Costs,
-) -> Beside:
-    """What comes of running ``batch`` in ``partition``; ``step_ms``: what it takes on all SMs."""
-    known_ms = predictor.batch_ms(batch, beside_training=True, partition=partition)
-    if known_ms is None or not predictor.was_tried(partition):
+def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ...], step_ms: float) -> Beside:
+    known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
+    if known_ms is None or not costs.predictor.was_tried(partition):
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     taken = take(upcoming, known_ms, costs.beside(partition))
     if taken.next_cost is None:

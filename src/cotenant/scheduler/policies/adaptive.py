@@ -29,7 +29,8 @@ _CATCHING_UP_TOKENS = 4
 
 class _Candidate(NamedTuple):
     """A plan that ``make`` makes: how far it gets training (time that this would take alone; None: not known yet, and
-    so worth trying), and what it adds to a step with all SMs."""
+    so worth trying), and what it adds to a step with all SMs. ``partition``: that its batch has; ``has_behind``:
+    whether tasklets follow it."""
 
     make: Callable[[], Plan]
     gained_ms: float | None
@@ -71,7 +72,6 @@ class _Choice:
     """Among the ways to share one iteration. ``step_ms``: what its batch takes on all SMs."""
 
     def __init__(self, predictor: LatencyPredictor, snapshot: Snapshot, job: JobView, step_ms: float) -> None:
-        self._predictor = predictor
         self._snapshot = snapshot
         self._job = job
         self._step_ms = step_ms
@@ -113,7 +113,7 @@ class _Choice:
                 yield self._in_time(fused)
         if not snapshot.partitions:
             return
-        found = in_each(self._predictor, snapshot, upcoming, self._step_ms, self._costs)
+        found = in_each(self._costs, snapshot.partitions, upcoming, self._step_ms)
         fitting = self._fitting(found)
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:

@@ -23,9 +23,8 @@ class HarliPolicy:
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None
-        found = in_each(
-            self._predictor, snapshot, snapshot.job.upcoming, step_ms, Costs(self._predictor, snapshot.batch)
-        )
+        costs = Costs(self._predictor, snapshot.batch)
+        found = in_each(costs, snapshot.partitions, snapshot.job.upcoming, step_ms)
         target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.
         unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
