@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cotenant.processes import die_with_parent
+
 _CUT_OFF = 3
 _POLL_S = 0.2
 _ENDING_S = 20.0  # for a process that is told to end
@@ -28,12 +30,16 @@ _ENDING_S = 20.0  # for a process that is told to end
 
 @dataclass
 class _Part:
-    """The cells of one target."""
+    """The cells of one target, in ``path``."""
 
     tpot_ms: str
     path: Path
     process: subprocess.Popen[bytes] | None = None
     was_ended: bool = False
+
+    @property
+    def log(self) -> Path:
+        return self.path.with_name(f"{self.path.name.removesuffix('.json')}.log")
 
     @property
     def running(self) -> bool:
@@ -45,22 +51,27 @@ class _Part:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--gpus", type=int, required=True, help="how many, each for one target at a time")
     parser.add_argument("--slo-tpot-ms", default="10,15,25,40")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--html", type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
     arguments, rest = parser.parse_known_args()
-    if arguments.gpus < 1:
-        parser.error("--gpus: at least one")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = list(map(str, range(arguments.gpus))) if visible is None else visible.split(",")[: arguments.gpus]
+    if not 1 <= arguments.gpus == len(gpus):
+        parser.error(f"--gpus: {arguments.gpus} of CUDA_VISIBLE_DEVICES={visible}")
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    targets = [part.strip() for part in arguments.slo_tpot_ms.split(",") if part.strip()]
-    parts = [_Part(each, arguments.json.with_stem(f"{arguments.json.stem}-{each}")) for each in targets]
-    is_whole = _run(parts, arguments.gpus, rest, arguments.seconds)
+    targets = dict.fromkeys(part.strip() for part in arguments.slo_tpot_ms.split(",") if part.strip())
+    parts = [_Part(each, arguments.json.with_name(f"{arguments.json.stem}-{each}.json")) for each in targets]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the parts end, too
+    is_whole = _run(parts, gpus, rest, arguments.seconds)
     for part in parts:
         if part.failed:
-            print(f"{part.tpot_ms} ms failed: {part.path.with_suffix('.log')} says why", file=sys.stderr)
+            print(f"{part.tpot_ms} ms failed: {part.log} says why", file=sys.stderr)
     code = _join([part.path for part in parts if part.path.exists()], arguments.json, arguments.html)
     if not is_whole:
         print("cut off: start it again to go on", file=sys.stderr)
@@ -68,16 +79,18 @@ def main() -> int:
     return code or int(any(part.failed for part in parts))
 
 
-def _run(parts: Sequence[_Part], num_gpus: int, rest: Sequence[str], seconds: float) -> bool:
+def _run(parts: Sequence[_Part], gpus: Sequence[str], rest: Sequence[str], seconds: float) -> bool:
     """Whether all parts ended by themselves."""
     end_s = time.monotonic() + seconds
-    waiting, gpus = list(parts), list[_Part | None]([None] * num_gpus)
+    cores = sorted(os.sched_getaffinity(0))
+    waiting, busy = list(parts), dict[str, _Part]()
     try:
-        while waiting or any(part is not None and part.running for part in gpus):
-            for gpu, part in enumerate(gpus):
-                if waiting and (part is None or not part.running):
-                    gpus[gpu] = waiting.pop(0)
-                    _start(gpus[gpu], gpu, num_gpus, rest)
+        while waiting or any(part.running for part in busy.values()):
+            for index, gpu in enumerate(gpus):
+                if waiting and not (gpu in busy and busy[gpu].running):
+                    share = cores[index * len(cores) // len(gpus) : (index + 1) * len(cores) // len(gpus)]
+                    busy[gpu] = waiting.pop(0)
+                    busy[gpu].process = _start(busy[gpu], gpu, share or cores, rest)
             if time.monotonic() > end_s:
                 return False
             time.sleep(_POLL_S)
@@ -86,42 +99,38 @@ def _run(parts: Sequence[_Part], num_gpus: int, rest: Sequence[str], seconds: fl
     return True
 
 
-def _start(part: _Part | None, gpu: int, num_gpus: int, rest: Sequence[str]) -> None:
-    assert part is not None
-    cores = sorted(os.sched_getaffinity(0))
-    share = cores[gpu * len(cores) // num_gpus : (gpu + 1) * len(cores) // num_gpus] or cores
+def _start(part: _Part, gpu: str, cores: Sequence[int], rest: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In a session of its own: Ctrl-C is this process's to handle."""
+    parent = os.getpid()
+
+    def prepare() -> None:
+        die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.sched_setaffinity(0, cores)
+
     command = [sys.executable, "-m", "cotenant", "bench", "colocate", *rest, "--slo-tpot-ms", part.tpot_ms]
     command += ["--json", str(part.path), "--resume"]
-    with part.path.with_suffix(".log").open("ab") as log:
-        part.process = subprocess.Popen(
-            ["taskset", "-c", ",".join(map(str, share)), *command],
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": _visible(gpu)},
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    with part.log.open("ab") as log:
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True, preexec_fn=prepare
         )
-
-
-def _visible(gpu: int) -> str:
-    """The GPU with this number among those that this process may use."""
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in allowed.split(",")] if allowed else []
-    return names[gpu] if gpu < len(names) else str(gpu)
 
 
 def _end(running: Sequence[_Part]) -> None:
     """Each cell is in its part's file as soon as it is measured."""
+    processes = [part.process for part in running if part.process is not None]
     for part in running:
-        assert part.process is not None
         part.was_ended = True
-        part.process.send_signal(signal.SIGINT)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
     end_s = time.monotonic() + _ENDING_S
-    for part in running:
-        assert part.process is not None
+    for process in processes:
         try:
-            part.process.wait(max(0.0, end_s - time.monotonic()))
+            process.wait(max(0.0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            part.process.kill()
-            part.process.wait()
+            process.kill()
+            process.wait()
 
 
 def _join(paths: Sequence[Path], json_path: Path, html_path: Path | None) -> int:

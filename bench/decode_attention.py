@@ -2,9 +2,10 @@
 values of all sequences, and FlashInfer cuts that for all SMs, whatever part of them it runs on.
 
 "fa2": the one that serves. "cuda cores": FlashInfer's other decode kernel. "xqa": cut for the SMs at hand; "xqa, all":
-cut for all of them, which gives the same bits everywhere. Outputs are compared with fa2's.
+cut for all of them, which gives the same bits everywhere. XQA cuts a sequence only where sequences times KV heads are
+fewer than the SMs, so the two differ for few sequences. Outputs are compared with fa2's.
 
-    python bench/decode_attention.py --shapes 32x1024,8x1024,64x512,32x4096 --sms 32,48,64,80 --json attention.json
+    python bench/decode_attention.py --shapes 32x1000,8x1024,64x512,32x4096,4x4096,1x4096 --json attention.json
 
 Needs an NVIDIA GPU with green contexts, and minutes at first: kernels are compiled.
 """
@@ -28,7 +29,7 @@ from cotenant.device.cuda.partitions import split_multiprocessors
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16
 _CACHE_BYTES = 600e6  # of layers in turn: more than the cache holds
 _WORKSPACE_BYTES = 512 << 20
-_TOLERANCE = 0.02  # in bf16; the queries and values are about 1
+_TOLERANCE = 2e-3  # outputs are a few hundredths
 
 Attend = Callable[[torch.Tensor, torch.Tensor], None]
 """(layer [pages, 2, page tokens, heads, head_dim], output [sequences, heads, head_dim])"""
@@ -48,6 +49,7 @@ class Sequences:
         self.starts = torch.arange(batch_size + 1, dtype=torch.int32) * pages_each
         self.last_lengths = torch.full((batch_size,), context - (pages_each - 1) * PAGE_TOKENS, dtype=torch.int32)
         self.lengths = torch.full((batch_size, 1), context, device=device).to(torch.uint32)
+        torch.cuda.synchronize()  # the lanes wait for no other stream
 
     def planned(self, *, use_tensor_cores: bool) -> Attend:
         device, indices = self.query.device, self.table.flatten().clone()
@@ -83,7 +85,9 @@ class Sequences:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="32x1024,8x1024,64x512,32x4096", help="sequences x tokens of each")
+    parser.add_argument(
+        "--shapes", default="32x1000,8x1024,64x512,32x4096,4x4096,1x4096", help="sequences x tokens of each"
+    )
     parser.add_argument("--sms", default="32,48,64,80", help="besides all of them")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

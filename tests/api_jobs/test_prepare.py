@@ -115,7 +115,7 @@ def test_cancelling_kills_the_process(tmp_path: Path) -> None:
 def test_cancelling_at_any_moment_of_the_start_leaves_no_process(
     tmp_path: Path, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    task, others = slow_task(tmp_path), psutil.Process().children()
+    task, others = slow_task(tmp_path), {child.pid for child in psutil.Process().children()}
 
     async def scenario() -> None:
         for num_turns in range(10):
@@ -125,8 +125,36 @@ def test_cancelling_at_any_moment_of_the_start_leaves_no_process(
             preparing.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await preparing
-            assert psutil.Process().children() == others, num_turns  # no zombies either
+            left = {child.pid for child in psutil.Process().children()} - others  # zombies, too
+            assert not left, num_turns
 
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(scenario())
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_cancelling_twice_leaves_no_process_alive(
+    tmp_path: Path, make_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    task = slow_task(tmp_path)
+
+    async def scenario() -> None:
+        for first in range(1, 6):
+            for second in range(1, 9):
+                preparing = asyncio.create_task(prepare(task))
+                for num_turns in (first, second):
+                    for _ in range(num_turns):
+                        await asyncio.sleep(0)
+                    preparing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await preparing
+        await asyncio.to_thread(until, lambda: not alive())
+
+    def alive() -> list[psutil.Process]:
+        found = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in found if child.pid not in others]
+
+    others = {child.pid for child in psutil.Process().children()}
     with asyncio.Runner(loop_factory=make_loop) as runner:
         runner.run(scenario())
 

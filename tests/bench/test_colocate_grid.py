@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+
+import psutil
+import pytest
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "colocate_grid.py"
 LOAD = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--policies", "inference-only"]
@@ -37,7 +43,37 @@ def test_a_target_that_fails_is_named(tmp_path: Path) -> None:
     assert "unknown model 'no-such-model'" in (tmp_path / "grid-10.log").read_text()
 
 
-def test_what_is_cut_off_says_so(tmp_path: Path) -> None:
-    result = grid(tmp_path / "grid.json", "--seconds", "0.5", "--slo-tpot-ms", "10", "tiny", *LOAD, *TRAINING)
+def test_what_is_cut_off_goes_on(tmp_path: Path) -> None:
+    path, first = tmp_path / "grid.json", tmp_path / "grid-10.json"
+    arguments = ["--slo-tpot-ms", "10,10", "tiny", *LOAD, *TRAINING]
+    result = grid(path, "--seconds", "0.5", *arguments)
     assert result.returncode == 3
     assert "cut off: start it again to go on" in result.stderr
+    assert grid(path, *arguments).returncode == 0
+    (cell,) = json.loads(first.read_text())["cells"]
+    assert grid(path, *arguments).returncode == 0
+    assert json.loads(path.read_text())["cells"] == [cell], "measured once"
+
+
+def test_it_takes_its_processes_along(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--gpus", "1", "--json", str(tmp_path / "grid.json")]
+    script = subprocess.Popen([*command, "tiny", *LOAD, *TRAINING])
+    until(lambda: psutil.Process(script.pid).children())
+    (child,) = psutil.Process(script.pid).children()
+    script.terminate()
+    assert script.wait(30) == 128 + signal.SIGTERM
+    until(lambda: not child.is_running())
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_more_gpus_than_it_may_use_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    result = grid(tmp_path / "grid.json", "tiny")
+    assert result.returncode == 2
+    assert "--gpus: 2 of CUDA_VISIBLE_DEVICES=5" in result.stderr

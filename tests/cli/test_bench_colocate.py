@@ -117,6 +117,8 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert resumed["cells"][1]["timeline"] != lost["timeline"]
     assert resumed["runs"][0] == {name: whole[name] for name in ("command", "train_alone_tokens_per_s")}
     assert resumed["runs"][1]["train_alone_tokens_per_s"] == resumed["train_alone_tokens_per_s"]
+    assert bench_colocate("tiny", *TRAINING, *arguments, "--resume").returncode == 0
+    assert json.loads(path.read_text()) == resumed, "nothing was left to measure"
 
 
 def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
 
 
 def part(alone: float, *cells: dict[str, Any], **changes: object) -> dict[str, Any]:
-    report = {"kind": "colocate", "model": "tiny", "dtype": "float32", "device": "cpu", "command": f"bench {alone}"}
+    report = {"kind": "colocate", "model": "tiny", "device": "cpu", "command": f"bench {alone}"}
     return {**report, "train_alone_tokens_per_s": alone, "cells": list(cells), **changes}
 
 
@@ -152,11 +154,11 @@ def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
     paths[1].write_text(json.dumps(part(100.0, device="NVIDIA H200")))
     result = bench("colocate-report", *map(str, paths), "--json", str(tmp_path / "whole.json"))
     assert result.returncode == 2
-    assert "has device 'NVIDIA H200', not 'cpu': they cannot be compared" in result.stderr
+    assert f"{paths[1]} has device 'NVIDIA H200', not 'cpu': they cannot be compared" in result.stderr
     arguments = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--policies", "inference-only"]
     resumed = bench_colocate("tiny", *TRAINING, *arguments, "--resume", "--json", str(paths[1]))
     assert resumed.returncode == 2
-    assert "--resume: the file of --json has " in resumed.stderr
+    assert "--resume: the file of --json has training None, not {" in resumed.stderr
     assert json.loads(paths[1].read_text()) == part(100.0, device="NVIDIA H200")
 
 

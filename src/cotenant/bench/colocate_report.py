@@ -44,12 +44,21 @@ def _setting(report: Mapping[str, Any]) -> list[str]:
     )
     job = (
         f"The job trains on sequences of {training['seq_len']:,} tokens, {training['tokens_per_step']:,} a step, rank "
-        f"{training['r']}: {report['train_alone_tokens_per_s']:,.0f} tokens/s with the device to itself, measured "
-        "in the same run. Harvest is its speed beside requests as a share of that."
+        f"{training['r']}: {report['train_alone_tokens_per_s']:,.0f} tokens/s with the device to itself, "
     )
+    runs = report.get("runs", [])
+    if runs:
+        alone = ", ".join(f"{run['train_alone_tokens_per_s']:,.0f}" for run in runs)
+        job += (
+            f"as last measured or on average; in the runs that these are the cells of, {alone}. Harvest is its speed "
+        )
+        job += "beside requests as a share of what it had alone in the same run."
+    else:
+        job += "measured in the same run. Harvest is its speed beside requests as a share of that."
+    commands = [run["command"] for run in runs] or [report["command"]]
     return [
         f'<p class="sub">{html.escape(settings)} {html.escape(job)}</p>',
-        f"<p><code>{html.escape(report['command'])}</code></p>",
+        *(f"<p><code>{html.escape(command)}</code></p>" for command in dict.fromkeys(commands)),
         *_sharing(report.get("sharing", {})),
     ]
 

@@ -16,7 +16,7 @@ REFERENCE = "inference-only"
 SEPARATE = "separate"  # of bench/compare_sharing.py: it has two GPUs, so it is never the best other
 TOLERANCE = 0.03
 _NO_RIVALS = (SUBJECT, SEPARATE)
-_PLACE = ("load", "batch_size", "context", "num_tokens", "trace", "format", "time_scale", "request_rate")
+_PLACE = ("load", "batch_size", "context", "num_tokens", "trace", "format", "time_scale", "num_runs", "request_rate")
 
 Report = Mapping[str, Any]
 Cell = Mapping[str, Any]

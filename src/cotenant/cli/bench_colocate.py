@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +20,15 @@ from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_r
 from cotenant.bench.comparison import cell_key, compare
 from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
-from cotenant.cli.colocate_loads import ColocateLoad, plan_trace, read_traces, steady_load, trace_load
-from cotenant.cli.colocate_parts import KIND, go_on_with, read_report
+from cotenant.cli.colocate_loads import (
+    ColocateLoad,
+    plan_trace,
+    read_traces,
+    steady_load,
+    steady_parameters,
+    trace_load,
+)
+from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import fail, write_json
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
@@ -137,21 +144,30 @@ def colocate(
         ),
     )
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
-    with ColocateBench(config, workload) as bench:
-        alone = bench.alone(alone_seconds)
-        slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
-        # A seed for each load: what policies are compared under is the same.
-        loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
-        for name, scale in itertools.product(traces, scales):
-            loads.append(trace_load(bench, plan_trace(name, traces[name], scale, min_requests), len(loads)))
-        report = {
-            **_report(bench, label),
-            "slo_attainment": slo_attainment,
-            "train_alone_tokens_per_s": round(alone, 2),
-        }
-        if before is not None:
-            go_on_with(report, before)
-        _measure_grid(report, loads, slos, names, json_path)
+    if before is not None:  # what is known without the model, which takes a while to load
+        known = {"model": chosen.name, "training": asdict(workload), "slo_attainment": slo_attainment}
+        check_alike(known, before, "--resume: the file of --json")
+    slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
+    plans = [plan_trace(name, traces[name], scale, min_requests) for name, scale in itertools.product(traces, scales)]
+    steady = [steady_parameters(size, context, num_tokens) for size in sizes]
+    parameters = [*steady, *(plan.parameters for plan in plans)]
+    if before is not None and not _missing(before["cells"], parameters, slos, names):
+        report = before
+    else:
+        with ColocateBench(config, workload) as bench:
+            alone = bench.alone(alone_seconds)
+            # A seed for each load: what policies are compared under is the same.
+            loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
+            loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
+            report = {
+                **_report(bench, label),
+                "slo_attainment": slo_attainment,
+                "train_alone_tokens_per_s": round(alone, 2),
+                "cells": [],
+            }
+            if before is not None:
+                report = go_on_with(report, before)
+            _measure_grid(report, loads, slos, names, json_path)
     report["comparison"] = compare(report, slo_attainment)
     _print(report)
     if json_path is not None:
@@ -181,16 +197,29 @@ def _measure_grid(
     console = Console()
     alone = report["train_alone_tokens_per_s"]
     console.print(f"training alone: {alone:.0f} tokens/s")
-    cells = report.setdefault("cells", [])
-    known = {cell_key(cell) for cell in cells}
-    for load, slo, policy in itertools.product(loads, slos, policies):
-        named = {**load.parameters, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy}
-        if cell_key(named) in known:
-            continue
+    cells = report["cells"]
+    for index, slo, policy in _missing(cells, [load.parameters for load in loads], slos, policies):
+        load = loads[index]
         cells.append(cell_figures(load.parameters, load.measure(policy, slo), alone))
         console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
         if json_path is not None:
             write_json(json_path, report, is_compact=True)
+
+
+def _missing(
+    cells: Sequence[dict[str, Any]],
+    loads: Sequence[dict[str, Any]],
+    slos: Sequence[Slo],
+    policies: Sequence[str],
+) -> list[tuple[int, Slo, str]]:
+    """Of each load (by its number), target and policy those that ``cells`` lack."""
+    known = {cell_key(cell) for cell in cells}
+
+    def key(load: dict[str, Any], slo: Slo, policy: str) -> tuple[object, ...]:
+        return cell_key({**load, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy})
+
+    grid = itertools.product(range(len(loads)), slos, policies)
+    return [(index, slo, policy) for index, slo, policy in grid if key(loads[index], slo, policy) not in known]
 
 
 def _report(bench: ColocateBench, label: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def colocate_report(
 ) -> None:
     """Compare policies by what was measured before, also in several runs, and write the report with charts; of a run
     that was cut off, as far as it came."""
-    report = joined([read_report(file) for file in files])
+    report = joined({str(file): read_report(file) for file in files})
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
     if json_path is not None:
         write_json(json_path, report, is_compact=True)

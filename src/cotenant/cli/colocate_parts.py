@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +27,41 @@ def read_report(path: Path) -> Report:
     return {"slo_attainment": 0.99, **report}
 
 
-def go_on_with(report: Report, before: Mapping[str, Any]) -> None:
-    """Let ``report``, which has no cells yet, begin with those of a run ``before`` it. Each cell's harvest is a share
-    of what training reached alone in its own run; ``runs`` has them all. Raises InvalidInputError where the two could
-    not be compared."""
-    _check_alike(report, before, "--resume: the file of --json")
-    report["runs"] = [*_runs(before), *_runs(report)]
-    report["cells"] = list(before["cells"])
+def go_on_with(report: Report, before: Report) -> Report:
+    """``report``, which has no cells yet, with those of a run ``before`` it. Each cell's harvest is a share of what
+    training reached alone in its own run; ``runs`` has them all. Raises InvalidInputError where the two could not be
+    compared."""
+    check_alike(report, before, "--resume: the file of --json")
+    return {**before, **report, "runs": [*_runs(before), *_runs(report)], "cells": list(before["cells"])}
 
 
-def joined(parts: Sequence[Report]) -> Report:
-    """One report of all cells; of those that are in several parts the last. What training reaches alone is the mean of
-    the parts'. Raises InvalidInputError where parts could not be compared."""
-    first = parts[0]
-    for part in parts[1:]:
-        _check_alike(first, part, "the second and each further file")
-    cells = {cell_key(cell): cell for part in parts for cell in part["cells"]}
-    alone = sum(part["train_alone_tokens_per_s"] for part in parts) / len(parts)
+def joined(parts: Mapping[str, Report]) -> Report:
+    """One report of all cells, of files by their names; of cells that are in several the last. What training reaches
+    alone is the mean of theirs. Raises InvalidInputError where they could not be compared."""
+    first = next(iter(parts.values()))
+    for name, part in parts.items():
+        check_alike(first, part, name)
+    cells = {cell_key(cell): cell for part in parts.values() for cell in part["cells"]}
+    alone = sum(part["train_alone_tokens_per_s"] for part in parts.values()) / len(parts)
+    runs = [run for part in parts.values() for run in _runs(part)]
     return {
         **first,
         "train_alone_tokens_per_s": round(alone, 2),
-        "runs": [run for part in parts for run in _runs(part)],
+        **({"runs": runs} if len(runs) > 1 else {}),
         "cells": [cell for place in by_place(list(cells.values())) for cell in place],
     }
 
 
-def _runs(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_alike(report: Report, other: Report, what: str) -> None:
+    """That what both of them say of model, machine and job is the same, or InvalidInputError; ``what``: the other."""
+    for name in _SAME:
+        if name in report and report[name] != other.get(name):
+            raise InvalidInputError(
+                f"{what} has {name} {other.get(name)!r}, not {report[name]!r}: they cannot be compared", param=name
+            )
+
+
+def _runs(report: Report) -> list[dict[str, Any]]:
     """Of a report: each with its command, and what training reached alone."""
     names = ("command", "train_alone_tokens_per_s")
     return list(report.get("runs") or [{name: report[name] for name in names}])
-
-
-def _check_alike(report: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
-    for name in _SAME:
-        if report.get(name) != other.get(name):
-            raise InvalidInputError(
-                f"{what} has {name} {other.get(name)!r}, not {report.get(name)!r}: they cannot be compared", param=name
-            )
