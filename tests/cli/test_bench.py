@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import run_command
 
 URL = ("--url", "http://127.0.0.1:1")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cotenant", "bench", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command("bench", "serve", *arguments)
 
 
 @pytest.mark.parametrize(

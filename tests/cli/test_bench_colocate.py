@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from forked import run_command
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,20,12
@@ -25,8 +26,7 @@ TRAINING = ["--seq-len", "16", "--tokens-per-step", "16", "--alone-seconds", "0.
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cotenant", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_command("bench", *arguments)
 
 
 def bench_colocate(*arguments: str) -> subprocess.CompletedProcess[str]:

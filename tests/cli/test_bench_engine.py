@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_command
+
 
 def bench_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cotenant", "bench", "engine", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_command("bench", "engine", *arguments)
 
 
 def test_figures_and_their_floor(tmp_path: Path) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_command
+
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cotenant", "profile", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_command("profile", *arguments)
 
 
 def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import random
 import shutil
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import forked
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters
 from cotenant.core.tasklet import TaskletKind
@@ -44,17 +43,12 @@ def _assert_same_result(folder: Path, reference: Path, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("method", run_job.CHANGES)
-def test_killed_at_random_moments(
-    decoder: Decoder, model_folder: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path: Path, method: str) -> None:
     reference = _reference(decoder, tmp_path / "reference", **run_job.CHANGES[method])
     killed = tmp_path / "killed"
     support.make_spec(killed, validation=VALIDATION)
     generator = random.Random(4)
-    # Forked from a process that has imported torch, and done nothing with it.
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([run_job.__name__])
+    processes = forked.context()
     resumed_steps = []
     for num_steps in (3, 5, 2, 4, 3, 100):  # how far to let it go before the kill; at last to the end
         steps, theirs = processes.Pipe(duplex=False)

@@ -1,0 +1,66 @@
+"""Processes that need not import torch again, which takes seconds: forked from one that has, and has done nothing with
+it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import cotenant
+from cotenant.cli.main import main
+
+_TESTS = Path(__file__).parent
+_PRELOADED = [
+    "cotenant.cli.main",
+    "cotenant.runtime.colocate_bench",
+    "cotenant.runtime.engine_bench",
+    "cotenant.runtime.finetune_bench",
+    "finetune.run_job",
+]
+
+
+@functools.cache
+def context() -> ForkServerContext:
+    """Where to make processes and pipes."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(_PRELOADED)
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), before]))
+    try:
+        first = processes.Process(target=int)  # which starts the server
+        first.start()
+        first.join()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return processes
+
+
+def run_command(*arguments: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    """``python -m cotenant`` with these arguments."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = context().Process(target=_run, args=(arguments, *outputs))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(arguments, timeout_s)
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
+
+
+def _run(arguments: tuple[str, ...], stdout: Path, stderr: Path) -> None:
+    for number, path in enumerate((stdout, stderr), 1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = [str(Path(cotenant.__file__).with_name("__main__.py")), *arguments]
+    main()
