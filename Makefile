@@ -31,7 +31,7 @@ demo: install
 	$(BIN)/cotenant demo
 
 test: install-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest tests/gpu
