@@ -14,8 +14,10 @@ def colocate(results: Sequence[Result]) -> list[str]:
     parts = []
     for result in results:
         training = result["training"]
+        runs = dict.fromkeys(run["command"] for run in result.get("runs") or [result])
+        commands = ", ".join(f"`{command}`" for command in runs)
         parts.append(
-            f"`{result['command']}`: {result['model']}, {result['dtype']}, on {machine_text(result)}. Training alone: "
+            f"{commands}: {result['model']}, {result['dtype']}, on {machine_text(result)}. Training alone: "
             f"{result['train_alone_tokens_per_s']:,.0f} tokens/s (sequences of {training['seq_len']:,}, "
             f"{training['tokens_per_step']:,} tokens a step, rank {training['r']})."
         )

@@ -111,6 +111,16 @@ def test_the_page_has_every_policy_and_every_chart_and_nothing_from_elsewhere(
             assert legend == set(POLICIES)
 
 
+def test_a_grid_of_several_runs_names_them(tmp_path: Path, report: dict[str, Any]) -> None:
+    runs = [{"command": f"bench part {number}", "train_alone_tokens_per_s": 1000.0 + number} for number in (1, 2, 1)]
+    comparison = compare(report, 0.99)
+    write_report(tmp_path / "page.html", {**report, "runs": runs, "comparison": comparison})
+    text = " ".join(ElementTree.parse(tmp_path / "page.html").getroot().itertext())
+    assert "1,001, 1,002, 1,001 tokens/s with the device to itself, measured in the same run each" in text
+    assert text.count("bench part 1") == 1 == text.count("bench part 2")
+    assert report["command"] not in text
+
+
 def test_a_policy_has_one_colour_in_every_chart(tmp_path: Path, report: dict[str, Any]) -> None:
     root = written(tmp_path / "report.html", report)
     looks: dict[str, set[tuple[str, str | None]]] = {}

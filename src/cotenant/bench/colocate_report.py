@@ -42,23 +42,16 @@ def _setting(report: Mapping[str, Any]) -> list[str]:
         f"{report['model']} in {report['dtype']} on {report['device']}; {machine['cpu']}, {machine['num_cores']} cores"
         f"{gpus}; {versions}."
     )
+    runs = report.get("runs") or [report]
+    alone = ", ".join(f"{run['train_alone_tokens_per_s']:,.0f}" for run in runs)
     job = (
         f"The job trains on sequences of {training['seq_len']:,} tokens, {training['tokens_per_step']:,} a step, rank "
-        f"{training['r']}: {report['train_alone_tokens_per_s']:,.0f} tokens/s with the device to itself, "
+        f"{training['r']}: {alone} tokens/s with the device to itself, measured in the same run"
+        f"{' each' if len(runs) > 1 else ''}. Harvest is its speed beside requests as a share of that."
     )
-    runs = report.get("runs", [])
-    if runs:
-        alone = ", ".join(f"{run['train_alone_tokens_per_s']:,.0f}" for run in runs)
-        job += (
-            f"as last measured or on average; in the runs that these are the cells of, {alone}. Harvest is its speed "
-        )
-        job += "beside requests as a share of what it had alone in the same run."
-    else:
-        job += "measured in the same run. Harvest is its speed beside requests as a share of that."
-    commands = [run["command"] for run in runs] or [report["command"]]
     return [
         f'<p class="sub">{html.escape(settings)} {html.escape(job)}</p>',
-        *(f"<p><code>{html.escape(command)}</code></p>" for command in dict.fromkeys(commands)),
+        *(f"<p><code>{html.escape(command)}</code></p>" for command in dict.fromkeys(run["command"] for run in runs)),
         *_sharing(report.get("sharing", {})),
     ]
 

@@ -107,7 +107,7 @@ class _Choice:
             yield self._in_time(self._behind)
         if snapshot.batch.prefill_tokens:
             return
-        if snapshot.can_fuse and self._job.next_shape.kind is TaskletKind.FORWARD:
+        if snapshot.can_fuse and upcoming and self._job.next_shape.kind is TaskletKind.FORWARD:
             fused = fill(self._costs, upcoming, self._behind_ms(self._slack_ms), fuse=True)
             if fused.num_fused:
                 yield self._in_time(fused)
