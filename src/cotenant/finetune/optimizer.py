@@ -16,8 +16,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Optimizer:
     """AdamW over named float32 weights. ``step`` is the one place where training state changes.
 
-    By torch's functional form: making a ``torch.optim.AdamW`` imports torch's compiler, one to three seconds that every
-    worker would take longer to be ready.
+    By torch's functional form: making a ``torch.optim.AdamW`` imports torch's compiler, and every worker would be ready
+    so much later.
 
     The weights become views of one tensor, and their gradients of ``gradient``, zeros at first, in the order in which
     they are given: so a step is a few launches, however many weights there are. Whoever computes gradients adds them
