@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from forked import run_command
+
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "src" / "cotenant" / "assets" / "tiny" / "config.json"
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -59,7 +61,7 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
     trace.write_text(TRACE)
     shutil.copy(TINY, tmp_path / "tiny.json")
     load = ["--trace", str(trace), "--device", "cpu"]
-    measured = run("-m", "cotenant", "bench", "colocate", "tiny", *LOAD, *load, "--tokens-per-step", "32",
+    measured = run_command("bench", "colocate", "tiny", *LOAD, *load, "--tokens-per-step", "32",
                    "--batch-sizes", "3", "--policies", "inference-only", "--json", str(grid))  # fmt: skip
     assert measured.returncode == 0, measured.stderr
     theirs = json.loads(grid.read_text())
@@ -88,7 +90,7 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
         "server-separate.log", "server-no-mps.log", "training-no-mps.jsonl", "training-alone-1.log"
     }  # fmt: skip
     page = tmp_path / "grid.html"
-    drawn = run("-m", "cotenant", "bench", "colocate-report", str(grid), "--html", str(page))
+    drawn = run_command("bench", "colocate-report", str(grid), "--html", str(page))
     assert drawn.returncode == 0, drawn.stderr
     assert "no-mps: " not in page.read_text(), "nothing is known of it over time"
     assert f"{mine['train_alone_tokens_per_s']:,.0f} tokens/s alone" in page.read_text()
