@@ -39,6 +39,44 @@ def _chat(client: httpx.Client, model: str, text: str, max_tokens: int) -> dict[
     return answer
 
 
+def _begin(client: httpx.Client, model: str, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in _ROWS), encoding="utf-8")
+    file_id = client.post("/v1/files", files={"file": path.open("rb")}, data={"purpose": "fine-tune"}).json()["id"]
+    method = {"type": "supervised", "supervised": {"hyperparameters": settings}}
+    response = client.post("/v1/fine_tuning/jobs", json={"model": model, "training_file": file_id, "method": method})
+    assert response.status_code == 200, response.text
+    job: dict[str, Any] = response.json()
+    return job
+
+
+def _ended(client: httpx.Client, job: dict[str, Any]) -> dict[str, Any]:
+    deadline_s = time.monotonic() + 240
+    while job["status"] not in ("succeeded", "failed", "cancelled") and time.monotonic() < deadline_s:
+        time.sleep(0.5)
+        job = client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()
+    return job
+
+
+@pytest.mark.timeout(300)
+def test_a_job_whose_loss_is_lost_fails_alone(tmp_path: Path) -> None:
+    server = start_server(tmp_path / "data", model="tiny", wait=False)
+    try:
+        server.wait_ready(200)
+        with httpx.Client(base_url=server.base_url, timeout=120) as client:
+            before = _chat(client, "tiny", "hello", 8)["choices"]
+            settings = {"learning_rate": 1e6, "warmup_steps": 1, "save_steps": 1, "n_epochs": 20, "batch_size": 4}
+            job = _ended(client, _begin(client, "tiny", settings, tmp_path))
+            assert job["status"] == "failed", job
+            assert "The loss is not finite at step " in job["error"]["message"]
+            step = int(job["error"]["message"].partition("at step ")[2].partition(",")[0])
+            saved = client.get(f"/v1/fine_tuning/jobs/{job['id']}/checkpoints").json()["data"]
+            assert [checkpoint["step_number"] for checkpoint in saved] == list(range(step - 1, 0, -1))
+            assert _chat(client, "tiny", "hello", 8)["choices"] == before
+    finally:
+        server.kill()
+
+
 @pytest.mark.timeout(540)
 @pytest.mark.parametrize("sharing", [("--policy", "multitask", "--fuse"), ("--policy", "multitask", "--no-fuse"), ()])
 def test_llama_8b_shapes_serve_and_train(tmp_path: Path, sharing: tuple[str, ...]) -> None:
@@ -54,16 +92,8 @@ def test_llama_8b_shapes_serve_and_train(tmp_path: Path, sharing: tuple[str, ...
 
 def _serve_and_train(server: RunningServer, client: httpx.Client, folder: Path) -> None:
     alone = _chat(client, "llama-3.1-8b", "hello", 32)["choices"][0]["message"]["content"]
-    path = folder / "train.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in _ROWS), encoding="utf-8")
-    file_id = client.post("/v1/files", files={"file": path.open("rb")}, data={"purpose": "fine-tune"}).json()["id"]
     settings = {"max_steps": 12, "batch_size": 4, "learning_rate": 1e-4, "r": 16}
-    body = {
-        "model": "llama-3.1-8b",
-        "training_file": file_id,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": settings}},
-    }
-    job = client.post("/v1/fine_tuning/jobs", json=body).json()
+    job = _begin(client, "llama-3.1-8b", settings, folder)
     answers: list[str] = []
     done = threading.Event()
 
@@ -75,10 +105,7 @@ def _serve_and_train(server: RunningServer, client: httpx.Client, folder: Path) 
     asker = threading.Thread(target=keep_asking)
     asker.start()
     try:
-        deadline_s = time.monotonic() + 240
-        while job["status"] not in ("succeeded", "failed", "cancelled") and time.monotonic() < deadline_s:
-            time.sleep(0.5)
-            job = client.get(f"/v1/fine_tuning/jobs/{job['id']}").json()
+        job = _ended(client, job)
     finally:
         done.set()
         asker.join()
