@@ -99,6 +99,19 @@ def test_a_run_that_was_cut_off_averages_over_whole_places() -> None:
     assert (comparison["num_whole_places"], len(comparison["places"])) == (1, 2)
 
 
+def test_serving_alone_need_not_be_measured_everywhere() -> None:
+    comparison = compared(
+        cell("adaptive", 60.0),
+        cell("static", 40.0),
+        cell("inference-only", 0.0, tpot_ms=40.0),
+        cell("adaptive", 80.0, tpot_ms=40.0),
+        cell("static", 50.0, tpot_ms=40.0),
+        cell("inference-only", 0.0, 0.5, scale=4.0),
+    )
+    assert comparison["averages"] == {"adaptive": 70.0, "static": 45.0, "inference-only": 0.0}
+    assert (comparison["num_whole_places"], len(comparison["places"])) == (2, 3)
+
+
 def test_two_gpus_that_share_half_the_load_each() -> None:
     comparison = compared(
         cell("adaptive", 75.0, scale=0.5),

@@ -121,6 +121,28 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == resumed, "nothing was left to measure"
 
 
+def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
+    path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    arguments = ["--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1", "--min-requests", "1"]
+    arguments += ["--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000", "--slo-ttft-ms", "60000"]
+    arguments += ["--policies", "multitask,inference-only", "--skip-hopeless", "--json", str(path)]
+    assert bench_colocate("tiny", *TRAINING, *arguments).returncode == 0
+    report = json.loads(path.read_text())
+    found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
+    assert found == [
+        (scale, tpot_ms, policy)
+        for scale in (0.5, 1)
+        for tpot_ms, policy in ((0.001, "inference-only"), (10000, "inference-only"), (10000, "multitask"))
+    ]
+    assert [(cell["window_s"], cell["duration_s"], cell["num_requests"]) for cell in report["cells"][::3]] == [
+        ([0.0, 0.5], 1.0, 1),
+        ([0.0, 1.0], 1.0, 2),
+    ]
+    assert bench_colocate("tiny", *TRAINING, *arguments, "--resume").returncode == 0
+    assert json.loads(path.read_text()) == report, "nothing was left to measure"
+
+
 def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
     load = {"load": "steady", "batch_size": 2, "context": 40, "num_tokens": 16}
     figures = {"train_tokens_per_s": tokens_per_s, "harvest": 0.5, "attainment": 1.0, "num_requests": 2}
@@ -194,7 +216,8 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--seq-len", "48", "--tokens-per-step", "64"], "--tokens-per-step: 64 is not a multiple of --seq-len 48"),
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
         (["--resume"], "--resume goes on with the file of --json: give it"),
-        (["--window", "0:5"], "--window and --busiest choose a part of a trace: give --trace"),
+        (["--window", "0:5"], "--window, --busiest and --cell-seconds choose a part of a trace: give --trace"),
+        (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],
             "take up to 1856; the model takes 1024",

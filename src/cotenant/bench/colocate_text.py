@@ -52,7 +52,7 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
     lines = [
         f"The SLO is met where at least {attainment:.4g} of the requests met both targets. Averages are over "
         f"{comparison['num_whole_places']} of {num_places} places (load, rate and target), those where every policy "
-        "was measured; a place where a policy misses the SLO counts as 0 for it."
+        "that trains was measured; a place where a policy misses the SLO counts as 0 for it."
     ]
     if SEPARATE in comparison["averages"]:
         lines.append(f"`{SEPARATE}` has two GPUs and is left out where the best other policy is named.")

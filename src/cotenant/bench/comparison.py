@@ -24,16 +24,19 @@ Cell = Mapping[str, Any]
 
 def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     """``places``: what each policy did at each, and which was the best beside ``adaptive``. ``averages``: training
-    tokens/s over the places where all policies were measured; 0 counts where the SLO is missed. ``ratios``: of
-    ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the run, or 0).
-    ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it is more than
-    3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""
+    tokens/s over the places where all policies that train were measured; 0 counts where the SLO is missed.
+    ``ratios``: of ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the
+    run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
+    is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     places = [_place(cells, slo_attainment) for cells in by_place(report["cells"])]
     places = [place for place in places if place["policies"]]
-    whole = [place for place in places if len(place["policies"]) == len(policies)]
+    rivals = {policy for policy in policies if policy != REFERENCE}
+    whole = [place for place in places if rivals <= place["policies"].keys()]
     averages = {
-        policy: round(sum(_counted(place["policies"][policy]) for place in whole) / len(whole), 2) if whole else None
+        policy: round(sum(_counted(place["policies"].get(policy)) for place in whole) / len(whole), 2)
+        if whole
+        else None
         for policy in policies
     }
     return {
@@ -91,9 +94,9 @@ def _place(cells: Sequence[Cell], slo_attainment: float) -> dict[str, Any]:
     return {"place": place, "policies": policies, "best_other": best, "ratio_to_best_other": ratio}
 
 
-def _counted(figures: Mapping[str, Any]) -> float:
-    """Tokens/s, 0 where the SLO is missed."""
-    return float(figures["train_tokens_per_s"]) if figures["meets_slo"] else 0.0
+def _counted(figures: Mapping[str, Any] | None) -> float:
+    """Tokens/s, 0 where the SLO is missed or nothing was measured."""
+    return float(figures["train_tokens_per_s"]) if figures is not None and figures["meets_slo"] else 0.0
 
 
 def _ratio(ours: float, theirs: float) -> float | None:

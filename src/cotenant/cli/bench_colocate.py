@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cotenant.bench.colocate_report import write_report
 from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_row
-from cotenant.bench.comparison import cell_key, compare
+from cotenant.bench.comparison import REFERENCE, cell_key, compare, meets_slo, place_key
 from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
 from cotenant.cli.colocate_loads import (
@@ -74,6 +74,14 @@ def colocate(
         int, typer.Option(min=1, help="A trace with fewer is run through again: p99 is not stated of fewer than 100.")
     ] = MIN_VALUES_FOR_P99,
     time_scale: Annotated[str, typer.Option(help="How many times as fast as it was recorded, one row each.")] = "1",
+    cell_seconds: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="Of a trace, what comes in so many seconds, at each rate.", show_default=False),
+    ] = None,
+    skip_hopeless: Annotated[
+        bool,
+        typer.Option(help="Begin with inference-only, and measure nothing else where that misses the SLO already."),
+    ] = False,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence.")] = 2048,
     tokens_per_step: Annotated[int, typer.Option(min=2, help="Of an optimizer step, a multiple of --seq-len.")] = 4096,
     tasklet_tokens: Annotated[
@@ -114,8 +122,14 @@ def colocate(
     check_rows(model, limit, seq_len, tokens_per_step)
     for name in names:
         CoExecutionConfig(policy=name)  # that it exists
-    if not trace and (window is not None or busiest is not None):
-        raise InvalidInputError("--window and --busiest choose a part of a trace: give --trace", param="trace")
+    if not trace and (window is not None or busiest is not None or cell_seconds is not None):
+        raise InvalidInputError(
+            "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
+        )
+    if skip_hopeless:
+        if REFERENCE not in names:
+            raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
+        names.sort(key=lambda name: name != REFERENCE)
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -148,10 +162,13 @@ def colocate(
         known = {"model": chosen.name, "training": asdict(workload), "slo_attainment": slo_attainment}
         check_alike(known, before, "--resume: the file of --json")
     slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
-    plans = [plan_trace(name, traces[name], scale, min_requests) for name, scale in itertools.product(traces, scales)]
+    plans = [
+        plan_trace(name, traces[name], scale, min_requests, cell_seconds)
+        for name, scale in itertools.product(traces, scales)
+    ]
     steady = [steady_parameters(size, context, num_tokens) for size in sizes]
     parameters = [*steady, *(plan.parameters for plan in plans)]
-    if before is not None and not _missing(before["cells"], parameters, slos, names):
+    if before is not None and not _missing(before, parameters, slos, names, skip_hopeless=skip_hopeless):
         report = before
     else:
         with ColocateBench(config, workload) as bench:
@@ -167,7 +184,7 @@ def colocate(
             }
             if before is not None:
                 report = go_on_with(report, before)
-            _measure_grid(report, loads, slos, names, json_path)
+            _measure_grid(report, loads, slos, names, json_path, skip_hopeless=skip_hopeless)
     report["comparison"] = compare(report, slo_attainment)
     _print(report)
     if json_path is not None:
@@ -191,35 +208,50 @@ def _measure_grid(
     slos: Sequence[Slo],
     policies: Sequence[str],
     json_path: Path | None,
+    *,
+    skip_hopeless: bool,
 ) -> None:
     """Measure each policy at each target under each load, and say so as it goes. The file is written after each cell:
-    a long run that is cut off leaves what it has measured."""
+    a long run that is cut off leaves what it has measured. ``skip_hopeless``: none but the reference, which comes
+    first, where that misses the SLO."""
     console = Console()
     alone = report["train_alone_tokens_per_s"]
     console.print(f"training alone: {alone:.0f} tokens/s")
     cells = report["cells"]
-    for index, slo, policy in _missing(cells, [load.parameters for load in loads], slos, policies):
-        load = loads[index]
-        cells.append(cell_figures(load.parameters, load.measure(policy, slo), alone))
+    parameters = [load.parameters for load in loads]
+    while missing := _missing(report, parameters, slos, policies, skip_hopeless=skip_hopeless):
+        index, slo, policy = missing[0]
+        cells.append(cell_figures(parameters[index], loads[index].measure(policy, slo), alone))
         console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
         if json_path is not None:
             write_json(json_path, report, is_compact=True)
 
 
 def _missing(
-    cells: Sequence[dict[str, Any]],
+    report: dict[str, Any],
     loads: Sequence[dict[str, Any]],
     slos: Sequence[Slo],
     policies: Sequence[str],
+    *,
+    skip_hopeless: bool,
 ) -> list[tuple[int, Slo, str]]:
-    """Of each load (by its number), target and policy those that ``cells`` lack."""
-    known = {cell_key(cell) for cell in cells}
+    """Of each load (by its number), target and policy those that the report's cells lack."""
+    known = {cell_key(cell) for cell in report["cells"]}
+    hopeless = {
+        place_key(cell)
+        for cell in report["cells"]
+        if skip_hopeless
+        and cell["policy"] == REFERENCE
+        and cell["num_requests"]
+        and not meets_slo(cell, report["slo_attainment"])
+    }
 
-    def key(load: dict[str, Any], slo: Slo, policy: str) -> tuple[object, ...]:
-        return cell_key({**load, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy})
+    def is_missing(load: dict[str, Any], slo: Slo, policy: str) -> bool:
+        cell = {**load, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy}
+        return cell_key(cell) not in known and (policy == REFERENCE or place_key(cell) not in hopeless)
 
     grid = itertools.product(range(len(loads)), slos, policies)
-    return [(index, slo, policy) for index, slo, policy in grid if key(loads[index], slo, policy) not in known]
+    return [(index, slo, policy) for index, slo, policy in grid if is_missing(loads[index], slo, policy)]
 
 
 def _report(bench: ColocateBench, label: str) -> dict[str, Any]:

@@ -203,17 +203,21 @@ class ColocateBench:
         return watch.timeline.tokens_per_s(start_s, load.now_s)
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
-        """These requests, open loop; training counts while they arrive, for ``duration_s``."""
+        """These requests, open loop, for ``duration_s``. What is live then is answered without training, which takes
+        less time, and is judged by what came before (``judge``)."""
         self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
         with self._sampler() as utilisation:
-            while not (load.done and load.now_s >= duration_s):
+            while load.now_s < duration_s:
                 self._iterate(loop, watch)
-                if load.now_s > duration_s + ANSWERED_WITHIN_S:
-                    load.abort()
-                    break
-        self._become_idle(loop, watch)
+        last_watch, loop = self._begin(load, "inference-only", slo)
+        while not load.done:
+            self._iterate(loop, last_watch)
+            if load.now_s > duration_s + ANSWERED_WITHIN_S:
+                load.abort()
+                break
+        self._become_idle(loop, last_watch)
         return _cell(policy, slo, watch, 0.0, duration_s, utilisation.figures, with_ttft=True)
 
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
@@ -324,12 +328,13 @@ class ColocateBench:
 
 def judge(policy: str, slo: Slo, answers: Sequence[Answer], start_s: float, end_s: float, *, with_ttft: bool) -> Cell:
     """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
-    beginning."""
+    beginning, and of one that is not answered at the end the tokens until then, if they are enough to tell its TPOT."""
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
     for answer in answers:
         inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
-        times = answer.token_s if with_ttft else inside
+        has_enough = len(inside) >= SETTLED_TOKENS
+        times = answer.token_s if with_ttft and not has_enough else inside
         num_tokens += len(inside)
         if not times or answer.failure is not None or (with_ttft and not answer.done):
             num_failed += 1
