@@ -126,6 +126,20 @@ def test_far_ahead_the_device_has_work_while_the_host_is_away(simulation: Simula
     assert (idle_s < 0.01 * simulation.now_s) == far_ahead
 
 
+def test_how_long_what_lies_ahead_will_take_is_known(simulation: Simulation) -> None:
+    simulation.run(FORWARD, 0.7e-3, 30)
+    for _ in range(3):
+        simulation.queue.wait_for_room(far_ahead=True)
+        simulation.launch(FORWARD, 0.7e-3)
+    left_s = simulation.busy_until_s - simulation.now_s
+    assert left_s > 1e-3
+    assert simulation.queue.tail_s() == pytest.approx(left_s, abs=150e-6)
+    simulation.now_s = simulation.busy_until_s
+    assert simulation.queue.tail_s() == 0.0
+    simulation.run(FORWARD, 2e-3, 2, partition=Partition(48, 84))
+    assert simulation.queue.tail_s() == 0.0, "a batch has its own SMs"
+
+
 def test_far_ahead_there_are_no_more_than_two_of_which_nobody_knows_how_long_they_take(simulation: Simulation) -> None:
     for _ in range(4):
         simulation.queue.wait_for_room(far_ahead=True)

@@ -31,6 +31,10 @@ class SplitDevice(CpuDevice):
         self.launched: list[str] = []
         self.far_ahead: list[bool] = []
         self.trains = False
+        self.tail = 0.0
+
+    def tail_s(self) -> float:
+        return self.tail
 
     def is_training(self) -> bool:
         return self.trains
@@ -224,9 +228,18 @@ def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_en
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     device.far_ahead.clear()
     side_by_side.execute(spatial(3, 3))
-    assert device.far_ahead == [False, False, False, False, True], "beside the batch, behind it, and the last of those"
+    assert device.far_ahead == [False, False, False, True, True], "beside the batch, which they end with, and behind it"
     side_by_side.execute(Plan(run_online=False, num_tasklets=2, mode=Mode.TEMPORAL))
-    assert device.far_ahead == [False, False], "a request may come at any moment"
+    assert device.far_ahead == [True, True], "until a request that comes is a batch, they have ended"
+
+
+def test_an_iteration_ends_with_its_tasklets_although_the_host_goes_on(side_by_side: SideBySide) -> None:
+    plan = Plan(num_tasklets=2, mode=Mode.TEMPORAL, predicted_ms=5000.0)
+    assert side_by_side.execute(plan).total_ms < 2000
+    side_by_side.device.tail = 4.0
+    record = side_by_side.execute(plan)
+    assert 4000 < record.total_ms < 6000
+    assert record.online_ms < 2000
 
 
 def test_the_lane_is_not_given_a_tasklet_before_the_batch_while_it_has_one(side_by_side: SideBySide) -> None:

@@ -97,7 +97,7 @@ class Executor:
         if num_behind == 0:
             num_beside += self._run_awaited(plan, num_beside, interrupted)
         num_launched += self._run_behind(plan, num_launched, interrupted)
-        end = time.perf_counter()
+        end = time.perf_counter() + self._device.tail_s()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
             return record
@@ -286,14 +286,13 @@ class Executor:
         return output[: hidden.shape[0]]
 
     def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
-        """Tasklets on all SMs. Where a batch is to follow, the last one is launched well ahead: the device would else
-        be idle while the host plans and launches that batch."""
+        """Tasklets on all SMs. Some lie ahead, also of requests that may come at any moment: the device would else be
+        idle while the host plans and launches the batch that follows, which is there no sooner for that."""
         count = 0
         while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
             if not self._training.runnable:
                 break
-            is_last = num_launched + count + 1 == plan.num_tasklets - plan.num_beside and not plan.until_step_end
-            far_ahead = is_last and plan.run_online and not self._training.next_waits
+            far_ahead = not self._training.next_waits
             self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)
             if plan.interruptible and interrupted():
                 break

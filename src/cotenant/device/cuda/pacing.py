@@ -1,7 +1,7 @@
 """When to launch the next tasklet: shortly before the one in flight ends.
 
 Earlier, and a tasklet more stands between a stop and the device being idle; later, and the device waits for the host.
-Where the host is about to be away it is launched some milliseconds ahead.
+Where the device has nothing else to do until the host has made and launched a batch, as long ahead as that takes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cotenant.device.base import FinishedTasklet
 
 # What a launch takes on the host, and what a sleep takes longer than it was told to.
 _LEAD_S = 150e-6
-# Where a batch runs beside them, or is to follow: as long as the host may be away, handing tokens on and planning and
-# launching the next batch, and so many tasklets at most.
+# No longer than the host is away where it hands tokens on, and plans and launches a batch, so nobody waits for a
+# tasklet that lies ahead; and so many of them at most.
 _FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
@@ -127,6 +127,13 @@ class TaskletQueue:
     def is_busy(self) -> bool:
         """Whether one is in flight now."""
         return bool(self._in_flight) and not self._in_flight[-1].end.query()
+
+    def tail_s(self) -> float:
+        """Until what is in flight has ended, if it has all SMs; as far as is known."""
+        self.collect()
+        if not self._in_flight or self._in_flight[-1].partition is not None:
+            return 0.0
+        return max(0.0, self._left_s())
 
     def collect(self) -> None:
         """Take note of what has ended."""
