@@ -20,23 +20,32 @@ from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.linear import linear
 
 
-class CapturedPieces:
-    """One batch size: what is captured for it, and the tensors of fixed addresses that the pieces share.
+class PieceTensors:
+    """Tensors of fixed addresses, for batches of ``size`` tokens and smaller ones: one batch at a time is in them.
 
     ``inputs`` int32 [4, size]: token ids, positions, slots, seats (see ``TokenInputs``). Rows past a batch's own tokens
     have slot -1: they are computed and keep nothing.
     """
 
-    def __init__(self, layers: LayerPieces, size: int, pool: Any) -> None:
-        weights = layers.decoder.weights.embedding
-        spec = layers.decoder.spec
+    def __init__(self, decoder: Decoder, size: int) -> None:
+        weights, spec = decoder.weights.embedding, decoder.spec
         self.inputs = torch.zeros((4, size), dtype=torch.int32, device=weights.device)
         self.inputs[2] = -1
         self.residual = weights.new_zeros((size, spec.hidden_size))
         self.query = weights.new_zeros((size, spec.num_heads, spec.head_dim))
         self.attended = weights.new_zeros((size, spec.num_heads, spec.head_dim))
+
+
+class CapturedPieces:
+    """One batch size: what is captured for it, and its parts of the tensors that the pieces share."""
+
+    def __init__(self, layers: LayerPieces, size: int, tensors: PieceTensors, pool: Any) -> None:
+        self.inputs = tensors.inputs[:, :size]
+        self.residual = tensors.residual[:size]
+        self.query, self.attended = tensors.query[:size], tensors.attended[:size]
         self._layers = layers
-        self._graphs = [capture_graph(partial(self._run_piece, index), pool) for index in range(spec.num_layers)]
+        num_layers = layers.decoder.spec.num_layers
+        self._graphs = [capture_graph(partial(self._run_piece, index), pool) for index in range(num_layers)]
 
     def _run_piece(self, index: int) -> None:
         tokens = TokenInputs(*self.inputs)
@@ -60,7 +69,8 @@ class LayerPieces:
 
     def capture(self, sizes: Sequence[int], pool: Any) -> dict[int, CapturedPieces]:
         """Pieces for batches of these many tokens, on the current stream."""
-        return {size: CapturedPieces(self, size, pool) for size in sorted(sizes, reverse=True)}
+        tensors = PieceTensors(self.decoder, max(sizes))
+        return {size: CapturedPieces(self, size, tensors, pool) for size in sorted(sizes, reverse=True)}
 
     def begin(self, tokens: TokenInputs, residual: torch.Tensor, query: torch.Tensor) -> None:
         """From token ids to the first layer's queries; writes ``residual`` and ``query``."""
