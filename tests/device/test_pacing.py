@@ -126,6 +126,29 @@ def test_far_ahead_the_device_has_work_while_the_host_is_away(simulation: Simula
     assert (idle_s < 0.01 * simulation.now_s) == far_ahead
 
 
+def test_no_more_lies_ahead_than_the_host_is_away_for(simulation: Simulation) -> None:
+    """Then one tasklet at most stands before a batch, as where none lies ahead."""
+
+    def most_ahead_s() -> float:
+        ahead_s = []
+        for _ in range(30):
+            simulation.queue.wait_for_room(far_ahead=True)
+            simulation.launch(FORWARD, 0.3e-3)
+            ahead_s.append(simulation.busy_until_s - simulation.now_s)
+        return max(ahead_s)
+
+    simulation.run(FORWARD, 0.3e-3, 20)
+    at_first_s = most_ahead_s()
+    for _ in range(20):
+        simulation.queue.host_was_away(0.5e-3)
+    assert most_ahead_s() < 0.5e-3 + 0.3e-3 + 100e-6 < at_first_s
+    simulation.queue.host_was_away(3600.0)  # nobody wanted anything
+    assert most_ahead_s() < 0.7e-3 + 0.3e-3
+    for _ in range(200):
+        simulation.queue.host_was_away(10e-3)
+    assert most_ahead_s() == pytest.approx(at_first_s, abs=100e-6)
+
+
 def test_how_long_what_lies_ahead_will_take_is_known(simulation: Simulation) -> None:
     simulation.run(FORWARD, 0.7e-3, 30)
     for _ in range(3):

@@ -5,6 +5,7 @@ The lanes are those of a CPU that notes what it is asked for; a batch has not la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,10 @@ class SplitDevice(CpuDevice):
         self.far_ahead: list[bool] = []
         self.trains = False
         self.tail = 0.0
+        self.absences_s: list[float] = []
+
+    def host_was_away(self, seconds: float) -> None:
+        self.absences_s.append(seconds)
 
     def tail_s(self) -> float:
         return self.tail
@@ -231,6 +236,19 @@ def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_en
     assert device.far_ahead == [False, False, False, True, True], "beside the batch, which they end with, and behind it"
     side_by_side.execute(Plan(run_online=False, num_tasklets=2, mode=Mode.TEMPORAL))
     assert device.far_ahead == [True, True], "until a request that comes is a batch, they have ended"
+
+
+def test_the_device_is_told_how_long_the_host_was_away(side_by_side: SideBySide) -> None:
+    temporal, absences_s = Plan(num_tasklets=2, mode=Mode.TEMPORAL), side_by_side.device.absences_s
+    side_by_side.execute(temporal)
+    absences_s.clear()
+    begin_s = time.perf_counter()
+    side_by_side.execute(temporal)
+    assert len(absences_s) == 1
+    assert 0 < absences_s[0] < time.perf_counter() - begin_s
+    side_by_side.execute(Plan())
+    side_by_side.execute(Plan())
+    assert len(absences_s) == 2, "before the first of these alone tasklets were launched behind a batch"
 
 
 def test_an_iteration_ends_with_its_tasklets_although_the_host_goes_on(side_by_side: SideBySide) -> None:

@@ -56,7 +56,10 @@ class Device(Protocol):
     ) -> None:
         """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
         ``interrupted``, asked meanwhile, says yes. ``far_ahead``: a few tasklets may be in flight, so that the lane has
-        work while the host is busy elsewhere."""
+        work while the host is busy elsewhere, for as long as it was before (``host_was_away``)."""
+
+    def host_was_away(self, seconds: float) -> None:
+        """So long after the last tasklet of an iteration the next one's batch was launched."""
 
     def run_tasklet(
         self,

@@ -69,6 +69,7 @@ class Executor:
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
+        self._last_behind_s: float | None = None  # when the last tasklet behind a batch was launched, if none was since
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
@@ -185,6 +186,10 @@ class Executor:
             with self._device.online(plan.partition):
                 self._launch(step)
         self._launched.append(_Launched(plan, with_tasklet))
+        # A prompt's launch goes on while the device works at it.
+        if self._last_behind_s is not None and step.shape.prefill_tokens == 0:
+            self._device.host_was_away(time.perf_counter() - self._last_behind_s)
+        self._last_behind_s = None
         return fused, True
 
     def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
@@ -297,6 +302,7 @@ class Executor:
             if plan.interruptible and interrupted():
                 break
             self._device.run_tasklet(self._training.run_tasklet)
+            self._last_behind_s = time.perf_counter()
             count += 1
             if plan.until_step_end and self._training.at_step_end:
                 break

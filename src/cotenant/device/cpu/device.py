@@ -47,6 +47,9 @@ class CpuDevice:
     ) -> None:
         return
 
+    def host_was_away(self, seconds: float) -> None:
+        return
+
     def run_tasklet(
         self,
         launch: Callable[[], TaskletShape],

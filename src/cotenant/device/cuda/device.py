@@ -83,6 +83,9 @@ class CudaDevice:
     ) -> None:
         self._tasklets.wait_for_room(interrupted, ask_every_s, far_ahead=far_ahead)
 
+    def host_was_away(self, seconds: float) -> None:
+        self._tasklets.host_was_away(seconds)
+
     def run_tasklet(
         self,
         launch: Callable[[], TaskletShape],

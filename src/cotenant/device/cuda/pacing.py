@@ -19,13 +19,13 @@ from cotenant.device.base import FinishedTasklet
 
 # What a launch takes on the host, and what a sleep takes longer than it was told to.
 _LEAD_S = 150e-6
-# No longer than the host is away where it hands tokens on, and plans and launches a batch, so nobody waits for a
-# tasklet that lies ahead; and so many of them at most.
-_FAR_LEAD_S = 2.5e-3
+# Tasklets may lie ahead for as long as the host is away, but no longer than this, and so many at most.
+_MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
 _MOST_SHAPES = 1000  # that are remembered
-# How fast a shape's expected time follows longer and shorter ones. To launch early costs less than to launch late.
+# How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late, and to have
+# too little lie ahead less than too much.
 _GROWTH, _DECLINE = 0.05, 0.3
 # A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
 _UNUSUAL_LAUNCH_S = 5e-3
@@ -63,6 +63,7 @@ class TaskletQueue:
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
         self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
+        self._far_lead_s = _MOST_FAR_LEAD_S
         self._last_end_s = 0.0
         self._events: list[torch.cuda.Event] = []  # to be used again
 
@@ -99,12 +100,12 @@ class TaskletQueue:
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
     ) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
-        ``far_ahead``: or a few that end within some milliseconds."""
+        ``far_ahead``: or a few that end before the host can be back with a batch."""
         self.collect()
         while self._in_flight:
             # What never ran may take any time: no third one behind it.
             is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-            lead_s, most = (_FAR_LEAD_S, _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
+            lead_s, most = (self._far_lead_s, _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
             left_s = self._left_s() - lead_s
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
@@ -122,6 +123,10 @@ class TaskletQueue:
                 self._ended.append(self._in_flight.popleft())
                 return
             self.collect()
+
+    def host_was_away(self, seconds: float) -> None:
+        """From the launch of an iteration's last tasklet until the next one's batch was launched."""
+        self._far_lead_s = _followed(self._far_lead_s, min(seconds, _MOST_FAR_LEAD_S))
 
     @property
     def is_busy(self) -> bool:
@@ -158,9 +163,7 @@ class TaskletQueue:
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
-            known_ms = self._expected_ms.pop(kind, elapsed_ms)
-            share = _GROWTH if elapsed_ms > known_ms else _DECLINE
-            self._expected_ms[kind] = known_ms + share * (elapsed_ms - known_ms)
+            self._expected_ms[kind] = _followed(self._expected_ms.pop(kind, elapsed_ms), elapsed_ms)
             if len(self._expected_ms) > _MOST_SHAPES:
                 del self._expected_ms[next(iter(self._expected_ms))]
 
@@ -176,3 +179,7 @@ class TaskletQueue:
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
         expected_ms = sum(self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight)
         return start_s + expected_ms / 1e3 - time.perf_counter()
+
+
+def _followed(known: float, measured: float) -> float:
+    return known + (_GROWTH if measured > known else _DECLINE) * (measured - known)
