@@ -49,7 +49,7 @@ class Server:
 
 
 @pytest.mark.parametrize("attainment", [0.9, 0.99])
-def test_as_many_requests_meet_the_target_as_are_to(attainment: float) -> None:
+def test_half_as_many_requests_miss_the_target_as_may(attainment: float) -> None:
     """What was aimed at comes out longer by a random disturbance, as of prompts that come in between."""
     server, rng, num_met = Server(Margin(replace(SLO, attainment=attainment))), random.Random(0), 0
     rounds = 40_000
@@ -57,7 +57,7 @@ def test_as_many_requests_meet_the_target_as_are_to(attainment: float) -> None:
         tpot_ms = server.value * SLO.tpot_ms + rng.expovariate(1.0)
         num_met += tpot_ms <= SLO.tpot_ms
         server.serve(tpot_ms, trained_ms=tpot_ms)
-    assert num_met / rounds == pytest.approx(attainment, abs=0.01)
+    assert 1 - num_met / rounds == pytest.approx((1 - attainment) / 2, rel=0.1)
 
 
 def test_undisturbed_requests_are_aimed_at_closely_and_many_misses_leave_no_room() -> None:

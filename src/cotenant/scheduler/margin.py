@@ -2,7 +2,7 @@
 
 A plan that ends on time uses all slack up; what nobody planned for, prompts that come late in an answer's life or many
 at once, makes a request miss then. So the share of the TPOT target that is aimed at follows the misses, of either
-target, until as many requests as wanted meet both: a quantile, tracked as requests are judged. TTFT hangs on it, too:
+target, until half as many requests miss as may: a quantile, tracked as requests are judged. TTFT hangs on it, too:
 what running requests are ahead of their target is the room that prompts have. Misses that there would have been without
 training tell nothing, as far as they can be told.
 """
@@ -16,6 +16,8 @@ from cotenant.core.plan import FIRST_MARGIN, Slo
 
 _LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
+# Of the misses that the attainment allows: some are not training's, and those of one iteration count as one.
+_AIMED_AT = 0.5
 _FIRST_RISE = 0.003  # at a request that met the target while none has missed yet
 _RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
 _STARVED_S = 1.0
@@ -40,15 +42,16 @@ class _Life:
 
 
 class Margin:
-    """``value``: the share of the TPOT target to aim at. At ``Slo.attainment`` of requests that meet their targets it
-    stays where it is; it falls when more miss, and rises when fewer do.
+    """``value``: the share of the TPOT target to aim at. It stays where it is while half as many requests miss as may by
+    ``Slo.attainment``; it falls when more do, and rises when fewer do.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
     """
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
-        self._later_rise = _FALL * (1.0 - slo.attainment) / slo.attainment
+        misses = _AIMED_AT * (1.0 - slo.attainment)
+        self._later_rise = _FALL * misses / (1.0 - misses)
         self._rise = max(_FIRST_RISE, self._later_rise)
         self._trained_ms = 0.0
         self._last_trained_s = self._last_late_s = -math.inf
