@@ -110,6 +110,22 @@ SECTIONS = (
         "off after the first policy of the second rate, the second one before the last. Other GPUs of the host ran "
         "other measurements and tests at the same time. `adaptive` as above.",
     ),
+    Section(
+        "colocate_grid_h200.json",
+        "On a GPU: a part of the grid of targets, rates and traces",
+        "13 s of Azure's conversation and code traces of 2023 from second 626 on, where both come at about their mean "
+        "rates, at their own, half, two and four times the rate; `python bench/colocate_grid.py --gpus 2 --slo-tpot-ms "
+        "40,15 --seconds 540 --json grid.json --html grid.html` and what follows here, cut off. Where serving alone "
+        "misses the SLO nothing else was measured. With fewer than 100 requests one that misses is more than 1%. From "
+        "before several tasklets lay ahead of a batch, and the margin aimed at half the misses.",
+    ),
+    Section(
+        "decode_attention_h200.txt",
+        "On a GPU: decode attention on some of the SMs",
+        "A layer of Llama-3.1-8B, whose sequences lie in the server's pages: microseconds, by FlashInfer's kernel and "
+        "the number of SMs that it has. `fa2` serves; no other is faster on fewer SMs for many sequences.",
+        "python bench/decode_attention.py --shapes 32x1000,8x1024,64x512 --sms 32,48,64 --json attention.json",
+    ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
         "gpu_serving_h200.txt",
