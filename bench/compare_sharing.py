@@ -266,7 +266,7 @@ def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[Share
     loads = [SharedLoad(steady_parameters(size, context, num_tokens), seed) for seed, size in enumerate(sizes)]
     for name, trace in traces.items():
         for scale in arguments.time_scale:
-            plan = plan_trace(name, trace, scale, arguments.min_requests)
+            plan = plan_trace(name, trace, scale, arguments.min_requests, arguments.cell_seconds)
             loads.append(SharedLoad(plan.parameters, len(loads), plan))
     if not loads:
         raise SharingError("--steady-batch-sizes or --trace: which load is to be served?")
@@ -359,6 +359,7 @@ def parse() -> argparse.Namespace:
     of_load.add_argument("--window", metavar="START:END")
     of_load.add_argument("--busiest", type=float)
     of_load.add_argument("--min-requests", type=int, default=MIN_VALUES_FOR_P99)
+    of_load.add_argument("--cell-seconds", type=float)
     of_load.add_argument("--time-scale", type=list_of(float), default=[1.0])
     of_load.add_argument("--max-model-len", type=int, default=0)
     of_training = parser.add_argument_group("training, by PEFT")

@@ -124,7 +124,7 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    arguments = ["--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1", "--min-requests", "1"]
+    arguments = ["--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
     arguments += ["--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000", "--slo-ttft-ms", "60000"]
     arguments += ["--policies", "multitask,inference-only", "--skip-hopeless", "--json", str(path)]
     assert bench_colocate("tiny", *TRAINING, *arguments).returncode == 0

@@ -13,7 +13,7 @@ from cotenant.config import BatchConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
-from cotenant.runtime.colocate_bench import SETTLED_TOKENS, ColocateBench, judge
+from cotenant.runtime.colocate_bench import ColocateBench, judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival
 
@@ -35,7 +35,7 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
     with ColocateBench(config, Workload(64, 2048, 64, 16, False)) as bench:
         step_s = 2048 / bench.alone(1.0)
         begin_s = time.perf_counter()
-        cell = bench.trace("whole-step", Slo(500, 1000), [Arrival(0.0, 4, 60)], 2.5 * step_s)
+        cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 2.5 * step_s)
         assert time.perf_counter() - begin_s < 20 * step_s
         assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
         assert cell.train_tokens_per_s > 0
@@ -43,14 +43,15 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
 
 @given(st.integers(0, 40))
 def test_an_answer_is_judged_by_its_tokens_until_the_end_if_they_are_enough(num_inside: int) -> None:
-    slow, fast = [0.1 * (index + 1) for index in range(num_inside)], [5 + 0.001 * index for index in range(40)]
-    answer = Answer(Arrival(0.0, 4, num_inside + 40), [*slow, *fast])
-    cell = judge("temporal", Slo(1e4, 50), [answer], 0.0, 4.5, with_ttft=True)
-    if num_inside >= SETTLED_TOKENS:
+    slow, fast = [0.1 * (index + 1) for index in range(num_inside)], [5 + 0.001 * index for index in range(140)]
+    answer = Answer(Arrival(0.0, 4, num_inside + 140), [*slow, *fast])
+    cell = judge("temporal", Slo(1e4, 50), [answer], 0.0, 2.0, with_ttft=True, until_s=4.5)
+    if num_inside >= 32:
         assert (cell.num_attained, cell.tpot_ms) == (0, [pytest.approx(100)])
     else:
-        assert len(cell.itl_ms) == num_inside + 39
-    assert cell.output_tokens_per_s == pytest.approx(num_inside / 4.5)
+        assert (cell.num_attained, len(cell.itl_ms)) == (1, num_inside + 139)
+    assert cell.output_tokens_per_s == pytest.approx(min(num_inside, 20) / 2.0)
+    assert len(judge("temporal", Slo(1e4, 50), [answer], 0.0, 2.0, with_ttft=True).itl_ms) == num_inside + 139
 
 
 def test_what_runs_in_a_partition_for_the_first_time_runs_before_anything_is_measured(

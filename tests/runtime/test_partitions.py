@@ -32,14 +32,10 @@ class SplitDevice(CpuDevice):
         self.launched: list[str] = []
         self.far_ahead: list[bool] = []
         self.trains = False
-        self.tail = 0.0
         self.absences_s: list[float] = []
 
     def host_was_away(self, seconds: float) -> None:
         self.absences_s.append(seconds)
-
-    def tail_s(self) -> float:
-        return self.tail
 
     def is_training(self) -> bool:
         return self.trains
@@ -249,15 +245,6 @@ def test_the_device_is_told_how_long_the_host_was_away(side_by_side: SideBySide)
     side_by_side.execute(Plan())
     side_by_side.execute(Plan())
     assert len(absences_s) == 2, "before the first of these alone tasklets were launched behind a batch"
-
-
-def test_an_iteration_ends_with_its_tasklets_although_the_host_goes_on(side_by_side: SideBySide) -> None:
-    plan = Plan(num_tasklets=2, mode=Mode.TEMPORAL, predicted_ms=5000.0)
-    assert side_by_side.execute(plan).total_ms < 2000
-    side_by_side.device.tail = 4.0
-    record = side_by_side.execute(plan)
-    assert 4000 < record.total_ms < 6000
-    assert record.online_ms < 2000
 
 
 def test_the_lane_is_not_given_a_tasklet_before_the_batch_while_it_has_one(side_by_side: SideBySide) -> None:

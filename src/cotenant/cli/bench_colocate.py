@@ -76,7 +76,9 @@ def colocate(
     time_scale: Annotated[str, typer.Option(help="How many times as fast as it was recorded, one row each.")] = "1",
     cell_seconds: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Of a trace, what comes in so many seconds, at each rate.", show_default=False),
+        typer.Option(
+            min=1.0, help="Of a trace, what comes in so many seconds, at each rate, once.", show_default=False
+        ),
     ] = None,
     skip_hopeless: Annotated[
         bool,

@@ -66,14 +66,14 @@ def plan_trace(
     name: str, trace: Trace, time_scale: float, min_requests: int, seconds: float | None = None
 ) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``.
-    ``seconds``: the part of it that is over by then. Raises InvalidInputError."""
-    if seconds is not None:
-        start_s, end_s = trace.window_s or (0.0, trace.duration_s)
-        length_s = min(seconds * time_scale, end_s - start_s)
+    ``seconds``: the part of it that is over by then, once. Raises InvalidInputError."""
+    start_s, end_s = trace.window_s or (0.0, trace.duration_s)
+    if seconds is not None and seconds * time_scale < end_s - start_s:
+        length_s = seconds * time_scale
         trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
         if not trace.requests:
             raise InvalidInputError(f"--cell-seconds: trace {name} has no request in the first {length_s:g} s")
-    num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
+    num_runs = 1 if seconds is not None else max(1, math.ceil(min_requests / len(trace.requests)))
     plan = TracePlan({}, trace.repeated(num_runs), time_scale)
     parameters = {
         "load": "trace",

@@ -161,8 +161,7 @@ class Plan:
 class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
-    ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch);
-    ``total_ms``: until its tasklets end, which the next iteration may begin before.
+    ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
     ``num_untimed``: by kind, tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned

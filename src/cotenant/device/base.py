@@ -75,9 +75,6 @@ class Device(Protocol):
     def is_training(self) -> bool:
         """Whether a tasklet is in flight."""
 
-    def tail_s(self) -> float:
-        """How long tasklets that have all SMs will still be in flight, as far as is known."""
-
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order; without those whose time was the host's, which was
         making them ready for the first time."""

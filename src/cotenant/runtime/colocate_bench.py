@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import tempfile
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are capt
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
+_ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
 _LEARNED_FROM = 64  # tokens of each sequence under the policy, before what is timed
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
@@ -203,14 +205,17 @@ class ColocateBench:
         return watch.timeline.tokens_per_s(start_s, load.now_s)
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
-        """These requests, open loop, for ``duration_s``. What is live then is answered without training, which takes
-        less time, and is judged by what came before (``judge``)."""
+        """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
+        enough others to be judged by; what is live then is answered without training, which takes less time."""
         self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
         with self._sampler() as utilisation:
             while load.now_s < duration_s:
                 self._iterate(loop, watch)
+        until_s = duration_s + (slo.ttft_ms + _ENOUGH_TOKENS * slo.tpot_ms) / 1e3
+        while load.now_s < until_s and not load.done:
+            self._iterate(loop, watch)
         last_watch, loop = self._begin(load, "inference-only", slo)
         while not load.done:
             self._iterate(loop, last_watch)
@@ -218,7 +223,7 @@ class ColocateBench:
                 load.abort()
                 break
         self._become_idle(loop, last_watch)
-        return _cell(policy, slo, watch, 0.0, duration_s, utilisation.figures, with_ttft=True)
+        return _cell(policy, slo, watch, 0.0, duration_s, utilisation.figures, judged_until_s=until_s)
 
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
@@ -230,7 +235,7 @@ class ColocateBench:
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
         self._end_steady(loop, watch)
-        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, with_ttft=False)
+        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures)
 
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> tuple[Cell, list[Shared]]:
         """As ``steady`` under `adaptive` on all SMs, and again beside training in each partition."""
@@ -238,7 +243,7 @@ class ColocateBench:
         load = self._steady_load(slo, batch_size, context, num_tokens, 0)
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
-        cell = _cell("adaptive", slo, watch, start_s, end_s, None, with_ttft=False)
+        cell = _cell("adaptive", slo, watch, start_s, end_s, None)
         shared = []
         for partition in self._tenants.serving.device.partitions:
             watch, loop = self._begin(load, "static", slo, (partition.online_share,))
@@ -326,15 +331,23 @@ class ColocateBench:
             self._iterate(loop, watch)
 
 
-def judge(policy: str, slo: Slo, answers: Sequence[Answer], start_s: float, end_s: float, *, with_ttft: bool) -> Cell:
+def judge(
+    policy: str,
+    slo: Slo,
+    answers: Sequence[Answer],
+    start_s: float,
+    end_s: float,
+    *,
+    with_ttft: bool,
+    until_s: float = math.inf,
+) -> Cell:
     """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
-    beginning, and of one that is not answered at the end the tokens until then, if they are enough to tell its TPOT."""
+    beginning. ``until_s``: then by the tokens until there, where they are enough to tell a TPOT."""
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
     for answer in answers:
         inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
-        has_enough = len(inside) >= SETTLED_TOKENS
-        times = answer.token_s if with_ttft and not has_enough else inside
+        times = _judged_by(answer.token_s, until_s) if with_ttft else inside
         num_tokens += len(inside)
         if not times or answer.failure is not None or (with_ttft and not answer.done):
             num_failed += 1
@@ -361,6 +374,11 @@ def judge(policy: str, slo: Slo, answers: Sequence[Answer], start_s: float, end_
     )
 
 
+def _judged_by(token_s: list[float], until_s: float) -> list[float]:
+    before = [at_s for at_s in token_s if at_s <= until_s]
+    return before if len(before) >= _ENOUGH_TOKENS else token_s
+
+
 def _cell(
     policy: str,
     slo: Slo,
@@ -369,10 +387,12 @@ def _cell(
     end_s: float,
     utilisation: dict[str, float] | None,
     *,
-    with_ttft: bool,
+    judged_until_s: float | None = None,
 ) -> Cell:
+    """``judged_until_s``: of requests from their beginning; None: of those that decode in this time."""
+    with_ttft, until_s = judged_until_s is not None, math.inf if judged_until_s is None else judged_until_s
     return replace(
-        judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft),
+        judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft, until_s=until_s),
         train_tokens_per_s=watch.timeline.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
         prediction_errors=watch.errors,

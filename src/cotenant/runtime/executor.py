@@ -98,7 +98,7 @@ class Executor:
         if num_behind == 0:
             num_beside += self._run_awaited(plan, num_beside, interrupted)
         num_launched += self._run_behind(plan, num_launched, interrupted)
-        end = time.perf_counter() + self._device.tail_s()
+        end = time.perf_counter()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
             return record
@@ -186,8 +186,8 @@ class Executor:
             with self._device.online(plan.partition):
                 self._launch(step)
         self._launched.append(_Launched(plan, with_tasklet))
-        # A prompt's launch goes on while the device works at it.
-        if self._last_behind_s is not None and step.shape.prefill_tokens == 0:
+        # What is not captured is launched while the device works at it.
+        if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
             self._device.host_was_away(time.perf_counter() - self._last_behind_s)
         self._last_behind_s = None
         return fused, True

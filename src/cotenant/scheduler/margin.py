@@ -42,8 +42,8 @@ class _Life:
 
 
 class Margin:
-    """``value``: the share of the TPOT target to aim at. It stays where it is while half as many requests miss as may by
-    ``Slo.attainment``; it falls when more do, and rises when fewer do.
+    """``value``: the share of the TPOT target to aim at. It stays where it is while half as many requests miss as may
+    by ``Slo.attainment``; it falls when more do, and rises when fewer do.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
     """

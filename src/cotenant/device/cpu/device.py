@@ -65,9 +65,6 @@ class CpuDevice:
     def is_training(self) -> bool:
         return False
 
-    def tail_s(self) -> float:
-        return 0.0
-
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []
         return finished

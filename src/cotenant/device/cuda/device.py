@@ -105,9 +105,6 @@ class CudaDevice:
     def is_training(self) -> bool:
         return self._tasklets.is_busy
 
-    def tail_s(self) -> float:
-        return self._tasklets.tail_s()
-
     def finished_tasklets(self) -> list[FinishedTasklet]:
         return self._tasklets.take_finished()
 

@@ -100,12 +100,13 @@ class TaskletQueue:
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
     ) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
-        ``far_ahead``: or a few that end before the host can be back with a batch."""
+        ``far_ahead``: or a few that end before the host can be back with a batch; a batch beside them has its own SMs,
+        and waits for none."""
         self.collect()
         while self._in_flight:
             # What never ran may take any time: no third one behind it.
             is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-            lead_s, most = (self._far_lead_s, _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
+            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
             left_s = self._left_s() - lead_s
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
@@ -132,13 +133,6 @@ class TaskletQueue:
     def is_busy(self) -> bool:
         """Whether one is in flight now."""
         return bool(self._in_flight) and not self._in_flight[-1].end.query()
-
-    def tail_s(self) -> float:
-        """Until what is in flight has ended, if it has all SMs; as far as is known."""
-        self.collect()
-        if not self._in_flight or self._in_flight[-1].partition is not None:
-            return 0.0
-        return max(0.0, self._left_s())
 
     def collect(self) -> None:
         """Take note of what has ended."""
@@ -170,6 +164,9 @@ class TaskletQueue:
     def _event(self) -> torch.cuda.Event:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
 
+    def _far_s(self) -> float:
+        return _MOST_FAR_LEAD_S if self._in_flight[-1].partition is not None else self._far_lead_s
+
     def _left_s(self) -> float:
         """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
         first = self._in_flight[0]
@@ -177,8 +174,10 @@ class TaskletQueue:
         if first.waits and first.before is not None:
             has_begun = first.start.query()
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
-        expected_ms = sum(self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight)
-        return start_s + expected_ms / 1e3 - time.perf_counter()
+        expected_ms = [self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight]
+        first_s = start_s + expected_ms[0] / 1e3 - time.perf_counter()
+        # Where it is late, beside a batch, those behind it have not begun.
+        return max(0.0, first_s) + sum(expected_ms[1:]) / 1e3 if len(expected_ms) > 1 else first_s
 
 
 def _followed(known: float, measured: float) -> float:
