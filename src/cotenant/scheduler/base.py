@@ -8,7 +8,7 @@ from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
-# after the tasklet in flight when a request arrives; the number only bounds how stale its reports get.
+# after the tasklets in flight when a request arrives; the number only bounds how stale its reports get.
 IDLE_TASKLETS = 16
 
 

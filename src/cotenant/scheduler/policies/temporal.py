@@ -7,7 +7,7 @@ from cotenant.scheduler.base import training_alone
 
 
 class TemporalPolicy:
-    """Tasklets when there is no live request; they stop after the one in flight when one arrives."""
+    """Tasklets when there is no live request; they stop after those in flight when one arrives."""
 
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.requests or not snapshot.batch.empty:
