@@ -31,7 +31,7 @@ from cotenant.cli.colocate_loads import (
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import fail, write_json
-from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ServerConfig
+from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 from cotenant.scheduler.space import sm_shares
@@ -112,9 +112,7 @@ def colocate(
     and what training gets, for each policy, target and load, and how policies compare. Harvest is training's speed as a
     share of what it reaches with the device to itself, measured in the same run.
     """
-    names = list(dict.fromkeys(name.strip() for name in policies.split(",") if name.strip()))
-    if not names:
-        raise InvalidInputError("--policies: which are to be measured?", param="policies")
+    names = _policies(policies, skip_hopeless)
     tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
     scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace else []
@@ -122,16 +120,10 @@ def colocate(
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
     check_rows(model, limit, seq_len, tokens_per_step)
-    for name in names:
-        CoExecutionConfig(policy=name)  # that it exists
     if not trace and (window is not None or busiest is not None or cell_seconds is not None):
         raise InvalidInputError(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
         )
-    if skip_hopeless:
-        if REFERENCE not in names:
-            raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
-        names.sort(key=lambda name: name != REFERENCE)
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -150,15 +142,7 @@ def colocate(
             f"model takes {max_model_len or limit}",
             param="context",
         )
-    config = ServerConfig(
-        model=replace(chosen, max_model_len=max_model_len or longest),
-        batch=BatchConfig(max_queue=1_000_000),
-        lora=LoraConfig(),
-        coexecution=CoExecutionConfig(
-            tasklet_tokens=tasklet_tokens or None,
-            sm_shares=tuple(sorted({share for name in names for share in sm_shares(name)})),
-        ),
-    )
+    config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     if before is not None:  # what is known without the model, which takes a while to load
         known = {"model": chosen.name, "training": asdict(workload), "slo_attainment": slo_attainment}
@@ -193,6 +177,28 @@ def colocate(
         write_json(json_path, report, is_compact=True)
     if html_path is not None:
         save_html(html_path, report)
+
+
+def _policies(text: str, skip_hopeless: bool) -> list[str]:
+    """Their names, in the order in which they are measured."""
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise InvalidInputError("--policies: which are to be measured?", param="policies")
+    for name in names:
+        CoExecutionConfig(policy=name)  # that it exists
+    if skip_hopeless and REFERENCE not in names:
+        raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
+    return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
+
+
+def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str]) -> ServerConfig:
+    shares = sorted({share for name in policies for share in sm_shares(name)})
+    return ServerConfig(
+        model=model,
+        batch=BatchConfig(max_queue=1_000_000),
+        lora=LoraConfig(),
+        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None, sm_shares=tuple(shares)),
+    )
 
 
 def save_html(path: Path, report: dict[str, Any]) -> None:
