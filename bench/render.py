@@ -117,7 +117,8 @@ SECTIONS = (
         "rates, at their own, half, two and four times the rate; `python bench/colocate_grid.py --gpus 2 --slo-tpot-ms "
         "40,15 --seconds 540 --json grid.json --html grid.html` and what follows here, cut off. Where serving alone "
         "misses the SLO nothing else was measured. With fewer than 100 requests one that misses is more than 1%. From "
-        "before several tasklets lay ahead of a batch, and the margin aimed at half the misses.",
+        "before several tasklets lay ahead of a batch, and the margin aimed at half the misses; requests that were "
+        "live at the end of a cell had the device to themselves from there on.",
     ),
     Section(
         "decode_attention_h200.txt",
