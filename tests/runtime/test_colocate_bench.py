@@ -13,6 +13,7 @@ from cotenant.config import BatchConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
+from cotenant.runtime import colocate_bench
 from cotenant.runtime.colocate_bench import ColocateBench, judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival
@@ -39,6 +40,16 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
         assert time.perf_counter() - begin_s < 20 * step_s
         assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
         assert cell.train_tokens_per_s > 0
+
+
+def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However far the targets are."""
+    monkeypatch.setattr(colocate_bench, "ANSWERED_WITHIN_S", 0.1)
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, 2048, 64, 16, False)) as bench:
+        bench.alone(0.1)
+        cell = bench.trace("whole-step", Slo(1e9, 1e9), [Arrival(0.0, 4, 120)], 0.1)
+    assert (cell.num_requests, cell.num_failed) == (1, 1)
 
 
 @given(st.integers(0, 40))

@@ -213,7 +213,7 @@ class ColocateBench:
         with self._sampler() as utilisation:
             while load.now_s < duration_s:
                 self._iterate(loop, watch)
-        until_s = duration_s + (slo.ttft_ms + _ENOUGH_TOKENS * slo.tpot_ms) / 1e3
+        until_s = duration_s + min(ANSWERED_WITHIN_S, (slo.ttft_ms + _ENOUGH_TOKENS * slo.tpot_ms) / 1e3)
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
         last_watch, loop = self._begin(load, "inference-only", slo)
