@@ -31,14 +31,9 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     places = [_place(cells, slo_attainment) for cells in by_place(report["cells"])]
     places = [place for place in places if place["policies"]]
-    rivals = {policy for policy in policies if policy != REFERENCE}
-    whole = [place for place in places if rivals <= place["policies"].keys()]
-    averages = {
-        policy: round(sum(_counted(place["policies"].get(policy)) for place in whole) / len(whole), 2)
-        if whole
-        else None
-        for policy in policies
-    }
+    training = set(policies) - {REFERENCE}
+    whole = [place for place in places if training <= place["policies"].keys()]
+    averages = {policy: _average(policy, whole) for policy in policies}
     return {
         "slo_attainment": slo_attainment,
         "places": places,
@@ -92,6 +87,10 @@ def _place(cells: Sequence[Cell], slo_attainment: float) -> dict[str, Any]:
         ratio = _ratio(_counted(policies[SUBJECT]), policies[best]["train_tokens_per_s"])
     place = {name: cells[0][name] for name in (*_PLACE, "slo") if name in cells[0]}
     return {"place": place, "policies": policies, "best_other": best, "ratio_to_best_other": ratio}
+
+
+def _average(policy: str, places: Sequence[Mapping[str, Any]]) -> float | None:
+    return round(sum(_counted(place["policies"].get(policy)) for place in places) / len(places), 2) if places else None
 
 
 def _counted(figures: Mapping[str, Any] | None) -> float:

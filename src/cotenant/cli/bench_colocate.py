@@ -16,18 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotenant.bench.colocate_report import write_report
-from cotenant.bench.colocate_text import HEADER, comparison_lines, line, table_row
-from cotenant.bench.comparison import REFERENCE, cell_key, compare, meets_slo, place_key
+from cotenant.bench.colocate_text import HEADER, comparison_lines, table_row
+from cotenant.bench.comparison import REFERENCE, compare
 from cotenant.cli.bench_finetune import check_rows
-from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
-from cotenant.cli.colocate_loads import (
-    ColocateLoad,
-    plan_trace,
-    read_traces,
-    steady_load,
-    steady_parameters,
-    trace_load,
-)
+from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
+from cotenant.cli.colocate_grid import Grid
+from cotenant.cli.colocate_loads import plan_trace, read_traces, steady_load, steady_parameters, trace_load
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import fail, write_json
@@ -153,8 +147,8 @@ def colocate(
         for name, scale in itertools.product(traces, scales)
     ]
     steady = [steady_parameters(size, context, num_tokens) for size in sizes]
-    parameters = [*steady, *(plan.parameters for plan in plans)]
-    if before is not None and not _missing(before, parameters, slos, names, skip_hopeless=skip_hopeless):
+    grid = Grid([*steady, *(plan.parameters for plan in plans)], slos, names, skip_hopeless)
+    if before is not None and not grid.missing(before):
         report = before
     else:
         with ColocateBench(config, workload) as bench:
@@ -170,7 +164,7 @@ def colocate(
             }
             if before is not None:
                 report = go_on_with(report, before)
-            _measure_grid(report, loads, slos, names, json_path, skip_hopeless=skip_hopeless)
+            grid.measure(report, loads, json_path)
     report["comparison"] = compare(report, slo_attainment)
     _print(report)
     if json_path is not None:
@@ -208,58 +202,6 @@ def save_html(path: Path, report: dict[str, Any]) -> None:
         write_report(path, report)
     except OSError as error:
         fail(f"--html: {path} cannot be written: {error}", exit_code=1)
-
-
-def _measure_grid(
-    report: dict[str, Any],
-    loads: Sequence[ColocateLoad],
-    slos: Sequence[Slo],
-    policies: Sequence[str],
-    json_path: Path | None,
-    *,
-    skip_hopeless: bool,
-) -> None:
-    """Measure each policy at each target under each load, and say so as it goes. The file is written after each cell:
-    a long run that is cut off leaves what it has measured. ``skip_hopeless``: none but the reference, which comes
-    first, where that misses the SLO."""
-    console = Console()
-    alone = report["train_alone_tokens_per_s"]
-    console.print(f"training alone: {alone:.0f} tokens/s")
-    cells = report["cells"]
-    parameters = [load.parameters for load in loads]
-    while missing := _missing(report, parameters, slos, policies, skip_hopeless=skip_hopeless):
-        index, slo, policy = missing[0]
-        cells.append(cell_figures(parameters[index], loads[index].measure(policy, slo), alone))
-        console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
-        if json_path is not None:
-            write_json(json_path, report, is_compact=True)
-
-
-def _missing(
-    report: dict[str, Any],
-    loads: Sequence[dict[str, Any]],
-    slos: Sequence[Slo],
-    policies: Sequence[str],
-    *,
-    skip_hopeless: bool,
-) -> list[tuple[int, Slo, str]]:
-    """Of each load (by its number), target and policy those that the report's cells lack."""
-    known = {cell_key(cell) for cell in report["cells"]}
-    hopeless = {
-        place_key(cell)
-        for cell in report["cells"]
-        if skip_hopeless
-        and cell["policy"] == REFERENCE
-        and cell["num_requests"]
-        and not meets_slo(cell, report["slo_attainment"])
-    }
-
-    def is_missing(load: dict[str, Any], slo: Slo, policy: str) -> bool:
-        cell = {**load, "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}, "policy": policy}
-        return cell_key(cell) not in known and (policy == REFERENCE or place_key(cell) not in hopeless)
-
-    grid = itertools.product(range(len(loads)), slos, policies)
-    return [(index, slo, policy) for index, slo, policy in grid if is_missing(loads[index], slo, policy)]
 
 
 def _report(bench: ColocateBench, label: str) -> dict[str, Any]:

@@ -1,0 +1,62 @@
+"""The cells of `cotenant bench colocate`: each policy at each target under each load, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cotenant.bench.colocate_text import line
+from cotenant.bench.comparison import REFERENCE, cell_key, meets_slo, place_key
+from cotenant.cli.colocate_figures import cell_figures
+from cotenant.cli.colocate_loads import ColocateLoad
+from cotenant.cli.colocate_parts import Report
+from cotenant.cli.output import write_json
+from cotenant.core.plan import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """``loads``: their parameters, as cells have them in the JSON. ``skip_hopeless``: where the reference, which comes
+    first, misses the SLO, nothing else is measured."""
+
+    loads: Sequence[dict[str, Any]]
+    slos: Sequence[Slo]
+    policies: Sequence[str]
+    skip_hopeless: bool
+
+    def missing(self, report: Report) -> list[tuple[int, Slo, str]]:
+        """Of each load (by its number), target and policy those that the report's cells lack."""
+        known = {cell_key(cell) for cell in report["cells"]}
+        hopeless = {place_key(cell) for cell in report["cells"] if self.skip_hopeless and _is_hopeless(cell, report)}
+
+        def is_missing(index: int, slo: Slo, policy: str) -> bool:
+            targets = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
+            cell = {**self.loads[index], "slo": targets, "policy": policy}
+            return cell_key(cell) not in known and (policy == REFERENCE or place_key(cell) not in hopeless)
+
+        cells = itertools.product(range(len(self.loads)), self.slos, self.policies)
+        return [cell for cell in cells if is_missing(*cell)]
+
+    def measure(self, report: Report, loads: Sequence[ColocateLoad], json_path: Path | None) -> None:
+        """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell: a
+        long run that is cut off leaves what it has measured."""
+        console = Console()
+        cells, alone = report["cells"], report["train_alone_tokens_per_s"]
+        console.print(f"training alone: {alone:.0f} tokens/s")
+        while missing := self.missing(report):
+            index, slo, policy = missing[0]
+            cells.append(cell_figures(self.loads[index], loads[index].measure(policy, slo), alone))
+            console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
+            if json_path is not None:
+                write_json(json_path, report, is_compact=True)
+
+
+def _is_hopeless(cell: dict[str, Any], report: Report) -> bool:
+    """Whether serving alone misses the SLO in its place."""
+    is_reference = cell["policy"] == REFERENCE and cell["num_requests"] > 0
+    return is_reference and not meets_slo(cell, report["slo_attainment"])
