@@ -69,7 +69,7 @@ class Executor:
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
-        self._last_behind_s: float | None = None  # when the last tasklet behind a batch was launched, if none was since
+        self._last_behind_s: float | None = None  # when the last tasklet on all SMs was launched, if no batch was since
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
