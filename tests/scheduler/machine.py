@@ -92,7 +92,7 @@ class Machine:
         self._rng = random.Random(0)
         self._noise = noise
         self._lengths = lengths
-        self._margin = Margin(slo)
+        self._margin = Margin(slo, self._policy.first_margin)
         self._now_s = 1000.0
         self._names = itertools.count()
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted

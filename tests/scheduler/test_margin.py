@@ -181,16 +181,17 @@ def test_requests_that_another_loop_began_are_judged_from_their_first_tokens_on(
     assert margin.value > FIRST_MARGIN
 
 
-def test_until_the_first_miss_the_margin_rises_fast() -> None:
-    def value_after(first_tpot_s: float) -> float:
-        margin = Margin(Slo(500.0, 10.0))
+def test_until_the_first_miss_the_margin_rises_fast_and_by_long_answers_most() -> None:
+    def value_after(first_tpot_s: float, num_tokens: int = 65) -> float:
+        margin = Margin(Slo(500.0, 10.0), first=0.8)
         for number, tpot_s in enumerate((first_tpot_s, *[0.005] * 8)):
             margin.trained(100.0, number)
             margin.note(str(number), 1, number, is_over=False)
             margin.trained(200.0, number)
-            margin.note(str(number), 10, number + 10 * tpot_s, is_over=True)
+            margin.note(str(number), num_tokens - 1, number + (num_tokens - 1) * tpot_s, is_over=True)
             margin.settle()
         return margin.value
 
-    assert value_after(0.005) > FIRST_MARGIN + 0.02
-    assert value_after(0.012) < FIRST_MARGIN - 0.02
+    assert value_after(0.005) > 0.8 + 0.015
+    assert 0.8 < value_after(0.005, num_tokens=11) < 0.8 + 0.004
+    assert value_after(0.012) < 0.8 - 0.02

@@ -107,7 +107,7 @@ class WorkerLoop:
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
-        self._margin = Margin(slo)
+        self._margin = Margin(slo, policy.first_margin)
         clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
@@ -13,7 +13,11 @@ IDLE_TASKLETS = 16
 
 
 class Policy(Protocol):
-    """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes nothing."""
+    """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes nothing.
+    ``first_margin``: the share of the TPOT target that it aims at before any request has told how close is too close.
+    """
+
+    first_margin: ClassVar[float] = FIRST_MARGIN
 
     def plan(self, snapshot: Snapshot) -> Plan: ...
 

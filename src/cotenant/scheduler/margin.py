@@ -18,7 +18,9 @@ _LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
 # Of the misses that the attainment allows: some are not training's, and those of one iteration count as one.
 _AIMED_AT = 0.5
-_FIRST_RISE = 0.003  # at a request that met the target while none has missed yet
+# At a request that met the target while none has missed yet, for each token that it has, up to so many: a short answer
+# that prompts came into has not many tokens to make up for them.
+_FIRST_RISE, _MOST_RISES = 0.00003, 256
 _RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
 _STARVED_S = 1.0
 _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
@@ -48,17 +50,18 @@ class Margin:
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
     """
 
-    def __init__(self, slo: Slo) -> None:
+    def __init__(self, slo: Slo, first: float = FIRST_MARGIN) -> None:
+        """``first``: the ``value`` before any request is judged."""
         self._slo = slo
         misses = _AIMED_AT * (1.0 - slo.attainment)
         self._later_rise = _FALL * misses / (1.0 - misses)
-        self._rise = max(_FIRST_RISE, self._later_rise)
+        self._has_missed = False  # any request
         self._trained_ms = 0.0
         self._last_trained_s = self._last_late_s = -math.inf
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
-        self.value = FIRST_MARGIN
+        self.value = self._first = first
 
     def trained(self, time_ms: float, now_s: float) -> None:
         """Training has made the live requests wait for so long."""
@@ -109,16 +112,21 @@ class Margin:
         if tpot_ms <= target_ms:
             self._num_judged += 1
             is_starved = now_s - max(self._last_trained_s, self._last_late_s) > _STARVED_S
-            recovery = _RECOVERY if self.value < FIRST_MARGIN else 0.0
-            self._change += recovery if is_starved else self._rise
+            recovery = _RECOVERY if self.value < self._first else 0.0
+            self._change += recovery if is_starved else self._rise_at(life.num_tokens)
         else:
             self._last_late_s = now_s
             if tpot_ms - _CASCADE * trained_ms <= target_ms:
                 self._miss(life)
 
+    def _rise_at(self, num_tokens: int) -> float:
+        if self._has_missed:
+            return self._later_rise
+        return max(self._later_rise, _FIRST_RISE * min(num_tokens, _MOST_RISES))
+
     def _miss(self, life: _Life) -> None:
         if not life.has_missed:
             life.has_missed = True
-            self._rise = self._later_rise
+            self._has_missed = True
             self._num_judged += 1
             self._change -= _FALL

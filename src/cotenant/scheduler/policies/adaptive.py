@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from cotenant.core.plan import JobView, Partition, Plan, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import serving_alone, training_alone, waits_longer
+from cotenant.scheduler.base import Policy, serving_alone, training_alone, waits_longer
 from cotenant.scheduler.filling import Costs, Filling, after, fill
 from cotenant.scheduler.planner import in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
@@ -39,7 +39,7 @@ class _Candidate(NamedTuple):
     has_behind: bool = True
 
 
-class AdaptivePolicy:
+class AdaptivePolicy(Policy):
     """Slack is counted for each request, and aimed at with the margin that the requests so far have taught. Ways of
     filling it are compared, and the one is taken that gets training furthest, the slack that it takes being counted at
     what tasklets behind a step would make of it:
@@ -50,7 +50,12 @@ class AdaptivePolicy:
 
     Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token.
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
+
+    Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
+    has not been learned yet. It begins wide: narrow ones gain training 1 to 2% there, and less where answers are long.
     """
+
+    first_margin: ClassVar[float] = 0.8
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor

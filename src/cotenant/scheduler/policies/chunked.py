@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import serving_alone, training_alone
+from cotenant.scheduler.base import Policy, serving_alone, training_alone
 from cotenant.scheduler.filling import Costs, fill
 from cotenant.scheduler.planner import in_time
 
 
-class ChunkedPolicy:
+class ChunkedPolicy(Policy):
     """Every batch, prompts too, takes a chunk of training along: as many layers of a micro-batch, forward or backward,
     as keep this one iteration within the TPOT target, aimed at with the learned margin. What a request was served
     faster before is not counted, nor who waits. The chunk's tokens are the micro-batch's (`--tasklet-tokens`). Forward

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import training_alone
+from cotenant.scheduler.base import Policy, training_alone
 from cotenant.scheduler.slack import SAFETY
 
 
-class FineInferPolicy:
+class FineInferPolicy(Policy):
     """Sharing in time by whole phases. While no request runs, those that arrive are held, training goes on, and more
     can join them; until the first of them must begin to keep its TTFT target. From then on training is suspended as
     long as any request is live. Suspension is between tasklets, where the original waits for a training step.

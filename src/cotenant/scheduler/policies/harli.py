@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_or_step_ms, serving_alone
+from cotenant.scheduler.base import Policy, plan_or_step_ms, serving_alone
 from cotenant.scheduler.filling import Costs
 from cotenant.scheduler.space import Beside, in_each, in_space
 
 
-class HarliPolicy:
+class HarliPolicy(Policy):
     """Each decode step has the partition in which it is predicted to end latest within the TPOT target (section 5.2.3:
     training is fastest there), aimed at with the learned margin; training has the other SMs. Where no partition is fast
     enough, training is suspended. Harli serves prompts elsewhere; here they have the device to themselves.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
+from cotenant.scheduler.base import Policy
 
 
-class InferenceOnlyPolicy:
+class InferenceOnlyPolicy(Policy):
     """Runs the online batch and nothing else."""
 
     def plan(self, snapshot: Snapshot) -> Plan:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
-from cotenant.scheduler.base import training_alone
+from cotenant.scheduler.base import Policy, training_alone
 
 _COOLDOWN_GAPS = 2.0
 
 
-class LifecyclePolicy:
+class LifecyclePolicy(Policy):
     """A request suspends training for its whole life. Training goes on once no request has been live for twice the
     largest gap between two batches so far, so that a request is met by a suspension once at most."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_or_step_ms
+from cotenant.scheduler.base import Policy, plan_or_step_ms
 from cotenant.scheduler.planner import by_equation_1
 
 
-class LlmStationPolicy:
+class LlmStationPolicy(Policy):
     """New requests are prefilled first, with training suspended. A decode step takes along as many tasklets as Equation
     1 allows within the TPOT target, aimed at with the learned margin: fused in a forward pass where layers can be,
     beside the step otherwise. What a request has been served faster or slower before does not count, which is what

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import plan_or_step_ms
+from cotenant.scheduler.base import Policy, plan_or_step_ms
 from cotenant.scheduler.planner import by_equation_1
 from cotenant.scheduler.slack import decode_slack_ms
 
 
-class MultitaskPolicy:
+class MultitaskPolicy(Policy):
     """New requests are prefilled first, with training suspended (lines 8–15). A decode step takes along as many
     tasklets as Equation 1 allows within the slack of the most urgent request: fused while the job is in a forward pass
     and the device gains from it (lines 16–18), beside it otherwise (lines 19–23). With no request, it is plain

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from cotenant.core.plan import Mode, Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import IDLE_TASKLETS, idle_tasklets
+from cotenant.scheduler.base import IDLE_TASKLETS, Policy, idle_tasklets
 from cotenant.scheduler.policies.temporal import TemporalPolicy
 from cotenant.scheduler.space import nearest, sm_shares
 
 
-class StaticPolicy:
+class StaticPolicy(Policy):
     """Each tenant has its SMs, whatever the other does: batches of all kinds run on 60% of them, training on the rest,
     also while there is nothing to serve. Without partitions training is suspended while requests are live."""
 

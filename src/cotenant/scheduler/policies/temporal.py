@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
-from cotenant.scheduler.base import training_alone
+from cotenant.scheduler.base import Policy, training_alone
 
 
-class TemporalPolicy:
+class TemporalPolicy(Policy):
     """Tasklets when there is no live request; they stop after those in flight when one arrives."""
 
     def plan(self, snapshot: Snapshot) -> Plan:

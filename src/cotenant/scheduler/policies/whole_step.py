@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from cotenant.core.plan import Mode, Plan, Snapshot
+from cotenant.scheduler.base import Policy
 
 
-class WholeStepPolicy:
+class WholeStepPolicy(Policy):
     """One online batch, then one whole training step, whatever arrives meanwhile."""
 
     def plan(self, snapshot: Snapshot) -> Plan:
