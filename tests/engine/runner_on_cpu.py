@@ -161,7 +161,10 @@ def install() -> None:
     )
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
-    torch.cuda.Event = lambda *_: SimpleNamespace(record=nothing, synchronize=nothing)  # type: ignore[misc,assignment]
+    reads = iter(range(1 << 30))
+    torch.cuda.Event = lambda **_: SimpleNamespace(  # type: ignore[misc,assignment]
+        record=nothing, synchronize=nothing, elapsed_time=lambda _: -float(next(reads))
+    )
     torch.cuda.synchronize = nothing
     torch.cuda.graph_pool_handle = nothing  # type: ignore[assignment]
     empty_like = torch.empty_like

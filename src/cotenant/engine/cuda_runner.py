@@ -126,10 +126,11 @@ class CudaRunner:
         self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
         torch.cuda.synchronize(self._device)
         self._captured[None] = self._capture_sizes(sizes)
-        self._pieces = dict(sorted(self._layers.capture(_PIECE_SIZES, self._pool).items()))
+        self._pieces = self._layers.capture(_PIECE_SIZES, self._pool)
         torch.cuda.synchronize(self._device)
         elapsed_s = time.perf_counter() - start
-        logger.info("decode: %d sizes, prompts: %d sizes, in %.1f s", len(sizes), len(_PIECE_SIZES), elapsed_s)
+        pieces = " ".join(map(str, self._pieces))
+        logger.info("captured in %.1f s: %d sizes of decode steps, prompts of %s", elapsed_s, len(sizes), pieces)
 
     @torch.no_grad()
     def capture_lane(self, num_sms: int) -> None:

@@ -6,7 +6,7 @@ one takes the host longer than a small batch takes the device; a piece is one la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
 from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.linear import linear
+
+_NUM_TIMES = 5
 
 
 class PieceTensors:
@@ -58,6 +60,29 @@ class CapturedPieces:
         """Up to the queries of layer ``index``, which are then in ``query``; its keys and values are in the cache."""
         self._graphs[index].replay()
 
+    def layer_ms(self) -> float:
+        """What the device needs from one layer's attention to the next one's: the least of a few times."""
+        index = len(self._graphs) // 2
+        self.launch(index)
+        times_ms: list[float] = []
+        for _ in range(_NUM_TIMES):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.launch(index)
+            end.record()
+            end.synchronize()
+            times_ms.append(start.elapsed_time(end))
+        return min(times_ms)
+
+
+def not_slower_than_larger(times_ms: Mapping[int, float]) -> list[int]:
+    """Of sizes with these times those that are faster than every larger one, the smallest first."""
+    kept: list[int] = []
+    for size in sorted(times_ms, reverse=True):
+        if not kept or times_ms[size] < times_ms[kept[-1]]:
+            kept.append(size)
+    return kept[::-1]
+
 
 class LayerPieces:
     """The decoder without adapters, cut at each layer's attention. The same operations as ``CudaForward``."""
@@ -68,9 +93,12 @@ class LayerPieces:
         self._caches = [kv_cache[:, layer] for layer in range(decoder.spec.num_layers)]
 
     def capture(self, sizes: Sequence[int], pool: Any) -> dict[int, CapturedPieces]:
-        """Pieces for batches of these many tokens, on the current stream."""
+        """Pieces for batches of these many tokens, on the current stream, by size, the smallest first. Of sizes that
+        take longer than a larger one there are none: a matrix product is slow in some of them."""
         tensors = PieceTensors(self.decoder, max(sizes))
-        return {size: CapturedPieces(self, size, tensors, pool) for size in sorted(sizes, reverse=True)}
+        captured = {size: CapturedPieces(self, size, tensors, pool) for size in sorted(sizes, reverse=True)}
+        times_ms = {size: pieces.layer_ms() for size, pieces in captured.items()}
+        return {size: captured[size] for size in not_slower_than_larger(times_ms)}
 
     def begin(self, tokens: TokenInputs, residual: torch.Tensor, query: torch.Tensor) -> None:
         """From token ids to the first layer's queries; writes ``residual`` and ``query``."""
