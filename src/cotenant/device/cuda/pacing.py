@@ -17,8 +17,11 @@ from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 
-# What a launch takes on the host, and what a sleep takes longer than it was told to.
-_LEAD_S = 150e-6
+# What a sleep takes longer than it was told to. A launch is expected to take the host what launches took it lately,
+# long ones cut to the most; at first so much.
+_OVERSLEPT_S = 75e-6
+_FIRST_LAUNCH_S, _MOST_LAUNCH_S = 75e-6, 250e-6
+_LAUNCH_WEIGHT = 0.1
 # Tasklets may lie ahead for as long as the host is away, but no longer than this, and so many at most.
 _MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
@@ -63,6 +66,7 @@ class TaskletQueue:
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
         self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
+        self._launch_s = _FIRST_LAUNCH_S  # of the host's time, lately
         self._far_lead_s = _MOST_FAR_LEAD_S
         self._last_end_s = 0.0
         self._events: list[torch.cuda.Event] = []  # to be used again
@@ -106,7 +110,7 @@ class TaskletQueue:
         while self._in_flight:
             # What never ran may take any time: no third one behind it.
             is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (_LEAD_S, 1)
+            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (_OVERSLEPT_S + self._launch_s, 1)
             left_s = self._left_s() - lead_s
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
@@ -154,6 +158,7 @@ class TaskletQueue:
             self._last_end_s += done.before.elapsed_time(done.end) / 1e3
             self._events.append(done.before)
         self._events.append(done.start)
+        self._launch_s += _LAUNCH_WEIGHT * (min(done.launch_s, _MOST_LAUNCH_S) - self._launch_s)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
