@@ -51,7 +51,7 @@ def cell(policy: str, scale: float, tpot_ms: float) -> dict[str, Any]:
         "itl_ms": {**latency, "p99": 11.0},
         "cdf": {"ttft_ms": values, "tpot_ms": values, "itl_ms": values},
         "train_tokens_per_s": 0.0 if policy == "inference-only" else 50.0 * tpot_ms,
-        "harvest": 0.5,
+        "harvest": 0.0 if policy == "inference-only" else 50.0 * tpot_ms / 4000.0,
         "utilisation": {"sm": 0.9, "memory": 0.4},
         "timeline": timeline(),
     }

@@ -72,6 +72,14 @@ def test_three_percent_behind_is_as_good(tokens_per_s: float, is_behind: bool) -
     assert bool(comparison["behind"]) == is_behind
 
 
+def test_a_cell_of_a_faster_gpu_counts_for_no_more() -> None:
+    """Of a report that was put together: each run has its own speed alone. Another library's cells say theirs."""
+    faster = {**cell("harli", 110.0), "harvest": 1.0}
+    assert compared(cell("adaptive", 100.0), faster)["places"][0]["ratio_to_best_other"] == 1.0
+    library = {**cell("mps", 80.0), "harvest": 1.0, "train_alone_tokens_per_s": 80.0}
+    assert compared(cell("adaptive", 100.0), library)["places"][0]["ratio_to_best_other"] == 1.25
+
+
 def test_a_miss_is_what_serving_alone_would_have_met() -> None:
     both = compared(cell("adaptive", 50.0, 0.5), cell("inference-only", 0.0, 0.5))
     assert both["misses"] == []

@@ -145,13 +145,14 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
 
 def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
     load = {"load": "steady", "batch_size": 2, "context": 40, "num_tokens": 16}
-    figures = {"train_tokens_per_s": tokens_per_s, "harvest": 0.5, "attainment": 1.0, "num_requests": 2}
+    figures = {"train_tokens_per_s": tokens_per_s, "attainment": 1.0, "num_requests": 2}
     return {**load, "policy": policy, "slo": {"ttft_ms": 500.0, "tpot_ms": tpot_ms}, **figures}
 
 
 def part(alone: float, *cells: dict[str, Any], **changes: object) -> dict[str, Any]:
     report = {"kind": "colocate", "model": "tiny", "device": "cpu", "command": f"bench {alone}"}
-    return {**report, "train_alone_tokens_per_s": alone, "cells": list(cells), **changes}
+    figures = [{**each, "harvest": each["train_tokens_per_s"] / alone} for each in cells]
+    return {**report, "train_alone_tokens_per_s": alone, "cells": figures, **changes}
 
 
 def test_parts_of_a_grid_become_one(tmp_path: Path) -> None:
@@ -167,7 +168,8 @@ def test_parts_of_a_grid_become_one(tmp_path: Path) -> None:
     assert found == [("static", 10.0, 30.0), ("adaptive", 10.0, 40.0), ("adaptive", 40.0, 80.0), ("static", 40.0, 50.0)]
     assert whole["train_alone_tokens_per_s"] == 102.0
     assert [run["command"] for run in whole["runs"]] == ["bench 100.0", "bench 104.0"]
-    assert whole["comparison"]["averages"] == {"static": 40.0, "adaptive": 60.0}
+    averages = {"static": (30 / 104 + 50 / 104) / 2 * 102, "adaptive": (40 / 100 + 80 / 104) / 2 * 102}
+    assert whole["comparison"]["averages"] == pytest.approx(averages, abs=0.02), "as if training alone were as fast"
 
 
 def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:

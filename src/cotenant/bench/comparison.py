@@ -29,7 +29,8 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
     is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
-    places = [_place(cells, slo_attainment) for cells in by_place(report["cells"])]
+    alone = report["train_alone_tokens_per_s"]
+    places = [_place(cells, slo_attainment, alone) for cells in by_place(report["cells"])]
     places = [place for place in places if place["policies"]]
     training = set(policies) - {REFERENCE}
     whole = [place for place in places if training <= place["policies"].keys()]
@@ -42,7 +43,7 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
         "ratios": _ratios(averages) if SUBJECT in averages else {},
         "misses": [place["place"] for place in places if _misses(place)],
         "behind": [place["place"] for place in places if _is_behind(place)],
-        "two_gpus": _two_gpus(places, report["train_alone_tokens_per_s"]),
+        "two_gpus": _two_gpus(places, alone),
     }
 
 
@@ -69,10 +70,18 @@ def meets_slo(cell: Cell, slo_attainment: float) -> bool:
     return cell["attainment"] is not None and cell["attainment"] >= slo_attainment
 
 
-def _place(cells: Sequence[Cell], slo_attainment: float) -> dict[str, Any]:
+def _tokens_per_s(cell: Cell, alone: float) -> float:
+    """Where training by itself comes to ``alone``: a report may be put together from runs on several GPUs, of which
+    none is just as fast as another. Another library's cells have a speed alone of their own, and stay as they are."""
+    if "train_alone_tokens_per_s" in cell:
+        return float(cell["train_tokens_per_s"])
+    return round(float(cell["harvest"]) * alone, 2)
+
+
+def _place(cells: Sequence[Cell], slo_attainment: float, alone: float) -> dict[str, Any]:
     policies = {
         cell["policy"]: {
-            "train_tokens_per_s": cell["train_tokens_per_s"],
+            "train_tokens_per_s": _tokens_per_s(cell, alone),
             "harvest": cell["harvest"],
             "attainment": cell["attainment"],
             "meets_slo": meets_slo(cell, slo_attainment),
