@@ -115,11 +115,11 @@ SECTIONS = (
         "On a GPU: a part of the grid of targets, rates and traces",
         "13 s of Azure's conversation and code traces of 2023 from second 626 on, where both come at about their mean "
         "rates, at their own, half, two and four times the rate; `python bench/colocate_grid.py --gpus 2 --slo-tpot-ms "
-        "40,25,15 --seconds 1080 --json grid.json --html grid.html` and the flags that follow here does the same. 25 ms "
-        "were cut off at the code trace's half rate. Where serving alone misses the SLO nothing else was measured. With "
-        "fewer than 100 requests one that misses is more than 1%. Requests that were live at the end of a cell had the "
-        "device to themselves from there on. Training alone ran at 16,196 to 16,593 tokens/s, GPU by GPU: policies are "
-        "compared by harvest.",
+        "40,25,15 --seconds 1080 --json grid.json --html grid.html` and the flags that follow here does the same. 25 "
+        "ms were cut off at the code trace's half rate. Where serving alone misses the SLO nothing else was measured. "
+        "With fewer than 100 requests one that misses is more than 1%. Requests that were live at the end of a cell "
+        "had the device to themselves from there on. Training alone ran at 16,196 to 16,593 tokens/s, GPU by GPU: "
+        "policies are compared by harvest. From before chunks of prompts filled tiles of matrix products.",
     ),
     Section(
         "decode_attention_h200.txt",

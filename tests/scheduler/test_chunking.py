@@ -6,7 +6,7 @@ import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.chunking import GRAIN, prompt_budget, step_limit_ms
+from cotenant.scheduler.chunking import TILE, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 
@@ -52,15 +52,15 @@ def test_a_budget_fills_the_limit() -> None:
     predictor = taught()
     late = (running(num_generated=20, elapsed_ms=1000),)
     budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096)
-    assert (36.0 - 8.0) / 0.025 - GRAIN <= budget - 8 <= (36.0 - 8.0) / 0.025 + GRAIN
-    assert (budget - 8) % GRAIN == 0
+    assert (36.0 - 8.0) / 0.025 - TILE / 2 <= budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 2
+    assert budget % TILE == 0, "decodes included: no row is computed for nothing"
     fast = (running(num_generated=20, elapsed_ms=100),)
     assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096) == 4096
 
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096) == 8 + GRAIN
+    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096) == 8 + 64
 
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:

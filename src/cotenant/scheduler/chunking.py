@@ -2,7 +2,8 @@
 
 A large chunk serves prompts best: fewer steps, larger products. It makes the running requests wait, though, and TPOT
 is a mean over each of them. So a chunk may be as large as the running requests' slack, and never so small that its
-step is shorter than what TPOT allows for every step.
+step is shorter than what TPOT allows for every step. With the decodes it fills tiles of matrix products: a batch that
+ends within one takes as long as one that fills it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ _STEP_SHARE = 0.9
 # A request with fewer tokens than this, and fewer than half of all that it may have, has time to catch up: its slack
 # does not count yet.
 _MIN_TOKENS = 16
-# Budgets are multiples of this: one that moves by a token would make every plan anew.
-GRAIN = 64
+# Rows of a tile of matrix products. A budget is the nearest number of whole ones, which also keeps it from moving by a
+# token, for every plan would be made anew.
+TILE = 128
+_LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
 def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float) -> float:
@@ -44,7 +47,7 @@ def prompt_budget(
     now_s: float,
     most: int,
 ) -> int:
-    """Tokens for one batch, decodes included, at most ``most``: as many as fit the running requests' slack.
+    """Tokens for one batch, decodes included, at most ``most``: about as many as fit the running requests' slack.
 
     ``num_decode`` and ``context_tokens``: what will decode in it (see ``BatchShape``).
     """
@@ -53,4 +56,4 @@ def prompt_budget(
     tokens = predictor.prompt_tokens_within(num_decode, context_tokens, step_limit_ms(requests, slo, now_s))
     if tokens is None:
         return most
-    return min(most, num_decode + max(GRAIN, tokens // GRAIN * GRAIN))
+    return min(most, max(num_decode + _LEAST_TOKENS, round((num_decode + tokens) / TILE) * TILE))
