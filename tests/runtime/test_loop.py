@@ -19,9 +19,20 @@ from cotenant.runtime import loop as loop_module
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
-from cotenant.scheduler import create_policy
+from cotenant.scheduler import Policy, create_policy
+from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.margin import Margin
-from cotenant.wire.messages import AddRequest, Drain, Drained, FromWorker, JobPaused, Outputs, StartJob, ToWorker
+from cotenant.wire.messages import (
+    AbortRequests,
+    AddRequest,
+    Drain,
+    Drained,
+    FromWorker,
+    JobPaused,
+    Outputs,
+    StartJob,
+    ToWorker,
+)
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
@@ -84,8 +95,8 @@ def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path
 class Noted(Margin):
     """A margin that keeps what it is told."""
 
-    def __init__(self, slo: Slo) -> None:
-        super().__init__(slo)
+    def __init__(self, slo: Slo, first: float) -> None:
+        super().__init__(slo, first)
         self.arrivals: dict[str, float] = {}
         self.tokens: dict[str, list[float]] = {}
 
@@ -93,17 +104,17 @@ class Noted(Margin):
         self.arrivals[request_id] = at_s
         super().arrived(request_id, at_s)
 
-    def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> None:
+    def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> int:
         self.tokens.setdefault(request_id, []).extend([now_s] * num_new)
-        super().note(request_id, num_new, now_s, is_over)
+        return super().note(request_id, num_new, now_s, is_over)
 
 
 def test_the_margin_hears_when_requests_came_and_were_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On one clock. Who came before the worker did has waited for the worker, which is no matter of training."""
     margins: list[Noted] = []
 
-    def create(slo: Slo) -> Noted:
-        margins.append(Noted(slo))
+    def create(slo: Slo, first: float) -> Noted:
+        margins.append(Noted(slo, first))
         return margins[-1]
 
     monkeypatch.setattr(loop_module, "Margin", create)
@@ -123,7 +134,7 @@ def test_the_margin_hears_when_requests_came_and_were_answered(tmp_path: Path, m
     assert all(margin.arrivals[name] < min(times) for name, times in margin.tokens.items())
 
 
-class Watching:
+class Watching(Policy):
     """Serves, and keeps what it sees."""
 
     def __init__(self) -> None:
@@ -132,6 +143,23 @@ class Watching:
     def plan(self, snapshot: Snapshot) -> Plan:
         self.seen.append(snapshot)
         return Plan(run_online=not snapshot.batch.empty)
+
+
+def test_the_lengths_of_complete_answers_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that its client gave up says nothing."""
+    ended: list[int] = []
+    monkeypatch.setattr(AnswerLengths, "ended", lambda self, num_tokens: ended.append(num_tokens))
+
+    class GivenUp(Channel):
+        def receive(self) -> list[ToWorker]:
+            messages = super().receive()
+            has_begun = any(isinstance(sent, Outputs) for sent in self.sent)
+            return [*messages, AbortRequests(("abandoned",))] if has_begun else messages
+
+    requests = [request("a", [5, 6, 7], 3), request("b", [7, 6], 9), request("abandoned", [5, 6, 7], 40)]
+    loop, _ = small_loop(tmp_path, GivenUp(*map(AddRequest, requests)), "multitask")
+    loop.run()
+    assert sorted(ended) == [3, 9]
 
 
 def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) -> None:

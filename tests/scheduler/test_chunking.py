@@ -6,9 +6,11 @@ import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import TILE, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+LONG = 50  # tokens of a short answer, where few are shorter
 
 
 def running(num_generated: int, elapsed_ms: float, now_s: float = 100.0) -> RequestView:
@@ -28,42 +30,69 @@ def taught(ms_per_token: float = 0.025, decode_ms: float = 8.0) -> LatencyPredic
 
 def test_those_who_were_served_fast_have_time_to_give() -> None:
     fast = running(num_generated=20, elapsed_ms=200)  # 720 ms allowed, 200 used; cut to the largest gap
-    assert step_limit_ms((fast,), SLO, 100.0) == 120.0
+    assert step_limit_ms((fast,), SLO, 100.0, LONG) == 120.0
     late = running(num_generated=20, elapsed_ms=1000)
-    assert step_limit_ms((fast, late), SLO, 100.0) == 36.0  # never less than what every step may take
+    assert step_limit_ms((fast, late), SLO, 100.0, LONG) == 36.0  # never less than what every step may take
     between = running(num_generated=20, elapsed_ms=640)
-    assert step_limit_ms((fast, between), SLO, 100.0) == pytest.approx(80.0)
+    assert step_limit_ms((fast, between), SLO, 100.0, LONG) == pytest.approx(80.0)
 
 
 def test_waiting_and_new_requests_do_not_count() -> None:
     new = running(num_generated=15, elapsed_ms=5000)
     waiting = RequestView("w", 99.0)
-    assert step_limit_ms((new, waiting), SLO, 100.0) == 120.0
-    assert step_limit_ms((running(num_generated=16, elapsed_ms=5000), waiting), SLO, 100.0) == 36.0
+    assert step_limit_ms((new, waiting), SLO, 100.0, LONG) == 120.0
+    assert step_limit_ms((running(num_generated=16, elapsed_ms=5000), waiting), SLO, 100.0, LONG) == 36.0
 
 
 def test_a_short_answer_counts_from_its_half() -> None:
     late = running(num_generated=4, elapsed_ms=5000)
-    assert step_limit_ms((replace(late, max_tokens=9),), SLO, 100.0) == 36.0
-    assert step_limit_ms((replace(late, max_tokens=10),), SLO, 100.0) == 120.0
+    assert step_limit_ms((replace(late, max_tokens=9),), SLO, 100.0, LONG) == 36.0
+    assert step_limit_ms((replace(late, max_tokens=10),), SLO, 100.0, LONG) == 120.0
+
+
+def test_where_answers_are_short_each_gap_counts() -> None:
+    """They end before they have caught up."""
+    late = running(num_generated=4, elapsed_ms=5000)
+    assert step_limit_ms((late,), SLO, 100.0, LONG) == 120.0
+    assert step_limit_ms((late,), SLO, 100.0, short=8) == 36.0
+    first = running(num_generated=1, elapsed_ms=5000)
+    assert step_limit_ms((first,), SLO, 100.0, short=1) == 120.0
+
+
+def test_short_is_what_a_twentieth_of_the_latest_answers_falls_short_of() -> None:
+    lengths = AnswerLengths()
+    for _ in range(300):
+        lengths.ended(100)
+    assert lengths.short == 100
+    for _ in range(5):
+        lengths.ended(6)
+    for _ in range(3):
+        lengths.ended(200)
+    assert lengths.short == 100, "a few"
+    for _ in range(24):
+        lengths.ended(6)
+    assert lengths.short == 6
+    for _ in range(256):
+        lengths.ended(40)
+    assert lengths.short == 40, "what is long ago is forgotten"
 
 
 def test_a_budget_fills_the_limit() -> None:
     predictor = taught()
     late = (running(num_generated=20, elapsed_ms=1000),)
-    budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096)
+    budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096, short=LONG)
     assert (36.0 - 8.0) / 0.025 - TILE / 2 <= budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 2
     assert budget % TILE == 0, "decodes included: no row is computed for nothing"
     fast = (running(num_generated=20, elapsed_ms=100),)
-    assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096) == 4096
+    assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096, short=LONG) == 4096
 
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096) == 8 + 64
+    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == 8 + 64
 
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(LatencyPredictor("t", "t"), 8, 4000, late, SLO, 100.0, most=4096) == 4096
-    assert prompt_budget(taught(), 0, 0, (), SLO, 100.0, most=4096) == 4096
+    assert prompt_budget(LatencyPredictor("t", "t"), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == 4096
+    assert prompt_budget(taught(), 0, 0, (), SLO, 100.0, most=4096, short=LONG) == 4096

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletRun
+from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
 from scheduler.machine import ALONE_MS, Machine
 
@@ -66,6 +67,7 @@ class TraceMachine(Machine):
         self._begin_s = self._now_s
         self._coming = deque(load)
         self._live: list[_Request] = []
+        self._answers = AnswerLengths()
         self.done: list[_Request] = []
 
     @property
@@ -115,7 +117,9 @@ class TraceMachine(Machine):
         context = sum(request.context for request in decodes)
         room = MOST_TOKENS - len(decodes)
         if len(decodes) < len(self._live):
-            budget = prompt_budget(self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS)
+            budget = prompt_budget(
+                self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS, self._answers.short
+            )
             room = budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []
         for request in self._live:
@@ -151,6 +155,8 @@ class TraceMachine(Machine):
         for request in requests:
             request.token_s.append(at_s)
             is_over = len(request.token_s) == request.arrival.num_tokens
+            if is_over:
+                self._answers.ended(len(request.token_s))
             self._margin.note(request.name, 1, at_s, is_over)
             if is_over:
                 self._live.remove(request)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, Slo, Snapshot
-from cotenant.core.request import AdapterRef, SequenceOutput
+from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
@@ -20,6 +20,7 @@ from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
+from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms
@@ -108,6 +109,7 @@ class WorkerLoop:
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo, policy.first_margin)
+        self._answers = AnswerLengths()
         clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:
@@ -169,7 +171,8 @@ class WorkerLoop:
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
-            self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most))
+            short = self._answers.short
+            self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most, short))
         batch = self._engine.next_shape()
         if requests and not is_profiling:
             self._idle_since_s = now_s
@@ -269,7 +272,10 @@ class WorkerLoop:
             self._channel.send(Outputs(tuple(outputs)))
             now_s = time.perf_counter()
             for output in outputs:
-                self._margin.note(output.request_id, len(output.token_ids), now_s, output.finish_reason is not None)
+                reason = output.finish_reason
+                num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)
+                if reason is not None and reason is not FinishReason.ABORT:
+                    self._answers.ended(num_tokens)
             self._margin.settle()
 
     def _handle(self, message: ToWorker) -> None:

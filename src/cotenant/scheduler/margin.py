@@ -78,8 +78,8 @@ class Margin:
         """A request has so many tokens already, the first of them since ``first_s``."""
         self._lives[request_id] = _Life(math.nan, first_s, num_tokens=num_tokens)
 
-    def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> None:
-        """A request has ``num_new`` tokens more at ``now_s``."""
+    def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> int:
+        """A request has ``num_new`` tokens more at ``now_s``: how many in all."""
         if request_id not in self._lives:
             self.arrived(request_id, math.nan)
         life = self._lives[request_id]
@@ -91,6 +91,7 @@ class Margin:
             self._judge(life, life.first_s, now_s)
         if is_over:
             del self._lives[request_id]
+        return life.num_tokens
 
     def settle(self) -> None:
         """All of an iteration's tokens have been noted."""

@@ -1,0 +1,27 @@
+"""How short answers are, learned from those that have ended."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_REMEMBERED = 256
+_SHORT_SHARE = 0.05
+_AT_FIRST = 8  # before so many answers have ended as tell something
+_FEWEST = 8
+_SORTED_EVERY = 8
+
+
+class AnswerLengths:
+    """``short``: so many tokens at least have all but a twentieth of the latest answers."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque(maxlen=_REMEMBERED)
+        self._num_ended = 0
+        self.short = _AT_FIRST
+
+    def ended(self, num_tokens: int) -> None:
+        """An answer is complete, with so many tokens."""
+        self._latest.append(num_tokens)
+        self._num_ended += 1
+        if self._num_ended >= _FEWEST and self._num_ended % _SORTED_EVERY == 0:
+            self.short = sorted(self._latest)[int(_SHORT_SHARE * len(self._latest))]
