@@ -11,6 +11,7 @@ import pytest
 
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
 from cotenant.core.plan import Plan, Slo, Snapshot
+from cotenant.core.request import FinishReason
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
@@ -145,10 +146,10 @@ class Watching(Policy):
         return Plan(run_online=not snapshot.batch.empty)
 
 
-def test_the_lengths_of_complete_answers_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_answers_are_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that its client gave up says nothing."""
-    ended: list[int] = []
-    monkeypatch.setattr(AnswerLengths, "ended", lambda self, num_tokens: ended.append(num_tokens))
+    ended: list[tuple[int, FinishReason]] = []
+    monkeypatch.setattr(AnswerLengths, "ended", lambda self, *answer: ended.append(answer))
 
     class GivenUp(Channel):
         def receive(self) -> list[ToWorker]:
@@ -159,7 +160,7 @@ def test_the_lengths_of_complete_answers_are_learned(tmp_path: Path, monkeypatch
     requests = [request("a", [5, 6, 7], 3), request("b", [7, 6], 9), request("abandoned", [5, 6, 7], 40)]
     loop, _ = small_loop(tmp_path, GivenUp(*map(AddRequest, requests)), "multitask")
     loop.run()
-    assert sorted(ended) == [3, 9]
+    assert sorted(ended) == [(3, FinishReason.LENGTH), (9, FinishReason.LENGTH)]
 
 
 def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
+from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import TILE, prompt_budget, step_limit_ms
@@ -50,38 +51,51 @@ def test_a_short_answer_counts_from_its_half() -> None:
     assert step_limit_ms((replace(late, max_tokens=10),), SLO, 100.0, LONG) == 120.0
 
 
-def test_where_answers_are_short_each_gap_counts() -> None:
+def test_where_answers_are_short_slack_counts_sooner() -> None:
     """They end before they have caught up."""
     late = running(num_generated=4, elapsed_ms=5000)
     assert step_limit_ms((late,), SLO, 100.0, LONG) == 120.0
     assert step_limit_ms((late,), SLO, 100.0, short=8) == 36.0
     first = running(num_generated=1, elapsed_ms=5000)
-    assert step_limit_ms((first,), SLO, 100.0, short=1) == 120.0
+    assert step_limit_ms((first,), SLO, 100.0, short=6) == 120.0
+    assert step_limit_ms((replace(first, max_tokens=2),), SLO, 100.0, LONG) == 36.0, "its only gap"
 
 
 def test_short_is_what_a_twentieth_of_the_latest_answers_falls_short_of() -> None:
     lengths = AnswerLengths()
-    for _ in range(300):
-        lengths.ended(100)
+
+    def end(num_tokens: int, count: int, reason: FinishReason = FinishReason.STOP) -> None:
+        for _ in range(count):
+            lengths.ended(num_tokens, reason)
+
+    end(100, 304, FinishReason.LENGTH)
     assert lengths.short == 100
-    for _ in range(5):
-        lengths.ended(6)
-    for _ in range(3):
-        lengths.ended(200)
+    end(6, 5)
+    end(200, 3)
     assert lengths.short == 100, "a few"
-    for _ in range(24):
-        lengths.ended(6)
+    end(1, 64, FinishReason.LENGTH)
+    end(2, 64, FinishReason.ABORT)
+    assert lengths.short == 100, "they did not end by themselves"
+    end(6, 24)
     assert lengths.short == 6
-    for _ in range(256):
-        lengths.ended(40)
+    end(40, 256)
     assert lengths.short == 40, "what is long ago is forgotten"
+
+
+def test_where_requests_are_late_a_batch_has_whole_tiles_too() -> None:
+    late = (running(num_generated=20, elapsed_ms=1000),)
+    budgets = [
+        prompt_budget(taught(decode_ms=50.0), count, 4000, late, SLO, 100.0, 4096, LONG) for count in (8, 65, 200)
+    ]
+    assert budgets == [128, 256, 384]
+    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=100, short=LONG) == 100
 
 
 def test_a_budget_fills_the_limit() -> None:
     predictor = taught()
     late = (running(num_generated=20, elapsed_ms=1000),)
     budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096, short=LONG)
-    assert (36.0 - 8.0) / 0.025 - TILE / 2 <= budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 2
+    assert (36.0 - 8.0) / 0.025 - TILE < budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 4 + 1
     assert budget % TILE == 0, "decodes included: no row is computed for nothing"
     fast = (running(num_generated=20, elapsed_ms=100),)
     assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096, short=LONG) == 4096
@@ -89,7 +103,7 @@ def test_a_budget_fills_the_limit() -> None:
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == 8 + 64
+    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == TILE
 
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:

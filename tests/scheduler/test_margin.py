@@ -77,6 +77,23 @@ def test_one_disturbance_of_many_requests_counts_once() -> None:
     assert many.value == pytest.approx(one.value)
 
 
+def test_training_that_has_no_room_from_the_start_gets_some() -> None:
+    """Where a step takes more than is aimed at, nobody could ever show that there is room. Without a job it tells
+    nothing that there was no training."""
+    server = Server(Margin(SLO, first=0.8))
+    server.serve(9.0)
+    server.serve(12.0)  # the first miss: from here on the margin rises slowly
+    low = server.value
+    server.margin.has_job = False
+    for _ in range(100):
+        server.serve(9.0, trained_ms=0.0)
+    assert server.value < low + 0.02
+    server.margin.has_job = True
+    for _ in range(100):
+        server.serve(9.0, trained_ms=0.0)
+    assert server.value == pytest.approx(FIRST_MARGIN, abs=0.01)
+
+
 def test_training_that_was_left_no_room_gets_some_again() -> None:
     """Where the least that is aimed at is less than a step takes, no request could ever show that there is room."""
     server = Server()

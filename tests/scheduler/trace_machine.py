@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
@@ -156,7 +157,7 @@ class TraceMachine(Machine):
             request.token_s.append(at_s)
             is_over = len(request.token_s) == request.arrival.num_tokens
             if is_over:
-                self._answers.ended(len(request.token_s))
+                self._answers.ended(len(request.token_s), FinishReason.STOP)
             self._margin.note(request.name, 1, at_s, is_over)
             if is_over:
                 self._live.remove(request)

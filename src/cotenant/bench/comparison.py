@@ -23,8 +23,9 @@ Cell = Mapping[str, Any]
 
 
 def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
-    """``places``: what each policy did at each, and which was the best beside ``adaptive``. ``averages``: training
-    tokens/s over the places where all policies that train were measured; 0 counts where the SLO is missed.
+    """``places``: what each policy did at each, and which was the best beside ``adaptive``, in tokens/s as if training
+    alone came everywhere to the report's ``train_alone_tokens_per_s``. ``averages``: of these over the places where all
+    policies that train were measured; 0 counts where the SLO is missed.
     ``ratios``: of ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the
     run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
     is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, Slo, Snapshot
-from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
+from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
@@ -192,6 +192,7 @@ class WorkerLoop:
         )
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
+        self._margin.has_job = snapshot.job is not None
         if record.mode is not Mode.NONE and snapshot.requests:
             trained_ms = max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0))
             self._margin.trained(trained_ms, time.perf_counter())
@@ -274,8 +275,8 @@ class WorkerLoop:
             for output in outputs:
                 reason = output.finish_reason
                 num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)
-                if reason is not None and reason is not FinishReason.ABORT:
-                    self._answers.ended(num_tokens)
+                if reason is not None:
+                    self._answers.ended(num_tokens, reason)
             self._margin.settle()
 
     def _handle(self, message: ToWorker) -> None:

@@ -8,17 +8,20 @@ ends within one takes as long as one that fills it.
 
 from __future__ import annotations
 
+import math
+
 from cotenant.core.plan import RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 
 # Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
 _STEP_SHARE = 0.9
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
-# catch up: its slack does not count yet. One with a token or none has no gaps to speak of.
-_MOST_UNCOUNTED, _LEAST_COUNTED = 16, 2
-# Rows of a tile of matrix products. A budget is the nearest number of whole ones, which also keeps it from moving by a
-# token, for every plan would be made anew.
+# catch up: its slack does not count yet.
+_MOST_UNCOUNTED = 16
+# Rows of a tile of matrix products. A budget is a number of whole ones, which also keeps it from moving by a token, for
+# every plan would be made anew. What is left of the target has room for a little of the last tile.
 TILE = 128
+_BEYOND = TILE // 4
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
@@ -37,7 +40,7 @@ def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, sho
 def _counts_from(request: RequestView, short: int) -> int:
     """The number of its tokens from which a request's slack counts."""
     fewest = short if request.max_tokens is None else min(short, request.max_tokens)
-    return max(_LEAST_COUNTED, min(_MOST_UNCOUNTED, fewest // 2))
+    return max(1, min(_MOST_UNCOUNTED, fewest // 2))
 
 
 def prompt_budget(
@@ -60,4 +63,5 @@ def prompt_budget(
     tokens = predictor.prompt_tokens_within(num_decode, context_tokens, step_limit_ms(requests, slo, now_s, short))
     if tokens is None:
         return most
-    return min(most, max(num_decode + _LEAST_TOKENS, round((num_decode + tokens) / TILE) * TILE))
+    least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
+    return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)

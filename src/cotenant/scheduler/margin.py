@@ -18,8 +18,8 @@ _LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
 # Of the misses that the attainment allows: some are not training's, and those of one iteration count as one.
 _AIMED_AT = 0.5
-# At a request that met the target while none has missed yet, for each token that it has, up to so many: a short answer
-# that prompts came into has not many tokens to make up for them.
+# When a request is found to meet the target while none has missed yet, for each token that it has, up to so many: a
+# short answer that prompts came into has not many tokens to make up for them.
 _FIRST_RISE, _MOST_RISES = 0.00003, 256
 _RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
 _STARVED_S = 1.0
@@ -48,6 +48,7 @@ class Margin:
     by ``Slo.attainment``; it falls when more do, and rises when fewer do.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
+    ``has_job``: whether there is training that could have room.
     """
 
     def __init__(self, slo: Slo, first: float = FIRST_MARGIN) -> None:
@@ -61,7 +62,8 @@ class Margin:
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
-        self.value = self._first = first
+        self.value = first
+        self.has_job = True
 
     def trained(self, time_ms: float, now_s: float) -> None:
         """Training has made the live requests wait for so long."""
@@ -112,8 +114,8 @@ class Margin:
         trained_ms = (self._trained_ms - life.trained_ms) / num_gaps
         if tpot_ms <= target_ms:
             self._num_judged += 1
-            is_starved = now_s - max(self._last_trained_s, self._last_late_s) > _STARVED_S
-            recovery = _RECOVERY if self.value < self._first else 0.0
+            is_starved = self.has_job and now_s - max(self._last_trained_s, self._last_late_s) > _STARVED_S
+            recovery = _RECOVERY if self.value < FIRST_MARGIN else 0.0
             self._change += recovery if is_starved else self._rise_at(life.num_tokens)
         else:
             self._last_late_s = now_s
