@@ -52,8 +52,8 @@ class AdaptivePolicy(Policy):
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
 
     Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
-    has not been learned yet. So it begins further below the target than others': that costs training 1 to 2% there, and
-    less where answers are long.
+    has not been learned yet. So it begins further below the target than others': that costs training little, and less
+    where answers are long.
     """
 
     first_margin: ClassVar[float] = 0.8
