@@ -8,9 +8,8 @@ from cotenant.core.request import FinishReason
 
 _REMEMBERED = 256
 _SHORT_SHARE = 0.05
-_AT_FIRST = 8  # before so many answers have ended as tell something
-_FEWEST = 8
-_SORTED_EVERY = 8
+_AT_FIRST = 8  # tokens
+_SORTED_EVERY = 8  # answers
 _LONG = 32
 
 
@@ -33,5 +32,5 @@ class AnswerLengths:
             return
         self._latest.append(num_tokens)
         self._num_ended += 1
-        if self._num_ended >= _FEWEST and self._num_ended % _SORTED_EVERY == 0:
+        if self._num_ended % _SORTED_EVERY == 0:
             self.short = sorted(self._latest)[int(_SHORT_SHARE * len(self._latest))]
