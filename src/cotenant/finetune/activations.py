@@ -198,7 +198,6 @@ class CapturedPass:
         self.micro_batch = micro_batch
         self._layer = 0  # whose forward runs, and after the loss the number of layers whose backward has not
 
-    @torch.no_grad()
     def run(self, kind: TaskletKind) -> None:
         """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
         if kind is FORWARD_PARTS[0]:

@@ -210,12 +210,15 @@ class CapturedLayers:
     def _plan(self, attention: SegmentAttention) -> None:
         self._decoder.plan(self._batch, self._places.cos, self._places.signed_sin, attention)
 
+    @torch.no_grad()
     def _forward_attention(self, layer: int) -> None:
         self._decoder.attention_half(layer, self._places.edges[layer], self._batch, tape=self._tapes[layer])
 
+    @torch.no_grad()
     def _forward_mlp(self, layer: int) -> None:
         self._decoder.mlp_half(layer, self._tapes[layer].middle, self._batch, tape=self._tapes[layer])
 
+    @torch.no_grad()
     def _backward_down(self, layer: int) -> None:
         tape = self._tapes[layer]
         if self._recompute:
@@ -223,10 +226,12 @@ class CapturedLayers:
             self._decoder.gate_up(layer, tape.middle, self._batch, tape)
         down_backward(self._decoder, layer, tape, self._places.gradient)
 
+    @torch.no_grad()
     def _backward_up(self, layer: int) -> None:
         tape, places = self._tapes[layer], self._places
         up_backward(self._decoder, layer, tape, tape.gate_up, places.gradient, out=places.middle_gradient)
 
+    @torch.no_grad()
     def _backward_attention(self, layer: int) -> None:
         tape, places = self._tapes[layer], self._places
         # Nobody learns from the first layer's input: the embedding is frozen.

@@ -46,7 +46,7 @@ class CudaDevice:
         self._partitions: dict[Partition, PartitionStreams] = {}
         self._online = self._last_online = torch.cuda.Stream(self.torch_device, priority=ONLINE_PRIORITY)
         self._best_effort = torch.cuda.Stream(self.torch_device, priority=BEST_EFFORT_PRIORITY)
-        self._default = torch.cuda.default_stream(self.torch_device)
+        self._default = self._current = torch.cuda.default_stream(self.torch_device)
         self._tasklets = TaskletQueue(self._best_effort)
         self._memory = PhysicalMemory(self.torch_device)
 
@@ -63,20 +63,35 @@ class CudaDevice:
         if stream is not self._last_online:
             stream.wait_stream(self._last_online)
             self._last_online = stream
-        # New weights (an adapter that was loaded) come in on the default stream.
-        stream.wait_stream(self._default)
-        with torch.cuda.stream(stream):
+        self._wait_for_default(stream)
+        with self._launching_on(stream):
             yield
 
     @contextmanager
     def fused(self) -> Iterator[None]:
         for stream in (self._default, self._last_online, self._tasklets.stream):
             self._best_effort.wait_stream(stream)
-        with torch.cuda.stream(self._best_effort):
+        with self._launching_on(self._best_effort):
             yield
         self._tasklets.stream = self._best_effort
         self._online.wait_stream(self._best_effort)
         self._last_online = self._online
+
+    @contextmanager
+    def _launching_on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """As torch.cuda.stream, which takes tens of microseconds: it asks for the stream that is known here."""
+        outer, self._current = self._current, stream
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(outer)
+            self._current = outer
+
+    def _wait_for_default(self, stream: torch.cuda.Stream) -> None:
+        """New weights (an adapter that was loaded) come in on the default stream."""
+        if not self._default.query():
+            stream.wait_stream(self._default)
 
     def wait_for_room(
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
@@ -94,13 +109,9 @@ class CudaDevice:
         partition: Partition | None = None,
     ) -> None:
         stream = self._best_effort if partition is None else self._partitions[partition].best_effort
-        if not self._default.query():
-            stream.wait_stream(self._default)
-        torch.cuda.set_stream(stream)  # in microseconds, where torch.cuda.stream takes tens of them
-        try:
+        self._wait_for_default(stream)
+        with self._launching_on(stream):
             self._tasklets.launch(launch, stream, partition, self._last_online if behind_online else None)
-        finally:
-            torch.cuda.set_stream(self._default)
 
     def is_training(self) -> bool:
         return self._tasklets.is_busy

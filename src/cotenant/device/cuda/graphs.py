@@ -15,7 +15,8 @@ from cotenant.device.cuda.driver import Driver
 
 def current_lane() -> int:
     """The stream that work is launched on now. A graph keeps the SMs of the stream that it was captured on."""
-    return int(torch.cuda.current_stream().cuda_stream)
+    # As compiled code of torch and Triton asks for it: torch.cuda.current_stream counts the devices each time.
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
 
 
 class LaneGraphs:
