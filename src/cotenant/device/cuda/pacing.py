@@ -17,11 +17,13 @@ from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 
-# What a sleep takes longer than it was told to. A launch is expected to take the host what launches took it lately,
-# long ones cut to the most; at first so much.
-_OVERSLEPT_S = 75e-6
-_FIRST_LAUNCH_S, _MOST_LAUNCH_S = 75e-6, 250e-6
-_LAUNCH_WEIGHT = 0.1
+# How long before the end the host is to wake: what it oversleeps, the way to the launch, and the launch. It differs
+# from host to host, so each launch that was too late adds to it, and each in time takes a little off: that makes one in
+# twenty late, by little. The most bounds what a stop waits for.
+_FIRST_LEAD_S, _LEAST_LEAD_S, _MOST_LEAD_S = 150e-6, 50e-6, 350e-6
+_LEAD_RISE_S, _LEAD_DECLINE_S = 10e-6, 0.5e-6
+# A launch later than this after the host woke for it was held up by something else, and is no measure.
+_PROMPTLY_S = 0.5e-3
 # Tasklets may lie ahead for as long as the host is away, but no longer than this, and so many at most.
 _MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
@@ -66,7 +68,8 @@ class TaskletQueue:
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
         self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
-        self._launch_s = _FIRST_LAUNCH_S  # of the host's time, lately
+        self._lead_s = _FIRST_LEAD_S
+        self._woken_s = 0.0  # when the host woke for the next launch; 0: it did not sleep until then
         self._far_lead_s = _MOST_FAR_LEAD_S
         self._last_end_s = 0.0
         self._events: list[torch.cuda.Event] = []  # to be used again
@@ -96,6 +99,8 @@ class TaskletQueue:
         shape = launch()
         end.record(stream)
         launch_s = time.perf_counter() - launched_s
+        if behind is None and before is not None and launched_s - self._woken_s < _PROMPTLY_S:
+            self._follow(is_late=before.query())
         self._in_flight.append(
             _InFlight(shape, partition, before, behind is not None, start, end, launched_s, launch_s)
         )
@@ -107,10 +112,11 @@ class TaskletQueue:
         ``far_ahead``: or a few that end before the host can be back with a batch; a batch beside them has its own SMs,
         and waits for none."""
         self.collect()
+        self._woken_s = 0.0
         while self._in_flight:
             # What never ran may take any time: no third one behind it.
             is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (_OVERSLEPT_S + self._launch_s, 1)
+            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
             left_s = self._left_s() - lead_s
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
@@ -123,6 +129,7 @@ class TaskletQueue:
                 continue
             overdue_s = -0.1 * left_s  # others may be at work beside it: the longer it takes, the longer it will
             time.sleep(max(left_s, min(overdue_s, longest_s), _SHORTEST_SLEEP_S))
+            self._woken_s = 0.0 if is_far or left_s <= 0.0 else time.perf_counter()
             if left_s > 0.0 and len(self._in_flight) == most + 1 and self._in_flight[0].end.query():
                 # It is time: what there is to note of the one that has ended can wait until the next is launched.
                 self._ended.append(self._in_flight.popleft())
@@ -158,13 +165,17 @@ class TaskletQueue:
             self._last_end_s += done.before.elapsed_time(done.end) / 1e3
             self._events.append(done.before)
         self._events.append(done.start)
-        self._launch_s += _LAUNCH_WEIGHT * (min(done.launch_s, _MOST_LAUNCH_S) - self._launch_s)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
             self._expected_ms[kind] = _followed(self._expected_ms.pop(kind, elapsed_ms), elapsed_ms)
             if len(self._expected_ms) > _MOST_SHAPES:
                 del self._expected_ms[next(iter(self._expected_ms))]
+
+    def _follow(self, *, is_late: bool) -> None:
+        """``is_late``: the tasklet before had ended when its successor had been launched."""
+        change_s = _LEAD_RISE_S if is_late else -_LEAD_DECLINE_S
+        self._lead_s = min(_MOST_LEAD_S, max(_LEAST_LEAD_S, self._lead_s + change_s))
 
     def _event(self) -> torch.cuda.Event:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
