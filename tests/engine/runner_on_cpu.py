@@ -152,6 +152,7 @@ def _capture(run: Callable[[], None], pool: object, *, warm_up: bool = True) -> 
 def install() -> None:
     kernels = "cotenant.models.kernels."
     _put(kernels + "elementwise", add_rms_norm=_add_norm, embed=_embed, rms_norm=_norm, silu_and_multiply=_silu)
+    _put(kernels + "lora_shrink", find_pieces=lambda slots, ranks: slots)
     _put(kernels + "rope", rope_and_cache=_rope_and_cache)
     _put(kernels + "skinny", Unfinished=type(None), fits_unfinished=lambda x, w: False, unfinished_product=None)
     _put(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -212,6 +213,26 @@ def _copied(spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> Dec
 def _tensors(weights: DecoderWeights) -> list[torch.Tensor]:
     layers = [[layer.input_norm, layer.mlp_norm, *(base.weight for base in _bases(layer))] for layer in weights.layers]
     return [weights.embedding, weights.head, weights.final_norm, *itertools.chain.from_iterable(layers)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 16, 17, 33, 63, 64])
+@pytest.mark.parametrize("order", [list, sorted])
+def test_pieces_are_neighbouring_rows_of_one_adapter(num_rows: int, order: Callable[[list[int]], list[int]]) -> None:
+    from cotenant.models.kernels.lora_shrink import find_pieces
+
+    drawn = random.Random(num_rows)
+    for _ in range(10):
+        slots = order([drawn.choice([-1, 0, 1, 2]) for _ in range(num_rows)])
+        ranks = [16 * (slot + 1) for slot in slots]
+        pieces: list[list[int]] = []  # first row, rows, slot, rank
+        for row, (slot, rank) in enumerate(zip(slots, ranks, strict=True)):
+            if slot >= 0 and row % 8 and slots[row - 1] == slot:
+                pieces[-1][1] += 1
+            elif slot >= 0:
+                pieces.append([row, 1, slot, rank])
+        found = find_pieces(*torch.tensor([slots, ranks], dtype=torch.int32, device=CUDA)).tolist()
+        assert found[: len(pieces)] == pieces
+        assert all(length == 0 for _, length, *_ in found[len(pieces) :])
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ The same weights and the same roundings as ``Decoder.layer``, which training and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,11 +14,13 @@ from cotenant.models.batch import AdapterSpan
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
+from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.products import product
+from cotenant.models.skinny_tiling import MAX_ROWS
 
 # (layer, queries [tokens, heads, head_dim], the layer's part of the cache) -> [tokens, heads, head_dim]
 Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,7 +64,8 @@ class CudaForward:
         spec, weights = self._spec, self._weights
         epsilon = spec.rms_norm_eps
         # Now and not where it is wanted: no kernel of the chain may write what the next one fetches ahead.
-        grouped_at_rows = None if grouped is None or rows is None else grouped.at(rows)
+        grouped_at_rows = None if grouped is None or rows is None else _with_pieces(grouped.at(rows))
+        grouped = _with_pieces(grouped)
         residual = embed(tokens.token_ids, self._last_tokens, tokens.seats, weights.embedding)
         normed = rms_norm(residual, weights.layers[0].input_norm, epsilon)
         for index, layer in enumerate(weights.layers):
@@ -87,6 +90,12 @@ class CudaForward:
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, hidden] after the final norm -> [rows, vocab], in the model's dtype; written to ``out`` if given."""
         return product(normed, self._weights.head, out=out)
+
+
+def _with_pieces(grouped: GroupedLora | None) -> GroupedLora | None:
+    if grouped is None or len(grouped.slots) > MAX_ROWS:
+        return grouped
+    return replace(grouped, pieces=find_pieces(grouped.slots, grouped.ranks))
 
 
 def _linear(

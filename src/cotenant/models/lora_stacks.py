@@ -167,6 +167,7 @@ class GroupAdapters(NamedTuple):
 
     slots: torch.Tensor  # [rows]; -1: none
     ranks: torch.Tensor  # [rows], of the row's adapter; 0 without one
+    pieces: torch.Tensor | None  # as of ``GroupedLora``
     stack: torch.Tensor  # [slots, elements]
     a_offset: int
     b_offset: int
@@ -191,12 +192,14 @@ class GroupedLora:
     that slot, 0 for the base model; with it no row has to look that up behind its slot. Both are read when the kernels
     run, so a captured graph serves whatever stands there at each replay; nothing that runs within the forward pass may
     write them. Rows of one adapter should lie side by side: it is then read once for several of them, up to 16 in a
-    large batch. A row's result does not depend on the others.
+    large batch. A row's result does not depend on the others. ``pieces``: from ``find_pieces``, for the kernels of a
+    few rows.
     """
 
     stacks: LoraStacks
     slots: torch.Tensor
     ranks: torch.Tensor
+    pieces: torch.Tensor | None = None
 
     @classmethod
     def of(cls, stacks: LoraStacks, slots: Sequence[int]) -> GroupedLora:
@@ -208,7 +211,7 @@ class GroupedLora:
 
     def at(self, rows: torch.Tensor) -> GroupedLora:
         """For a batch of these rows only."""
-        return replace(self, slots=self.slots[rows], ranks=self.ranks[rows])
+        return replace(self, slots=self.slots[rows], ranks=self.ranks[rows], pieces=None)
 
     def linear(self, x: torch.Tensor, base: FusedLinear, layer: int) -> torch.Tensor:
         """``base``'s product and every row's delta: [rows, in] -> [rows, sum of sizes]. Without autograd.
@@ -230,7 +233,14 @@ class GroupedLora:
         """What kernels need to know about the adapters of one module group."""
         stacks, group = self.stacks, self.stacks.groups[layer, base.modules[0]]
         return GroupAdapters(
-            self.slots, self.ranks, stacks.storage, group.a_offset, group.b_offset, group.sizes, stacks.max_rank
+            self.slots,
+            self.ranks,
+            self.pieces,
+            stacks.storage,
+            group.a_offset,
+            group.b_offset,
+            group.sizes,
+            stacks.max_rank,
         )
 
     def _add_slot_by_slot(self, out: torch.Tensor, x: torch.Tensor, group: StackGroup) -> None:

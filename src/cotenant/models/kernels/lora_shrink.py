@@ -33,6 +33,7 @@ def plan_shrink(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
     """Room for ``x @ a.T`` of ``x`` [rows, in] as partial sums, and how the launch is to compute them."""
     num_rows, num_in = x.shape
     assert x.is_contiguous()
+    assert adapters.pieces is not None, "find_pieces comes first"
     ranks = 16 * triton.next_power_of_2(adapters.num_modules)
     depth, stages = _TURNS[ranks]
     while num_in % depth:
@@ -51,48 +52,62 @@ def plan_shrink(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
         "H_SPAN": span,
         "H_STAGES": stages,
         "H_PIECE": _PIECE,
-        "H_ROWS": max(16, triton.next_power_of_2(num_rows)),
     }
     return Shrink(Delta(adapters, sums), splits * num_rows, constants)
 
 
 NO_SHRINK = dict.fromkeys(
-    ("H_SPLITS", "H_WIDTH", "H_MODULES", "H_RANKS", "H_DEPTH", "H_SPAN", "H_STAGES", "H_PIECE", "H_ROWS"), 0
+    ("H_SPLITS", "H_WIDTH", "H_MODULES", "H_RANKS", "H_DEPTH", "H_SPAN", "H_STAGES", "H_PIECE"), 0
 )
 
 
 def shrink_arguments(shrink: Shrink | None) -> tuple[object, ...]:
-    """For the kernel: slots, ranks, stack, elements per slot, a's offset, h's partial sums."""
+    """For the kernel: pieces, stack, elements per slot, a's offset, h's partial sums."""
     if shrink is None:
-        return None, None, None, 0, 0, None
+        return None, None, 0, 0, None
     adapters, sums = shrink.delta
-    return adapters.slots, adapters.ranks, adapters.stack, adapters.stack.stride(0), adapters.a_offset, sums
+    return adapters.pieces, adapters.stack, adapters.stack.stride(0), adapters.a_offset, sums
 
 
-@triton.jit
-def _find_piece(slots, ranks, index, num_rows, PIECE: tl.constexpr, ROWS: tl.constexpr):
-    """Of piece number ``index`` its first row, how many rows it has, and its slot and rank. A piece is neighbouring
-    rows of one adapter, cut where the row number is a multiple of ``PIECE``. There are at most as many as rows; beyond
-    the last one there are 0 rows."""
-    all_rows = tl.arange(0, ROWS)
-    slot_of = tl.load(slots + all_rows, all_rows < num_rows, other=-1)
-    rank_of = tl.load(ranks + all_rows, all_rows < num_rows, other=0)
-    before = tl.load(slots + all_rows - 1, (all_rows % PIECE > 0) & (all_rows < num_rows), other=-2)
-    begins = (slot_of >= 0) & (slot_of != before)
-    chosen = begins & (tl.cumsum(begins.to(tl.int32), 0) - 1 == index)
-    row = tl.sum(tl.where(chosen, all_rows, 0))
-    slot = tl.max(tl.where(chosen, slot_of, -1))
-    rank = tl.multiple_of(tl.sum(tl.where(chosen, rank_of, 0)), 16)
-    others = (all_rows > row) & ((slot_of != slot) | (all_rows % PIECE == 0))
-    length = tl.min(tl.where(others, all_rows, ROWS)) - row
-    return row, tl.where(slot >= 0, length, 0), slot, rank
+def find_pieces(slots: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """For rows with these adapters [rows, 4], int32: each piece's first row, number of rows, slot and rank. A piece is
+    up to 8 neighbouring rows of one adapter, cut where the row number is a multiple of 8. There are at most as many as
+    rows; beyond the last one there are 0 rows.
+
+    Once per batch: a product's programs that shrink would each keep the memory waiting while they look for theirs.
+    """
+    num_rows = len(slots)
+    pieces = torch.empty((num_rows, 4), dtype=torch.int32, device=slots.device)
+    _find_pieces_kernel[(1,)](
+        slots, ranks, pieces, num_rows, PIECE=_PIECE, ROWS=max(16, triton.next_power_of_2(num_rows)), num_warps=4
+    )
+    return pieces
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _find_pieces_kernel(slots, ranks, pieces, num_rows, PIECE: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.arange(0, ROWS)
+    exists = row < num_rows
+    slot = tl.load(slots + row, exists, other=-1)
+    rank = tl.load(ranks + row, exists, other=0)
+    before = tl.load(slots + row - 1, exists & (row % PIECE > 0), other=-2)
+    begins = (slot >= 0) & (slot != before)
+    number = tl.cumsum(begins.to(tl.int32), 0) - 1
+    other, other_slot = row[None, :], tl.load(slots + row, exists, other=-2)[None, :]
+    ends = (other > row[:, None]) & ((other_slot != slot[:, None]) | (other % PIECE == 0))
+    length = tl.min(tl.where(ends, other, ROWS), 1) - row
+    place = pieces + 4 * number
+    tl.store(place, row, begins)
+    tl.store(place + 1, length, begins)
+    tl.store(place + 2, slot, begins)
+    tl.store(place + 3, rank, begins)
+    tl.store(pieces + 4 * row + 1, 0, exists & (row >= tl.sum(begins.to(tl.int32), 0)))
 
 
 @triton.jit
 def shrink_part(
     x,
-    slots,
-    ranks,
+    pieces,
     stack,
     slot_stride,
     offset,
@@ -108,12 +123,13 @@ def shrink_part(
     SPAN: tl.constexpr,
     STAGES: tl.constexpr,
     PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """What ``SPAN`` input features give of a piece's ``h``: part ``program`` of ``num_rows * SPLITS``. Those of pieces
     that there are not come last, so they keep nobody waiting."""
-    row, length, slot, rank = _find_piece(slots, ranks, program // SPLITS, num_rows, PIECE, ROWS)
+    piece = pieces + 4 * (program // SPLITS)
+    row, length = tl.load(piece), tl.load(piece + 1)
+    slot, rank = tl.load(piece + 2), tl.multiple_of(tl.load(piece + 3), 16)
     if length > 0:
         split = program % SPLITS
         lanes = tl.arange(0, PIECE)[None, :]

@@ -149,8 +149,7 @@ def _skinny_kernel(
     num_rows,
     num_out,
     num_in,
-    slots,
-    ranks,
+    pieces,
     stack,
     slot_stride,
     offset,
@@ -168,7 +167,6 @@ def _skinny_kernel(
     H_SPAN: tl.constexpr,
     H_STAGES: tl.constexpr,
     H_PIECE: tl.constexpr,
-    H_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     start_next(OVERLAP)
@@ -179,8 +177,8 @@ def _skinny_kernel(
         _product(x, weight, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH, SPLITS)
     else:
         shrink_part(
-            x, slots, ranks, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
-            H_WIDTH, H_MODULES, H_RANKS, H_DEPTH, H_SPAN, H_STAGES, H_PIECE, H_ROWS, OVERLAP,
+            x, pieces, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
+            H_WIDTH, H_MODULES, H_RANKS, H_DEPTH, H_SPAN, H_STAGES, H_PIECE, OVERLAP,
         )  # fmt: skip
 
 
