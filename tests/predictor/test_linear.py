@@ -59,8 +59,8 @@ def test_a_model_does_not_reach_where_no_measurement_has_told_its_weights() -> N
     for context in range(100, 2000, 50):
         features = (1.0, 4.0, 4.0 * context)
         model.update(features, truth(features))
-    assert model.reaches((1.0, 4.0, 6000.0))
-    assert not model.reaches((1.0, 40.0, 60_000.0))
+    assert model.reached((1.0, 4.0, 6000.0)) == model.predict((1.0, 4.0, 6000.0)) > 0.0
+    assert model.reached((1.0, 40.0, 60_000.0)) is None
 
 
 def test_what_another_model_learned_can_be_taken_over() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.core.plan import IterationRecord, Mode
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.filling import Cost, Costs, CostTable, Filling, after, fill, take
@@ -110,6 +110,41 @@ def test_a_shape_that_nobody_knows_is_tried_first_and_alone() -> None:
     assert fill(costs, first, 0.0).num_tasklets == 0
     later = in_turn(TaskletRun(SHAPES[1], 4), TaskletRun(unknown, 4))
     assert fill(costs, later, 10.0) == Filling(4, 0, 4.0, 4.0)
+
+
+def test_what_is_learned_between_plans_is_known_some_plans_later() -> None:
+    """Alone, beside a batch, and on a partition that had not been tried."""
+    predictor, partition = taught(), Partition(48, 84)
+    costs, upcoming = Costs(predictor), in_turn(TaskletRun(SHAPES[0], 100))
+    assert fill(costs.of(DECODE), upcoming, 10.0).num_tasklets == 10
+    assert costs.beside(partition) is None
+    beside = (TaskletRun(SHAPES[0], 1), 4.0)
+    for _ in range(200):
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 2.0, 4.0, ((TaskletRun(SHAPES[0], 1), 2.0),)))
+        predictor.observe(IterationRecord(DECODE, Mode.SPATIAL, 3.0, 3.0, partition=partition, beside=(beside,)))
+    table = costs.beside(partition)
+    assert table is not None
+    assert take(upcoming, 10.0, table).num_tasklets == 2
+    for _ in range(8):
+        costs.of(DECODE)
+    assert fill(costs, upcoming, 11.0).num_tasklets == 5
+
+
+def test_each_shape_of_batch_has_costs_of_its_own() -> None:
+    predictor, other = taught(), BatchShape(32, 64_000)
+    for _ in range(20):
+        predictor.observe(IterationRecord(other, Mode.TEMPORAL, 2.0, 4.0, ((TaskletRun(SHAPES[0], 1), 2.0),)))
+    costs, upcoming = Costs(predictor), in_turn(TaskletRun(SHAPES[0], 100))
+    counts = [fill(costs.of(batch), upcoming, 10.0).num_tasklets for batch in (DECODE, other, DECODE)]
+    assert counts == [10, 5, 10]
+
+
+def test_costs_of_shapes_that_are_gone_are_not_those_of_others() -> None:
+    """New objects take the place of old ones, at the same address."""
+    table = CostTable(lambda shape: Cost(shape.num_tokens, 0.0, 0.0))
+    for num_tokens in range(1, 200):
+        upcoming = (TaskletCycle((TaskletRun(TaskletShape(TaskletKind.FORWARD, num_tokens), 1),), 1),)
+        assert take(upcoming, 1000.0, table).used_ms == num_tokens
 
 
 def test_room_without_end_is_enough_for_all() -> None:

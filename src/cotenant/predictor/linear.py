@@ -47,10 +47,16 @@ class OnlineLinearModel:
         """The estimate, in the unit of the targets; never negative."""
         return max(0.0, self._estimate(self._scaled(features)))
 
-    def reaches(self, features: tuple[float, ...]) -> bool:
-        """Whether ``predict`` rests on what was measured, and not on weights that no measurement has told."""
+    def reached(self, features: tuple[float, ...]) -> float | None:
+        """What ``predict`` says, if it rests on what was measured and not on weights that no measurement has told."""
+        if not self.ready:
+            return None
         x = self._scaled(features)
-        return self.ready and _dot(x, self._spread(x)) <= _REACH
+        return max(0.0, self._estimate(x)) if _dot(x, self._spread(x)) <= _REACH else None
+
+    def reaches(self, features: tuple[float, ...]) -> bool:
+        """Whether there is such a prediction."""
+        return self.reached(features) is not None
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""

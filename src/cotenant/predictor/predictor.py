@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -47,11 +48,6 @@ class CoRun:
     decode_solo_ms: float
     decode_corun_ms: float
     tasklet_corun_ms: float
-
-
-def _known(predicted_ms: float) -> float | None:
-    """A linear model says 0 where it is out of its range: work takes some time."""
-    return predicted_ms if predicted_ms > 0 else None
 
 
 def _less(stale_ms: float, known_ms: float | None) -> float:
@@ -328,7 +324,7 @@ class LatencyPredictor:
             return fresh_ms
         record = self._records.find(group, record_key)
         if beside_training:
-            alone_ms = self._alone_on_partition_ms(batch, partition)
+            alone_ms = partial(self._alone_on_partition_ms, batch, partition)
             known_ms = self._partitions.together_ms(batch, partition, alone_ms)
         else:
             known_ms = self._partitions.alone_ms(batch, partition.online_sms)
@@ -366,19 +362,23 @@ class LatencyPredictor:
     def _modelled_batch_ms(self, batch: BatchShape) -> float | None:
         """By the model, or where it does not reach by the prior."""
         features = batch_features(batch)
-        if self._prior is not None and not self._batch_model.reaches(features):
-            prior_ms = self._prior.batch_ms(batch)
-            if prior_ms is not None:
-                return prior_ms
-        return _known(self._batch_model.predict(features)) if self._batch_model.ready else None
+        reached_ms = self._batch_model.reached(features)
+        if reached_ms is not None:
+            return reached_ms or None
+        prior_ms = None if self._prior is None else self._prior.batch_ms(batch)
+        if prior_ms is not None:
+            return prior_ms
+        return self._batch_model.predict(features) or None if self._batch_model.ready else None
 
     def _modelled_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """None where no model reaches, if a prior can say what the shape's first tasklet should take. (Without one, a
         guess is better than to try every shape.)"""
         model, features = self._tasklet_models.get(shape.kind), tasklet_features(shape)
-        if model is None or not (model.ready if self._prior is None else model.reaches(features)):
+        if model is None:
             return None
-        return _known(model.predict(features))
+        if self._prior is not None:
+            return model.reached(features) or None
+        return model.predict(features) or None if model.ready else None
 
     def _tasklet_model(self, kind: TaskletKind) -> OnlineLinearModel:
         model = self._tasklet_models.get(kind)

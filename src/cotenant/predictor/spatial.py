@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cotenant.core.plan import BatchShape, Partition
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
@@ -46,13 +48,16 @@ class PartitionModels:
         """Stage 1: a decode step with nothing beside it. None for other batches, and where no model reaches."""
         return self._step_ms((online_sms,), batch)
 
-    def together_ms(self, batch: BatchShape, partition: Partition, alone_ms: float | None) -> float | None:
+    def together_ms(
+        self, batch: BatchShape, partition: Partition, alone_ms: Callable[[], float | None]
+    ) -> float | None:
         """Beside training: what this partition's co-runs say, or stage 2 of ``alone_ms``, which a step takes on its
         online SMs."""
         measured_ms = self._step_ms(partition, batch)
-        if measured_ms is not None or alone_ms is None:
+        if measured_ms is not None:
             return measured_ms
-        return alone_ms * self._factor(partition)
+        by_itself_ms = alone_ms()
+        return None if by_itself_ms is None else by_itself_ms * self._factor(partition)
 
     def tasklet_factor(self, best_effort_sms: int) -> float | None:
         """How many times what they take alone on all SMs tasklets take there, beside a batch on the others."""
@@ -85,15 +90,16 @@ class PartitionModels:
     def _factor(self, partition: Partition) -> float:
         """Equation 3's, where it was measured enough; else the mean of those measured. A co-run is not faster."""
         model, ratio = self.models.get(()), self.ratios.get(())
-        if model is not None and model.reaches(_features_of(partition)):
-            return max(1.0, model.predict(_features_of(partition)))
+        factor = None if model is None else model.reached(_features_of(partition))
+        if factor is not None:
+            return max(1.0, factor)
         return max(1.0, ratio.cautious) if ratio is not None and ratio.known else CONTENTION
 
     def _step_ms(self, sms: Sms, batch: BatchShape) -> float | None:
         model = self.models.get(sms)
-        if model is None or batch.prefill_tokens or not model.reaches(_step_features(batch)):
+        if model is None or batch.prefill_tokens:
             return None
-        return model.predict(_step_features(batch)) or None  # 0: out of its range
+        return model.reached(_step_features(batch)) or None  # 0: out of its range
 
     def _learn_step(self, sms: Sms, batch: BatchShape, measured_ms: float) -> None:
         if not batch.prefill_tokens:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from cotenant.core.plan import BatchShape, Partition
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.shapes import BatchKey, batch_key
 
 LEAST_MS = 1e-3  # of a tasklet
 
@@ -25,15 +26,64 @@ class Cost(NamedTuple):
     alone_ms: float
 
 
-class CostTable:
-    """What ``ask`` says of shapes, once of each: for the time of one plan, in which they are known by their identity.
-    None for what nobody knows."""
+class Turn(NamedTuple):
+    """Of a cycle: its number of tasklets and the sums of their costs, as far as these are known; the costs of each of
+    ``runs``, up to the first that nobody knows."""
 
-    __slots__ = ("ask", "known")
+    num_tasklets: int
+    used_ms: float
+    added_ms: float
+    alone_ms: float
+    costs: tuple[Cost, ...]
+    runs: tuple[TaskletRun, ...]
+
+
+class CostTable:
+    """What ``ask`` says of shapes, asked once of each until it is to ``forget``; None for what nobody knows, which is
+    asked again. Planning asks for the same objects over and over: what is known is found by their identity, and holds
+    them, so that no other object can have it."""
+
+    __slots__ = ("_costs", "_turns", "ask")
 
     def __init__(self, ask: Callable[[TaskletShape], Cost | None]) -> None:
         self.ask = ask
-        self.known: dict[int, Cost] = {}
+        self._costs: dict[int, tuple[Cost, TaskletShape]] = {}
+        self._turns: dict[int, Turn] = {}
+
+    def turn(self, runs: tuple[TaskletRun, ...]) -> Turn:
+        """Of a cycle with these runs."""
+        return self._turns.get(id(runs)) or self._add(runs)
+
+    def forget(self) -> None:
+        self._costs.clear()
+        self._turns.clear()
+
+    def _add(self, runs: tuple[TaskletRun, ...]) -> Turn:
+        costs: list[Cost] = []
+        num_tasklets, used_ms, added_ms, alone_ms = 0, 0.0, 0.0, 0.0
+        for run in runs:
+            cost = self.cost(run.shape)
+            if cost is None:
+                break
+            costs.append(cost)
+            count = run.count
+            num_tasklets += count
+            used_ms += count * cost[0]
+            added_ms += count * cost[1]
+            alone_ms += count * cost[2]
+        turn = Turn(num_tasklets, used_ms, added_ms, alone_ms, tuple(costs), runs)
+        if len(costs) == len(runs):
+            self._turns[id(runs)] = turn
+        return turn
+
+    def cost(self, shape: TaskletShape) -> Cost | None:
+        found = self._costs.get(id(shape))
+        if found is not None:
+            return found[0]
+        cost = self.ask(shape)
+        if cost is not None:
+            self._costs[id(shape)] = (cost, shape)
+        return cost
 
 
 class Taken(NamedTuple):
@@ -54,26 +104,13 @@ NONE_TAKEN = Taken(0, 0.0, 0.0, 0.0)
 def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, begun: Taken = NONE_TAKEN) -> Taken:
     """As many of the next tasklets as ``room_ms`` has room for, with those of ``begun``, which come first."""
     num_tasklets, used_ms, added_ms, alone_ms, *_ = begun
-    known = table.known
     for cycle in upcoming:
-        costs: list[Cost] = []
-        turn_size, turn_ms, turn_added_ms, turn_alone_ms = 0, 0.0, 0.0, 0.0
-        for run in cycle.runs:
-            cost = known.get(id(run.shape))
-            if cost is None:
-                cost = table.ask(run.shape)
-                if cost is None:
-                    break
-                known[id(run.shape)] = cost
-            costs.append(cost)
-            count = run.count
-            turn_size += count
-            turn_ms += count * cost[0]
-            turn_added_ms += count * cost[1]
-            turn_alone_ms += count * cost[2]
-        is_known = len(costs) == len(cycle.runs)
-        num_turns = _num_fitting(cycle.count, room_ms - used_ms, turn_ms) if is_known else 0
-        if num_turns:
+        runs = cycle.runs
+        turn_size, turn_ms, turn_added_ms, turn_alone_ms, costs, _ = table.turn(runs)
+        is_known = len(costs) == len(runs)
+        num_turns = 0
+        if is_known and used_ms + turn_ms <= room_ms:
+            num_turns = _num_fitting(cycle.count, room_ms - used_ms, turn_ms)
             num_tasklets += num_turns * turn_size
             used_ms += num_turns * turn_ms
             added_ms += num_turns * turn_added_ms
@@ -81,18 +118,20 @@ def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, b
             if num_turns == cycle.count:
                 continue
         # Of the next turn what there is room for.
-        for run, (each_ms, each_added_ms, each_alone_ms) in zip(cycle.runs, costs, strict=False):
+        for run, cost in zip(runs, costs, strict=False):
+            each_ms, each_added_ms, each_alone_ms = cost
             count = _num_fitting(run.count, room_ms - used_ms, each_ms)
-            num_tasklets += count
-            used_ms += count * each_ms
-            added_ms += count * each_added_ms
-            alone_ms += count * each_alone_ms
+            if count:
+                num_tasklets += count
+                used_ms += count * each_ms
+                added_ms += count * each_added_ms
+                alone_ms += count * each_alone_ms
             if count < run.count:
-                return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, known[id(run.shape)])
+                return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, cost)
         if is_known and num_turns + 1 == cycle.count:
             continue  # to the last bit, there was room for one more
         next_cost = costs[0] if is_known else None
-        stopped_at = cycle.runs[0 if is_known else len(costs)].shape
+        stopped_at = runs[0 if is_known else len(costs)].shape
         return Taken(num_tasklets, used_ms, added_ms, alone_ms, stopped_at, next_cost)
     return Taken(num_tasklets, used_ms, added_ms, alone_ms)
 
@@ -133,38 +172,65 @@ def may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, room_ms: floa
 
 
 class Costs:
-    """What a ``predictor`` says of tasklets and one ``batch``: for the time of one plan."""
+    """What a ``predictor`` says of tasklets and of one ``batch`` at a time, kept from plan to plan."""
 
-    def __init__(self, predictor: LatencyPredictor, batch: BatchShape) -> None:
+    def __init__(self, predictor: LatencyPredictor, batch: BatchShape | None = None) -> None:
         self.predictor = predictor
-        self.batch = batch
-        self._alone: dict[int, float | None] = {}
-        self.behind = CostTable(partial(self._added, fused=False))
-        """Behind a batch that has all SMs."""
-        self.fused = CostTable(partial(self._added, fused=True))
-        """Inside the batch."""
+        self.batch = batch or BatchShape()
+        self._alone = CostTable(self._ask_alone)
+        self._beside: dict[Partition, CostTable] = {}
+        self.behind = CostTable(partial(self._ask_with_batch, fused=False))
+        """Behind the batch, which has all SMs."""
+        self.fused = CostTable(partial(self._ask_with_batch, fused=True))
+        """Inside it."""
+        self._shape = _shape_of(self.batch)
+        self._renewed = 0
 
-    def beside(self, partition: Partition) -> CostTable:
-        """On the partition's best-effort SMs. What it adds to the batch is in the batch's own time."""
+    def of(self, batch: BatchShape) -> Costs:
+        """For another plan, of this batch. What has to do with batches of another shape is forgotten, and a part of the
+        rest, so that some plans later all of it is asked again."""
+        self.batch, shape = batch, _shape_of(batch)
+        if shape != self._shape:
+            self._shape = shape
+            self.behind.forget()
+            self.fused.forget()
+        tables = (self._alone, self.behind, self.fused)
+        self._renewed = (self._renewed + 1) % (len(tables) + len(self._beside))
+        if self._renewed < len(tables):
+            tables[self._renewed].forget()
+        else:
+            del self._beside[next(iter(self._beside))]
+        return self
 
-        def ask(shape: TaskletShape) -> Cost | None:
-            each_ms, alone_ms = self.predictor.tasklet_ms(shape, partition=partition), self._alone_ms(shape)
-            return None if each_ms is None or alone_ms is None else Cost(max(each_ms, LEAST_MS), 0.0, alone_ms)
+    def beside(self, partition: Partition) -> CostTable | None:
+        """On the partition's best-effort SMs; None where that was not tried. What it adds to the batch is in the
+        batch's own time."""
+        table = self._beside.get(partition)
+        if table is None and self.predictor.was_tried(partition):
+            table = self._beside[partition] = CostTable(partial(self._ask_beside, partition=partition))
+        return table
 
-        return CostTable(ask)
+    def _ask_alone(self, shape: TaskletShape) -> Cost | None:
+        alone_ms = self.predictor.tasklet_ms(shape)
+        return None if alone_ms is None else Cost(alone_ms, alone_ms, alone_ms)
 
-    def _added(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
-        added_ms, alone_ms = self.predictor.tasklet_ms(shape, beside=self.batch, fused=fused), self._alone_ms(shape)
-        if added_ms is None or alone_ms is None:
+    def _ask_beside(self, shape: TaskletShape, partition: Partition) -> Cost | None:
+        each_ms, alone = self.predictor.tasklet_ms(shape, partition=partition), self._alone.cost(shape)
+        return None if each_ms is None or alone is None else Cost(max(each_ms, LEAST_MS), 0.0, alone.alone_ms)
+
+    def _ask_with_batch(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
+        added_ms = self.predictor.tasklet_ms(shape, beside=self.batch, fused=fused)
+        alone = self._alone.cost(shape)
+        if added_ms is None or alone is None:
             return None
         # Inside a step one may have been measured as adding nothing; it has to end in time all the same.
-        return Cost(added_ms if added_ms > 0 else max(alone_ms, LEAST_MS), added_ms, alone_ms)
+        used_ms = added_ms if added_ms > 0 else max(alone.alone_ms, LEAST_MS)
+        return Cost(used_ms, added_ms, alone.alone_ms)
 
-    def _alone_ms(self, shape: TaskletShape) -> float | None:
-        key = id(shape)
-        if key not in self._alone:
-            self._alone[key] = self.predictor.tasklet_ms(shape)
-        return self._alone[key]
+
+def _shape_of(batch: BatchShape) -> tuple[int, BatchKey]:
+    """What the predictor tells batches apart by."""
+    return batch.num_adapters, batch_key(batch)
 
 
 class Filling(NamedTuple):

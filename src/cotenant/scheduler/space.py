@@ -72,9 +72,10 @@ def in_each(
 
 def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ...], step_ms: float) -> Beside:
     known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
-    if known_ms is None or not costs.predictor.was_tried(partition):
+    table = None if known_ms is None else costs.beside(partition)
+    if known_ms is None or table is None:
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
-    taken = take(upcoming, known_ms, costs.beside(partition))
+    taken = take(upcoming, known_ms, table)
     if taken.next_cost is None:
         is_known = taken.stopped_at is None or taken.num_tasklets > 0
         return Beside(partition, known_ms, taken.num_tasklets, taken.alone_ms, is_known=is_known)

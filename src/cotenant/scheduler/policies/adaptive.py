@@ -60,6 +60,7 @@ class AdaptivePolicy(Policy):
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
+        self._costs = Costs(predictor)
 
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
@@ -69,19 +70,18 @@ class AdaptivePolicy(Policy):
         step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
-        return _Choice(self._predictor, snapshot, snapshot.job, step_ms).best() or serving_alone(
-            self._predictor, snapshot
-        )
+        costs = self._costs.of(snapshot.batch)
+        return _Choice(costs, snapshot, snapshot.job, step_ms).best() or serving_alone(self._predictor, snapshot)
 
 
 class _Choice:
     """Among the ways to share one iteration. ``step_ms``: what its batch takes on all SMs."""
 
-    def __init__(self, predictor: LatencyPredictor, snapshot: Snapshot, job: JobView, step_ms: float) -> None:
+    def __init__(self, costs: Costs, snapshot: Snapshot, job: JobView, step_ms: float) -> None:
+        self._costs = costs
         self._snapshot = snapshot
         self._job = job
         self._step_ms = step_ms
-        self._costs = Costs(predictor, snapshot.batch)
         self._slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
         self._behind = fill(self._costs, job.upcoming, self._behind_ms(self._slack_ms))
         speed = self._behind.alone_ms / self._behind.added_ms if self._behind.added_ms > 0 else 1.0

@@ -17,13 +17,14 @@ class HarliPolicy(Policy):
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
+        self._costs = Costs(predictor)
 
     def plan(self, snapshot: Snapshot) -> Plan:
         step_ms = plan_or_step_ms(self._predictor, snapshot, beside_training=False)
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None
-        costs = Costs(self._predictor, snapshot.batch)
+        costs = self._costs.of(snapshot.batch)
         found = in_each(costs, snapshot.partitions, snapshot.job.upcoming, step_ms)
         target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.
