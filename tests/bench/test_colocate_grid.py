@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from small_model import small_model
+
 SCRIPT = Path(__file__).parents[2] / "bench" / "colocate_grid.py"
 LOAD = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--policies", "inference-only"]
 TRAINING = ["--seq-len", "16", "--tokens-per-step", "16", "--alone-seconds", "0.5", "--device", "cpu"]
@@ -24,8 +26,8 @@ def grid(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_target_has_a_process_and_all_one_report(tmp_path: Path) -> None:
-    path, page = tmp_path / "grid.json", tmp_path / "grid.html"
-    result = grid(path, "--html", str(page), "--slo-tpot-ms", "0.001,10000", "tiny", *LOAD, *TRAINING)
+    path, page, model = tmp_path / "grid.json", tmp_path / "grid.html", small_model(tmp_path)
+    result = grid(path, "--html", str(page), "--slo-tpot-ms", "0.001,10000", *model, *LOAD, *TRAINING)
     assert result.returncode == 0, result.stderr + (tmp_path / "grid-10000.log").read_text()
     report = json.loads(path.read_text())
     assert [(cell["slo"]["tpot_ms"], cell["attainment"]) for cell in report["cells"]] == [(0.001, 0.0), (10000, 1.0)]
@@ -45,7 +47,7 @@ def test_a_target_that_fails_is_named(tmp_path: Path) -> None:
 
 def test_what_is_cut_off_goes_on(tmp_path: Path) -> None:
     path, first = tmp_path / "grid.json", tmp_path / "grid-10.json"
-    arguments = ["--slo-tpot-ms", "10,10", "tiny", *LOAD, *TRAINING]
+    arguments = ["--slo-tpot-ms", "10,10", *small_model(tmp_path), *LOAD, *TRAINING]
     result = grid(path, "--seconds", "0.5", *arguments)
     assert result.returncode == 3
     assert "cut off: start it again to go on" in result.stderr
@@ -57,7 +59,7 @@ def test_what_is_cut_off_goes_on(tmp_path: Path) -> None:
 
 def test_it_takes_its_processes_along(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--gpus", "1", "--json", str(tmp_path / "grid.json")]
-    script = subprocess.Popen([*command, "tiny", *LOAD, *TRAINING])
+    script = subprocess.Popen([*command, *small_model(tmp_path), *LOAD, *TRAINING])
     until(lambda: psutil.Process(script.pid).children())
     (child,) = psutil.Process(script.pid).children()
     script.terminate()

@@ -1,4 +1,4 @@
-"""`cotenant bench colocate` on the built-in model."""
+"""`cotenant bench colocate` on a small model, and on the built-in one where a message names it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from forked import run_command
+from small_model import small_model
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,20,12
@@ -39,17 +40,18 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
     path, page = tmp_path / "colocate.json", tmp_path / "pages" / "colocate.html"
     load = ["--batch-sizes", "3", "--context", "40", "--num-tokens", "16", "--min-requests", "3"]
     load += ["--trace", str(tmp_path / "trace.csv"), "--trace", str(tmp_path / "short & <b>.csv")]
-    targets = ["--slo-tpot-ms", "1,10000", "--slo-ttft-ms", "60000", "--policies", "multitask,inference-only"]
-    result = bench_colocate("tiny", *TRAINING, *load, *targets, "--json", str(path), "--html", str(page))
+    targets = ["--slo-tpot-ms", "0.1,10000", "--slo-ttft-ms", "60000", "--policies", "multitask,inference-only"]
+    model = small_model(tmp_path)
+    result = bench_colocate(*model, *TRAINING, *load, *targets, "--json", str(path), "--html", str(page))
     assert result.returncode == 0, result.stderr
     report = json.loads(path.read_text())
-    assert (report["kind"], report["model"]) == ("colocate", "tiny")
+    assert (report["kind"], report["model"]) == ("colocate", model[0])
     assert report["train_alone_tokens_per_s"] > 0
     cells = report["cells"]
     assert [(cell.get("trace"), cell["slo"]["tpot_ms"], cell["policy"]) for cell in cells] == [
         (trace, tpot_ms, policy)
         for trace in (None, "trace", "short & <b>")
-        for tpot_ms in (1, 10000)
+        for tpot_ms in (0.1, 10000)
         for policy in ("multitask", "inference-only")
     ]
     for cell in cells:
@@ -103,13 +105,13 @@ def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
-    arguments = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16", "--slo-tpot-ms", "10000"]
-    arguments += ["--policies", "inference-only,whole-step", "--json", str(path)]
-    assert bench_colocate("tiny", *TRAINING, *arguments).returncode == 0
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    arguments += ["--slo-tpot-ms", "10000", "--policies", "inference-only,whole-step", "--json", str(path)]
+    assert bench_colocate(*arguments).returncode == 0
     whole = json.loads(path.read_text())
     kept, lost = whole["cells"]
     path.write_text(json.dumps({**whole, "cells": [kept]}))
-    again = bench_colocate("tiny", *TRAINING, *arguments, "--resume")
+    again = bench_colocate(*arguments, "--resume")
     assert again.returncode == 0, again.stderr
     resumed = json.loads(path.read_text())
     assert resumed["cells"][0] == kept
@@ -117,17 +119,17 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert resumed["cells"][1]["timeline"] != lost["timeline"]
     assert resumed["runs"][0] == {name: whole[name] for name in ("command", "train_alone_tokens_per_s")}
     assert resumed["runs"][1]["train_alone_tokens_per_s"] == resumed["train_alone_tokens_per_s"]
-    assert bench_colocate("tiny", *TRAINING, *arguments, "--resume").returncode == 0
+    assert bench_colocate(*arguments, "--resume").returncode == 0
     assert json.loads(path.read_text()) == resumed, "nothing was left to measure"
 
 
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)
-    arguments = ["--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
     arguments += ["--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000", "--slo-ttft-ms", "60000"]
     arguments += ["--policies", "multitask,inference-only", "--skip-hopeless", "--json", str(path)]
-    assert bench_colocate("tiny", *TRAINING, *arguments).returncode == 0
+    assert bench_colocate(*arguments).returncode == 0
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
     assert found == [
@@ -139,7 +141,7 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
         ([0.0, 0.5], 1.0, 1),
         ([0.0, 1.0], 1.0, 2),
     ]
-    assert bench_colocate("tiny", *TRAINING, *arguments, "--resume").returncode == 0
+    assert bench_colocate(*arguments, "--resume").returncode == 0
     assert json.loads(path.read_text()) == report, "nothing was left to measure"
 
 

@@ -1,4 +1,4 @@
-"""`cotenant profile` on the built-in model."""
+"""`cotenant profile` on a small model, and on the built-in one where a message names it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from forked import run_command
+from small_model import small_model
 
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -16,8 +17,8 @@ def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
-    flags = ["--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = run_profile("tiny", "--batch-sizes", "2", *flags)
+    flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
+    result = run_profile("--batch-sizes", "2", *flags)
     assert result.returncode == 0, result.stderr
     assert "2 sequences of about 64 tokens: " in result.stdout
     (path,) = (tmp_path / "latencies").iterdir()
@@ -25,7 +26,7 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     kinds = {shape[0] for _, shape, *_ in first["records"]}
     assert {"batch", "shared batch", "tasklet", "beside"} <= kinds
     assert f"{len(first['records'])} latencies in " in result.stdout
-    assert run_profile("tiny", "--batch-sizes", "3", *flags).returncode == 0
+    assert run_profile("--batch-sizes", "3", *flags).returncode == 0
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert {2, 3} <= sizes, "what was measured before is still there"
 
