@@ -18,13 +18,15 @@ from cotenant.runtime.colocate_bench import ColocateBench, judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival
 
+TOKENS_PER_STEP = 1024  # a step then takes much longer than an iteration
+
 
 def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> None:
     """A cell that begins within a step counts that step's tasklets at what they are of the whole step."""
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, 2048, 64, 16, False)) as bench:
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         alone = bench.alone(1.0)
-        step_s = 2048 / alone
+        step_s = TOKENS_PER_STEP / alone
         cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
         cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
         assert all(cell.num_failed == 0 for cell in cells)
@@ -33,8 +35,8 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
 
 def test_what_is_live_at_the_end_is_answered_without_training() -> None:
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, 2048, 64, 16, False)) as bench:
-        step_s = 2048 / bench.alone(1.0)
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        step_s = TOKENS_PER_STEP / bench.alone(1.0)
         begin_s = time.perf_counter()
         cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 2.5 * step_s)
         assert time.perf_counter() - begin_s < 20 * step_s
@@ -46,7 +48,7 @@ def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPat
     """However far the targets are."""
     monkeypatch.setattr(colocate_bench, "ANSWERED_WITHIN_S", 0.1)
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, 2048, 64, 16, False)) as bench:
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
         cell = bench.trace("whole-step", Slo(1e9, 1e9), [Arrival(0.0, 4, 120)], 0.1)
     assert (cell.num_requests, cell.num_failed) == (1, 1)
