@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
+
+from forked import run_script
 
 ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "bench" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_script(ROOT / "bench" / script, *arguments)
 
 
 def test_an_exported_adapter_answers_in_peft_as_it_does_here(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from forked import run_command
+from forked import run_command, run_script
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "src" / "cotenant" / "assets" / "tiny" / "config.json"
@@ -41,9 +41,9 @@ esac
 """
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_code(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, "-c", *command],
         capture_output=True,
         text=True,
         timeout=240,
@@ -53,7 +53,8 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def compare_sharing(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(str(ROOT / "bench" / "compare_sharing.py"), *LOAD, *TRAINING, *arguments, **environment)
+    script = ROOT / "bench" / "compare_sharing.py"
+    return run_script(script, *LOAD, *TRAINING, *arguments, timeout_s=240, environment=environment)
 
 
 def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_the_daemon_is_ended_whatever_happens(tmp_path: Path) -> None:
     )
     environment = {"PATH": stand_ins(tmp_path, CONTROL), "SEEN": str(seen), "CUDA_VISIBLE_DEVICES": "3"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")])
-    ended = run("-c", script, str(kept), **environment)
+    ended = run_code(script, str(kept), **environment)
     assert ended.returncode == 0, ended.stderr
     clients, said = ended.stdout.splitlines()
     assert clients.startswith("['4', '5'] 60 ")
@@ -156,5 +157,5 @@ def test_the_daemon_is_ended_whatever_happens(tmp_path: Path) -> None:
     assert (kept / "control.log").read_text() == "started with all\n"
 
     seen.unlink()
-    refused = run("-c", script, str(kept), REFUSES="yes", **environment)
+    refused = run_code(script, str(kept), REFUSES="yes", **environment)
     assert refused.stdout == "nvidia-cuda-mps-control -d failed with exit code 1: no such luck\n"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from forked import run_script
 
 ROOT = Path(__file__).parents[2]
 
 
 def resize(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     path = folder / "resize.json"
-    command = [sys.executable, str(ROOT / "bench" / "resize_under_load.py"), "tiny", "--device", "cpu"]
     sizes = ["--batch-size", "8", "--context", "128", "--steps", "40", "--gib", "0.03", "--json", str(path)]
-    run = subprocess.run([*command, *sizes, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    run = run_script(ROOT / "bench" / "resize_under_load.py", "tiny", "--device", "cpu", *sizes, *arguments)
     assert path.exists(), run.stdout + run.stderr
     return run.returncode, json.loads(path.read_text()), run.stdout
 

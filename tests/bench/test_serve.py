@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
+from forked import run_command
 from serving import running_server
 
 SSE_SERVER = Path(__file__).parent / "sse_server.py"
@@ -42,6 +43,12 @@ def url() -> Iterator[str]:
         yield address
 
 
+def seen_by(url: str) -> list[dict[str, Any]]:
+    """The bodies of its requests so far."""
+    seen: list[dict[str, Any]] = httpx.get(f"{url}/seen", verify=False).json()  # as in serving.py
+    return seen
+
+
 def command(url: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "cotenant", "bench", "serve", "--url", url, *arguments]
 
@@ -49,9 +56,7 @@ def command(url: str, *arguments: str) -> list[str]:
 def bench(url: str, folder: Path, *arguments: str, exit_code: int = 0) -> tuple[dict[str, Any], str]:
     """Run it; the report and what was printed."""
     path = folder / "result.json"
-    run = subprocess.run(
-        command(url, "--json", str(path), *arguments), capture_output=True, text=True, timeout=120, check=False
-    )
+    run = run_command("bench", "serve", "--url", url, "--json", str(path), *arguments)
     assert run.returncode == exit_code, run.stdout + run.stderr
     assert run.stderr == ("" if exit_code == 0 else "error: no request was answered\n")
     return json.loads(path.read_text()), run.stdout
@@ -74,7 +79,7 @@ def test_every_request_is_sent_and_measured(url: str, tmp_path: Path, processes:
     assert report["generator"]["num_processes"] == int(processes)
     assert report["sustained"] is True
     assert "Successful requests:                     20" in printed
-    seen = httpx.get(f"{url}/seen").json()
+    seen = seen_by(url)
     assert sorted(body["prompt_len"] for body in seen) == [30] * 20
     assert len({tuple(body["prompt"]) for body in seen}) == 20
 
@@ -159,7 +164,7 @@ def test_a_server_that_dies_during_the_run_is_a_failure_of_what_it_owed(tmp_path
         arguments = ("--request-rate", "20", "--duration", "3", "--random-output-len", "20", "--json", str(path))
         process = subprocess.Popen(command(address, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         deadline_s = time.monotonic() + 30
-        while len(httpx.get(f"{address}/seen").json()) < 20 and time.monotonic() < deadline_s:
+        while len(seen_by(address)) < 20 and time.monotonic() < deadline_s:
             time.sleep(0.05)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, b"")
@@ -174,7 +179,7 @@ def test_adapters_are_drawn_for_each_request(url: str, tmp_path: Path) -> None:
     names = ["tiny", "tiny-b", "tiny-c"]
     report, _ = bench(url, tmp_path, *SHORT, "--lora-modules", "tiny,tiny-b", "--lora-modules", "tiny-c")
     assert report["lora_modules"] == names
-    assert {body["model"] for body in httpx.get(f"{url}/seen").json()} == set(names)
+    assert {body["model"] for body in seen_by(url)} == set(names)
 
 
 def test_a_trace_is_replayed_with_shared_prefixes(url: str, tmp_path: Path) -> None:
@@ -188,7 +193,7 @@ def test_a_trace_is_replayed_with_shared_prefixes(url: str, tmp_path: Path) -> N
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report, _ = bench(url, tmp_path, "--trace", str(trace), "--window", ":1", "--time-scale", "2", "--warmup", "2")
     assert (report["trace_format"], report["completed"], report["total_output_tokens"]) == ("mooncake", 3, 12)
-    seen = httpx.get(f"{url}/seen").json()
+    seen = seen_by(url)
     assert len(seen) == 5
     *warm, first, second, third = (body["prompt"] for body in seen)
     assert first[:512] == second[:512]
@@ -208,7 +213,7 @@ def test_a_sweep_ends_with_the_first_rate_that_misses(url: str, tmp_path: Path) 
     assert [run["time_scale"] for run in report["runs"]] == [20.0, 40.0]
     assert (report["swept"], report["highest_sustained"]) == ("time_scale", 40.0)
     assert "highest time_scale sustained: 40" in printed
-    prompts = [tuple(body["prompt"]) for body in httpx.get(f"{url}/seen").json()]
+    prompts = [tuple(body["prompt"]) for body in seen_by(url)]
     assert len(set(prompts)) == 20, "two runs of one report must not share prompts"
 
 
@@ -226,7 +231,7 @@ def test_interrupting_ends_the_run_and_reports(url: str, tmp_path: Path, process
         command(url, *arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline_s = time.monotonic() + 30
-    while len(httpx.get(f"{url}/seen").json()) < 20 and time.monotonic() < deadline_s:
+    while len(seen_by(url)) < 20 and time.monotonic() < deadline_s:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     printed, errors = process.communicate(timeout=30)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cotenant import __version__
+from forked import run_command
 
 
 def cotenant(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +55,7 @@ def test_models_are_listed() -> None:
     ],
 )
 def test_a_users_mistake_is_one_line_on_stderr(arguments: list[str], complaint: str) -> None:
-    result = cotenant(*arguments)
+    result = run_command(*arguments)
     assert result.returncode == 2
     assert result.stdout == ""
     (line,) = result.stderr.strip().splitlines()
@@ -63,7 +64,7 @@ def test_a_users_mistake_is_one_line_on_stderr(arguments: list[str], complaint: 
 
 
 def test_an_unknown_flag_is_refused_by_name() -> None:
-    result = cotenant("serve", "tiny", "--enable-speculation")
+    result = run_command("serve", "tiny", "--enable-speculation")
     assert result.returncode == 2
     assert "--enable-speculation" in result.stderr
 
