@@ -11,16 +11,18 @@ from cotenant.models.decoder import Decoder
 from finetune import support
 
 
-def save_llama(folder: Path, max_positions: int = 256) -> None:
+def save_llama(
+    folder: Path, max_positions: int = 256, vocab_size: int = support.VOCAB_SIZE, num_layers: int = 3
+) -> None:
     """A random Llama with weights large enough for gradients that matter, saved in ``folder``."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=support.VOCAB_SIZE,
+        vocab_size=vocab_size,
         max_position_embeddings=max_positions,
         initializer_range=0.15,
         tie_word_embeddings=False,

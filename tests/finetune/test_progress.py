@@ -18,12 +18,16 @@ from cotenant.finetune.progress import Progress, Work
 from cotenant.models.decoder import Decoder
 from cotenant.wire.messages import JobMetrics
 from finetune import support
-from finetune.conversations import TINY, make_spec
+from finetune.conftest import save_llama
+from finetune.conversations import VOCAB_SIZE, make_spec
 
 
 @pytest.fixture(scope="module")
-def tiny_decoder() -> Decoder:
-    return support.load(TINY)
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """With as many layers as the built-in model, and so with its tasklets; the clock knows nothing else of it."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_llama(folder, max_positions=512, vocab_size=VOCAB_SIZE, num_layers=6)
+    return support.load(folder)
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.integers(-1, 30), st.integers(0, 12))
@@ -95,14 +99,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_within_a_fifth_after_the_first_tenth(tiny_decoder: Decoder, tmp_path: Path, name: str) -> None:
+def test_within_a_fifth_after_the_first_tenth(decoder: Decoder, tmp_path: Path, name: str) -> None:
     """A real job, alone or beside another tenant's steady work, on a clock that their sizes move,
     give or take a third: what a busy machine does to a test has no part in it."""
     hyper, others = CASES[name]
     noise = random.Random(7)
     now_s = 0.0
     spec = make_spec(tmp_path / "job", hyper, num_examples=40, num_validation=40)
-    job = TrainingJob(tiny_decoder, spec, 300, None, clock=lambda: now_s)
+    job = TrainingJob(decoder, spec, 300, None, clock=lambda: now_s)
     estimates: list[tuple[float, float, float]] = []  # (share of the steps done, when, seconds left)
     while job.upcoming():
         shape = job.run_tasklet()
