@@ -16,6 +16,7 @@ import forked
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters
 from cotenant.core.tasklet import TaskletKind
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
 from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
@@ -25,6 +26,7 @@ from finetune import run_job, support
 
 VALIDATION = support.random_examples(10, seed=5)
 DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
+PARTS = {*FORWARD_PARTS, *BACKWARD_PARTS}  # of captured layers, which a CPU does not have
 
 
 def _reference(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:
@@ -68,14 +70,31 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
     _assert_same_result(killed, tmp_path / "reference", reference.total_steps)
 
 
-@pytest.mark.parametrize("method", [{}, DPO], ids=["supervised", "dpo"])
-@pytest.mark.parametrize("kind", list(TaskletKind))
+@dataclass(frozen=True)
+class _Undisturbed:
+    """A job that was left alone."""
+
+    changes: dict[str, object]
+    folder: Path
+    total_steps: int
+
+
+@pytest.fixture(scope="module", params=[{}, DPO], ids=["supervised", "dpo"])
+def undisturbed(
+    decoder: Decoder, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> _Undisturbed:
+    changes = {"eval_steps": 2, "save_steps": 3, **request.param}
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return _Undisturbed(changes, folder, _reference(decoder, folder, **changes).total_steps)
+
+
+@pytest.mark.parametrize("kind", [*(kind for kind in TaskletKind if kind not in PARTS), None])
 def test_paused_before_any_kind_of_tasklet(
-    decoder: Decoder, tmp_path: Path, kind: TaskletKind, method: dict[str, object]
+    decoder: Decoder, undisturbed: _Undisturbed, tmp_path: Path, kind: TaskletKind | None
 ) -> None:
-    changes = {"eval_steps": 2, "save_steps": 3, **method}
-    reference = _reference(decoder, tmp_path / "reference", **changes)
-    spec = support.make_spec(tmp_path / "paused", validation=VALIDATION, **changes)
+    """None: at the end, when there is nothing left to run."""
+    spec = support.make_spec(tmp_path, validation=VALIDATION, **undisturbed.changes)
+    num_pauses = 0
     for _ in range(4):
         job = support.make_job(decoder, spec)
         for _ in range(40):
@@ -83,12 +102,14 @@ def test_paused_before_any_kind_of_tasklet(
                 job.run_tasklet()
         while job.upcoming() and job.next_shape.kind is not kind:
             job.run_tasklet()
+        num_pauses += bool(job.upcoming())
         job.checkpoint()
         job.close()
+    assert (num_pauses > 0) == (kind is not None)
     job = support.make_job(decoder, spec)
     support.run_to_end(job)
     job.close()
-    _assert_same_result(tmp_path / "paused", tmp_path / "reference", reference.total_steps)
+    _assert_same_result(tmp_path, undisturbed.folder, undisturbed.total_steps)
 
 
 def test_a_pause_right_after_the_start_needs_no_checkpoint(decoder: Decoder, tmp_path: Path) -> None:
