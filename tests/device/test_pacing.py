@@ -111,8 +111,9 @@ def test_a_host_that_takes_longer_to_launch_begins_sooner(simulation: Simulation
     assert max(after_s[20:]) < host_s + 60e-6, "a rare long one hurries no others"
 
 
-@pytest.mark.parametrize(("least_s", "most_s"), [(50e-6, 70e-6), (60e-6, 180e-6)])
+@pytest.mark.parametrize(("least_s", "most_s"), [(50e-6, 70e-6), (60e-6, 180e-6), (200e-6, 240e-6)])
 def test_a_host_that_oversleeps_more_wakes_sooner(simulation: Simulation, least_s: float, most_s: float) -> None:
+    """Also one that oversleeps until nothing is in flight any more."""
     drawn = random.Random(7)
     simulation.oversleeps = iter(lambda: drawn.uniform(least_s, most_s), None)
     simulation.run(FORWARD, 1.2e-3, 300)
@@ -120,6 +121,13 @@ def test_a_host_that_oversleeps_more_wakes_sooner(simulation: Simulation, least_
     waited_s = sum(max(0.0, 60e-6 - lead_s) for lead_s in leads_s)
     assert waited_s < 1e-3 * 1000 * 1.2e-3, "the device waits for a thousandth of the time at most"
     assert max(leads_s) < 60e-6 + 1.2 * (most_s - least_s) + 40e-6
+
+
+def test_launches_that_compile_do_not_wake_the_host_sooner(simulation: Simulation) -> None:
+    """A piece of each layer is captured at its first launch."""
+    simulation.run(FORWARD, 5e-3, 100)
+    simulation.run(FORWARD, 5e-3, 100, host_s=3e-3)
+    assert max(simulation.run(FORWARD, 5e-3, 60)[40:]) < 220e-6
 
 
 def test_what_holds_the_host_up_elsewhere_does_not_wake_it_sooner(simulation: Simulation) -> None:

@@ -22,8 +22,9 @@ from cotenant.device.base import FinishedTasklet
 # twenty late, by little. The most bounds what a stop waits for.
 _FIRST_LEAD_S, _LEAST_LEAD_S, _MOST_LEAD_S = 150e-6, 50e-6, 350e-6
 _LEAD_RISE_S, _LEAD_DECLINE_S = 10e-6, 0.5e-6
-# A launch later than this after the host woke for it was held up by something else, and is no measure.
-_PROMPTLY_S = 0.5e-3
+# A launch later than this after the host woke for it was held up by something else, and one that took longer than this
+# has compiled or captured: they are no measure.
+_PROMPTLY_S, _ORDINARY_LAUNCH_S = 0.5e-3, 1e-3
 # Tasklets may lie ahead for as long as the host is away, but no longer than this, and so many at most.
 _MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
@@ -99,8 +100,9 @@ class TaskletQueue:
         shape = launch()
         end.record(stream)
         launch_s = time.perf_counter() - launched_s
-        if behind is None and before is not None and launched_s - self._woken_s < _PROMPTLY_S:
-            self._follow(is_late=before.query())
+        is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
+        if behind is None and is_measure:  # there was one in flight when the host went to sleep
+            self._follow(is_late=before is None or before.query())
         self._in_flight.append(
             _InFlight(shape, partition, before, behind is not None, start, end, launched_s, launch_s)
         )
