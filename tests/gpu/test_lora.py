@@ -143,12 +143,15 @@ class _Model:
         values = cache[:, 1].flatten(0, 1)[: len(query)]  # [rows, kv_heads, head_dim]
         return values.repeat_interleave(self._spec.num_heads // self._spec.num_kv_heads, dim=1)
 
-    def __call__(self, token_ids: torch.Tensor, grouped: GroupedLora | None = None) -> torch.Tensor:
-        """[rows] -> [rows, hidden] after the final norm."""
+    def __call__(
+        self, token_ids: torch.Tensor, grouped: GroupedLora | None = None, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[rows] -> [rows, hidden] after the final norm; ``rows``: of these only."""
         from cotenant.models.cuda_forward import TokenInputs
 
         places = torch.arange(len(token_ids), dtype=torch.int32, device=CUDA)
-        return self._forward(TokenInputs(token_ids, token_ids, places, places), self._attend, grouped=grouped)
+        inputs = TokenInputs(token_ids, token_ids, places, places)
+        return self._forward(inputs, self._attend, grouped=grouped, rows=rows)
 
     def without_attention(self, token_ids: torch.Tensor, grouped: GroupedLora | None) -> list[torch.Tensor]:
         """The same kernels, but queries go on as what they attend to: for timing."""
@@ -261,6 +264,23 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
                 slots = [others[index % len(others)] for index in range(num_rows)]
                 slots[which] = own
                 assert torch.equal(row(slots, which), with_few)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [24, 80])
+def test_the_rows_that_are_wanted_have_their_own_adapters(num_rows: int) -> None:
+    """The last layer goes on for them alone: other pieces than the whole batch has."""
+    stacks = LoraStacks(SMALL, 3, 64, CUDA, torch.bfloat16)
+    stacks.storage.normal_(0, 0.02)
+    stacks.ranks[:] = [16, 48, 32]
+    model = _Model(SMALL, _random_weights(SMALL, torch.bfloat16), num_rows)
+    grouped = GroupedLora.of(stacks, [(0, 0, 2, -1, 1, 1, 1, 2)[row % 8] for row in range(num_rows)])
+    rows = torch.tensor([0, 3, 8, 9, 12, 17, 20, num_rows - 1], device=CUDA)
+    whole = model(_token_ids(num_rows), grouped).float()
+    wanted = model(_token_ids(num_rows), grouped, rows).float()
+    assert (wanted - whole[rows]).norm() / whole[rows].norm() < 0.02
+    for others in (rows - 1, rows + 1):  # whose adapters are others
+        assert (wanted - whole[others % num_rows]).norm() / wanted.norm() > 0.1
 
 
 def _uniform(stacks: LoraStacks, num_rows: int, slot: int) -> GroupedLora:

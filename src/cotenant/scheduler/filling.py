@@ -203,8 +203,8 @@ class Costs:
         return self
 
     def beside(self, partition: Partition) -> CostTable | None:
-        """On the partition's best-effort SMs; None where that was not tried. What it adds to the batch is in the
-        batch's own time."""
+        """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the
+        batch is in the batch's own time."""
         table = self._beside.get(partition)
         if table is None and self.predictor.was_tried(partition):
             table = self._beside[partition] = CostTable(partial(self._ask_beside, partition=partition))

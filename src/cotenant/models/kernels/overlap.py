@@ -2,8 +2,9 @@
 
 A decode step is a chain of some 200 short kernels. Without this each of them pays for its start and for its first
 loads while the memory bus is idle. With it a kernel's programs are started as soon as those of the kernel before allow
-it and there is room for them. They load what no kernel of the chain writes (norms' weights, tables, which row has
-which adapter, most of the adapters) and then wait until the kernel before is done.
+it and there is room for them. They load what no kernel of the chain writes (norms' weights, tables, most of the
+adapters), or those did that ran before the chain began (which rows have which adapter), and then wait until the kernel
+before is done.
 
 A kernel takes part by ``start_next`` and by ``wait_for_previous``, the latter before its first access to anything that
 a kernel writes. In each kernel at least one program waits: so a kernel that is done means that all before it are.
