@@ -20,7 +20,7 @@ from cotenant.device.base import FinishedTasklet
 # How long before the end the host is to wake: what it oversleeps, the way to the launch, and the launch. It differs
 # from host to host, so each launch that was too late adds to it, and each in time takes a little off: that makes one in
 # twenty late, by little. The most bounds what a stop waits for.
-_FIRST_LEAD_S, _LEAST_LEAD_S, _MOST_LEAD_S = 150e-6, 50e-6, 350e-6
+_FIRST_LEAD_S, _LEAST_LEAD_S, _MOST_LEAD_S = 150e-6, 50e-6, 300e-6
 _LEAD_RISE_S, _LEAD_DECLINE_S = 10e-6, 0.5e-6
 # A launch later than this after the host woke for it was held up by something else, and one that took longer than this
 # has compiled or captured: they are no measure.
