@@ -121,6 +121,10 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert resumed["runs"][1]["train_alone_tokens_per_s"] == resumed["train_alone_tokens_per_s"]
     assert bench_colocate(*arguments, "--resume").returncode == 0
     assert json.loads(path.read_text()) == resumed, "nothing was left to measure"
+    others = [each for each in arguments if each not in ("--load-format", "dummy")]
+    real = bench_colocate(*others, "--resume")
+    assert real.returncode == 2
+    assert "load_format 'dummy', not 'auto': they cannot be compared" in real.stderr.replace("\n", " ")
 
 
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:

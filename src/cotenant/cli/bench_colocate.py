@@ -139,7 +139,8 @@ def colocate(
     config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     if before is not None:  # what is known without the model, which takes a while to load
-        known = {"model": chosen.name, "training": asdict(workload), "slo_attainment": slo_attainment}
+        known: dict[str, Any] = {"model": chosen.name, "load_format": load_format}
+        known |= {"training": asdict(workload), "slo_attainment": slo_attainment}
         check_alike(known, before, "--resume: the file of --json")
     slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
     plans = [
@@ -158,6 +159,7 @@ def colocate(
             loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
             report = {
                 **_report(bench, label),
+                "load_format": load_format,
                 "slo_attainment": slo_attainment,
                 "train_alone_tokens_per_s": round(alone, 2),
                 "cells": [],

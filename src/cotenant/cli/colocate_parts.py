@@ -11,7 +11,7 @@ from cotenant.bench.comparison import by_place, cell_key
 from cotenant.core.errors import InvalidInputError
 
 KIND = "colocate"
-_SAME = ("model", "dtype", "device", "num_sms", "training", "slo_attainment", "versions")
+_SAME = ("model", "load_format", "dtype", "device", "num_sms", "training", "slo_attainment", "versions")
 
 Report = dict[str, Any]
 
@@ -24,7 +24,9 @@ def read_report(path: Path) -> Report:
         raise InvalidInputError(f"{path} cannot be read: {error}", param="file") from error
     if not isinstance(report, dict) or report.get("kind") != KIND:
         raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
-    return {"slo_attainment": 0.99, **report}
+    # Earlier versions did not write these down.
+    load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
+    return {"slo_attainment": 0.99, "load_format": load_format, **report}
 
 
 def go_on_with(report: Report, before: Report) -> Report:
