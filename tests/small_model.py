@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-_CONFIG = {
+CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 64,
@@ -30,5 +30,5 @@ def small_model(folder: Path) -> list[str]:
     """How a command names it: its folder, which is made in ``folder``, and that its weights are random."""
     path = folder / "small"
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(_CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG))
     return [str(path), "--load-format", "dummy"]

@@ -10,26 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from small_model import CONFIG
+
 ROOT = Path(__file__).parents[2]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "float32",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+UNTIED = {**CONFIG, "tie_word_embeddings": False}
 SIZES = ["--seq-len", "32", "--tokens-per-step", "128", "--r", "4", "--dtype", "float32"]
 COUNTS = ["--steps", "3", "--warmup-steps", "1"]
 
@@ -40,7 +24,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_ours_and_peft_stand_in_one_table(tmp_path: Path) -> None:
-    (tmp_path / "small.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "small.json").write_text(json.dumps(UNTIED))
     results = tmp_path / "results"
     results.mkdir()
     given = ["--config", str(tmp_path / "small.json"), "--json", str(results / "finetune.json"), "--samples", "2"]
