@@ -13,7 +13,8 @@ IDLE_TASKLETS = 16
 
 
 class Policy(Protocol):
-    """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes nothing.
+    """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes neither; what the
+    predictor said may be kept for a few plans.
     ``first_margin``: the share of the TPOT target that it aims at before any request has told how close is too close.
     """
 
