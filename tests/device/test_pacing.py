@@ -25,6 +25,7 @@ class Simulation:
         self.now_s = 0.0
         self.busy_until_s = 0.0
         self.num_sleeps = 0
+        self.num_questions = 0
         self.oversleeps: Iterator[float] = itertools.repeat(50e-6)
         simulation = self
 
@@ -36,9 +37,11 @@ class Simulation:
                 self.at_s = max(simulation.busy_until_s, simulation.now_s)
 
             def query(self) -> bool:
+                simulation.num_questions += 1
                 return self.at_s <= simulation.now_s
 
             def elapsed_time(self, other: Event) -> float:
+                simulation.num_questions += 1
                 return (other.at_s - self.at_s) * 1e3
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -96,6 +99,25 @@ def test_the_next_tasklet_is_launched_shortly_before_the_end(simulation: Simulat
     before = simulation.num_sleeps
     simulation.run(FORWARD, 1.2e-3, 20)
     assert simulation.num_sleeps - before <= 2 * 20
+
+
+def test_a_tasklet_takes_few_questions_to_the_driver(simulation: Simulation) -> None:
+    """Whether it runs still, whether the one before does, and how long that took."""
+    simulation.run(FORWARD, 1.2e-3, 40)
+    before = simulation.num_questions
+    simulation.run(FORWARD, 1.2e-3, 100)
+    assert simulation.num_questions - before <= 3.2 * 100
+
+
+def test_what_a_tasklet_waited_for_the_host_is_no_part_of_its_time(simulation: Simulation) -> None:
+    for away_s in (0.0, 0.0, 5e-3, 0.4e-3, 0.0):
+        simulation.run(FORWARD, 1.2e-3, 5)
+        simulation.now_s += away_s
+    reported = simulation.queue.take_finished()
+    assert all(1.199 < tasklet.elapsed_ms < 1.261 for tasklet in reported), "with the launch itself, where it is late"
+    ends_s = [tasklet.end_s for tasklet in reported]
+    assert max(later - earlier for earlier, later in itertools.pairwise(ends_s)) > 4.9e-3
+    assert ends_s[-1] <= simulation.busy_until_s
 
 
 @pytest.mark.parametrize("host_s", [40e-6, 100e-6, 200e-6])

@@ -6,6 +6,7 @@ Where the device has nothing else to do until the host has made and launched a b
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,8 @@ _PROMPTLY_S, _ORDINARY_LAUNCH_S = 0.5e-3, 1e-3
 _MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
+# Each question to the driver costs the host microseconds: what was the answer so long ago still is.
+_JUST_ASKED_S = 50e-6
 _MOST_SHAPES = 1000  # that are remembered
 # How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late, and to have
 # too little lie ahead less than too much.
@@ -41,12 +44,14 @@ _LONGEST_UNASKED_SLEEP_S = 20e-3
 
 @dataclass(slots=True)
 class _InFlight:
-    """``before``: the end of the one before, if that was still in flight. ``waits``: the tasklet begins later than
-    that, behind another stream's work; then there always is a ``before``."""
+    """``before``: the end of the one before, if that was in flight. ``follows``: it still ran when this one had been
+    launched, so its end is this one's start. ``waits``: the tasklet begins later than that, behind another stream's
+    work; then there always is a ``before``."""
 
     shape: TaskletShape
     partition: Partition | None
     before: torch.cuda.Event | None
+    follows: bool
     waits: bool
     start: torch.cuda.Event
     end: torch.cuda.Event
@@ -73,6 +78,7 @@ class TaskletQueue:
         self._woken_s = 0.0  # when the host woke for the next launch; 0: it did not sleep until then
         self._far_lead_s = _MOST_FAR_LEAD_S
         self._last_end_s = 0.0
+        self._asked_s = -math.inf  # when the first of two in flight had not ended
         self._events: list[torch.cuda.Event] = []  # to be used again
 
     def launch(
@@ -100,12 +106,14 @@ class TaskletQueue:
         shape = launch()
         end.record(stream)
         launch_s = time.perf_counter() - launched_s
+        waits = behind is not None
+        follows = not waits and before is not None and not before.query()
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
-        if behind is None and is_measure:  # there was one in flight when the host went to sleep
-            self._follow(is_late=before is None or before.query())
-        self._in_flight.append(
-            _InFlight(shape, partition, before, behind is not None, start, end, launched_s, launch_s)
-        )
+        if is_measure and not waits:  # there was one in flight when the host went to sleep
+            self._follow(is_late=not follows)
+        self._in_flight.append(_InFlight(shape, partition, before, follows, waits, start, end, launched_s, launch_s))
+        if follows and len(self._in_flight) == 2:
+            self._asked_s = launched_s + launch_s
 
     def wait_for_room(
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
@@ -113,7 +121,10 @@ class TaskletQueue:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
         ``far_ahead``: or a few that end before the host can be back with a batch; a batch beside them has its own SMs,
         and waits for none."""
-        self.collect()
+        if time.perf_counter() - self._asked_s < _JUST_ASKED_S:
+            self._note_ended()
+        else:
+            self.collect()
         self._woken_s = 0.0
         while self._in_flight:
             # What never ran may take any time: no third one behind it.
@@ -151,20 +162,25 @@ class TaskletQueue:
         """Take note of what has ended."""
         while self._in_flight and self._in_flight[0].end.query():
             self._ended.append(self._in_flight.popleft())
-        while self._ended:
-            self._take_note(self._ended.popleft())
+        self._note_ended()
 
     def take_finished(self) -> list[FinishedTasklet]:
         self.collect()
         finished, self._finished = self._finished, []
         return finished
 
+    def _note_ended(self) -> None:
+        while self._ended:
+            self._take_note(self._ended.popleft())
+
     def _take_note(self, done: _InFlight) -> None:
-        elapsed_ms = done.start.elapsed_time(done.end)
+        start = done.before if done.follows and done.before is not None else done.start
+        elapsed_ms = start.elapsed_time(done.end)
         if done.before is None:
             self._last_end_s = done.launched_s + elapsed_ms / 1e3
         else:
-            self._last_end_s += done.before.elapsed_time(done.end) / 1e3
+            since_ms = elapsed_ms if done.follows else done.before.elapsed_time(done.end)
+            self._last_end_s += since_ms / 1e3
             self._events.append(done.before)
         self._events.append(done.start)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
