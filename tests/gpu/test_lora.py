@@ -8,6 +8,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.linear import linear
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.lora_stacks import GroupedLora, LoraStacks
+from cotenant.models.skinny_tiling import sms_at_hand
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import DecoderWeights, LayerWeights, allocate
 
@@ -264,6 +266,34 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
                 slots = [others[index % len(others)] for index in range(num_rows)]
                 slots[which] = own
                 assert torch.equal(row(slots, which), with_few)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [8, 32, 64])
+def test_adapters_leave_a_products_own_sums_as_they_are(num_rows: int) -> None:
+    """Not one bit, however many SMs it is cut for; nor does what is computed beside it depend on those."""
+    from cotenant.models.kernels.lora_shrink import find_pieces
+    from cotenant.models.kernels.skinny import unfinished_product
+
+    spec = SHAPES["8b"]
+    stacks = LoraStacks(spec, 2, 16, CUDA, torch.bfloat16)
+    stacks.storage.normal_(0, 0.02)
+    stacks.ranks[:] = [16, 16]
+    grouped = GroupedLora.of(stacks, [(0, 1, 1, -1)[row % 4] for row in range(num_rows)])
+    grouped = replace(grouped, pieces=find_pieces(grouped.slots, grouped.ranks))
+    for base in _bases(_random_weights(spec, torch.bfloat16).layers[0]):
+        x = torch.randn(num_rows, base.weight.shape[1], device=CUDA).to(torch.bfloat16)
+        adapters = grouped.group(base, 0)
+        alone, beside = (unfinished_product(x, base.weight, None, each) for each in (None, adapters))
+        assert torch.equal(beside.sums, alone.sums)
+        assert beside.delta is not None
+        for count in (16, 48, 80):
+            with sms_at_hand(count):
+                few = unfinished_product(x, base.weight, None, adapters)
+            assert torch.equal(few.sums, alone.sums)
+            assert few.delta is not None
+            has_adapter = grouped.slots >= 0
+            assert torch.equal(few.delta.sums[:, has_adapter], beside.delta.sums[:, has_adapter])
 
 
 @torch.inference_mode()

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.models.skinny_tiling import MAX_ROWS, Multiprocessors, choose_tiling, num_sms_at_hand, sms_at_hand
+from cotenant.models.skinny_tiling import (
+    MAX_ROWS,
+    Multiprocessors,
+    choose_tiling,
+    leave_room,
+    num_sms_at_hand,
+    runs_at_once,
+    sms_at_hand,
+)
 
 H200 = Multiprocessors(132, 132, 232_448)
 SMALL_GPU = Multiprocessors(58, 58, 101_376)
@@ -47,6 +55,25 @@ def test_all_programs_of_a_small_matrix_run_at_once(num_rows: int, num_sms: int)
         assert tiling is not None
         num_each = -(-4096 // tiling.columns // num_sms)
         assert num_each * tiling.num_stages * tiling.stage_bytes <= H200.shared_bytes
+
+
+@pytest.mark.parametrize("num_sms", [32, 48, 132])
+@pytest.mark.parametrize("num_in", [4096, 14336])
+def test_where_all_programs_run_at_once_there_is_room_for_others(num_in: int, num_sms: int) -> None:
+    """On all SMs for one more on each, and in the same parts on however many."""
+    sms = H200._replace(num=num_sms)
+    for num_out in (4096, 6144, 28672):
+        tiling = choose_tiling(64, num_out, num_in, sms)
+        assert tiling is not None
+        roomy = leave_room(tiling, num_out, sms)
+        assert roomy.splits == tiling.splits
+        assert num_in % (roomy.splits * roomy.depth) == 0
+        assert roomy.num_stages * roomy.stage_bytes <= tiling.num_stages * tiling.stage_bytes
+        whole = choose_tiling(64, num_out, num_in, H200)
+        assert whole is not None
+        assert runs_at_once(tiling, num_out) == runs_at_once(whole, num_out) == (num_out < 28672)
+        if num_sms == 132 and num_out < 28672:
+            assert 3 * (roomy.num_stages * roomy.stage_bytes + 1024) <= H200.shared_bytes + 1024
 
 
 def test_sms_at_hand_are_said_for_what_is_inside() -> None:

@@ -16,6 +16,8 @@ from cotenant.models.lora_stacks import GroupAdapters
 _PIECE = 8
 _MAX_SPLITS = 4  # as ``load_h`` takes
 _MIN_SPAN = 1024
+# Where the product leaves room for them from the beginning: so many of 64 rows find it at once.
+_SPLITS_AT_ONCE = 2
 # By ranks per turn: input features per turn, and how many turns are read ahead, plus one. Within the shared memory that
 # a product's programs take.
 _TURNS = {16: (256, 4), 32: (256, 3), 64: (128, 4)}
@@ -29,8 +31,9 @@ class Shrink(NamedTuple):
     constants: dict[str, int]  # of the kernel
 
 
-def plan_shrink(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
-    """Room for ``x @ a.T`` of ``x`` [rows, in] as partial sums, and how the launch is to compute them."""
+def plan_shrink(x: torch.Tensor, adapters: GroupAdapters, *, all_at_once: bool) -> Shrink:
+    """Room for ``x @ a.T`` of ``x`` [rows, in] as partial sums, and how the launch is to compute them. ``all_at_once``:
+    beside all of the product's programs, where otherwise they fill what those leave idle at the end."""
     num_rows, num_in = x.shape
     assert x.is_contiguous()
     assert adapters.pieces is not None, "find_pieces comes first"
@@ -39,7 +42,7 @@ def plan_shrink(x: torch.Tensor, adapters: GroupAdapters) -> Shrink:
     while num_in % depth:
         depth //= 2
     assert depth >= 16, f"{num_in} input features are no multiple of 16"
-    splits = min(_MAX_SPLITS, triton.cdiv(num_in, _MIN_SPAN))
+    splits = min(_SPLITS_AT_ONCE if all_at_once else _MAX_SPLITS, triton.cdiv(num_in, _MIN_SPAN))
     span = triton.cdiv(triton.cdiv(num_in, splits), depth) * depth
     splits = triton.cdiv(num_in, span)
     sums = torch.empty((splits, num_rows, adapters.width), dtype=torch.float32, device=x.device)

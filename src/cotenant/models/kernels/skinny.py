@@ -19,7 +19,15 @@ from cotenant.models.kernels.lora import Delta
 from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
-from cotenant.models.skinny_tiling import MAX_ROWS, Multiprocessors, Tiling, choose_tiling, num_sms_at_hand
+from cotenant.models.skinny_tiling import (
+    MAX_ROWS,
+    Multiprocessors,
+    Tiling,
+    choose_tiling,
+    leave_room,
+    num_sms_at_hand,
+    runs_at_once,
+)
 
 # Up to this many rows a product is finished here; beyond, its parts would have to be added up by a launch of its own.
 _MAX_FINISHED_ROWS = 32
@@ -76,9 +84,13 @@ def unfinished_product(
     """
     assert adapters is None or len(adapters.slots) == len(x), f"{len(adapters.slots)} slots for {len(x)} rows"
     tiling = _tiling_of(x, weight)
-    shape = (tiling.splits, x.shape[0], weight.shape[0])
+    num_out = weight.shape[0]
+    shape = (tiling.splits, x.shape[0], num_out)
     sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
-    shrink = None if adapters is None else plan_shrink(x, adapters)
+    shrink = None
+    if adapters is not None:
+        shrink = plan_shrink(x, adapters, all_at_once=runs_at_once(tiling, num_out))
+        tiling = leave_room(tiling, num_out, _multiprocessors(x.device))
     _launch(x, weight, bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
