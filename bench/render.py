@@ -68,8 +68,8 @@ SECTIONS = (
     Section(
         "engine_adapters_h200.json",
         "On a GPU: steps with adapters",
-        "Each sequence of a batch has one of 8 or 64 adapters of rank 16 on all linear layers, in turn. Tests ran on "
-        "the other GPU of the host.",
+        "Each sequence of a batch has one of 8 or 64 adapters of rank 16 on all linear layers, in turn. A job "
+        "trained on the other GPU of the host.",
     ),
     Section(
         "resize_h200.json",
@@ -92,15 +92,15 @@ SECTIONS = (
     Section(
         "finetune_cut_h200.json",
         "On a GPU: training alone, cut and uncut",
-        "In the order of the rows: alone on the host; beside other measurements on its other GPU; and, beside such, on "
-        "another host after launches had become cheaper and thereby the host's lead too short, which has been mended "
-        "since and not been measured yet. Each row is a process of its own.",
+        "The first row alone on its host, the second beside other measurements on the host's other GPU. Each row is a "
+        "process of its own.",
     ),
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
-        "Micro-batches of 2,048 tokens, two in a step. `stop` and `require` come at random moments; what was required "
-        "counts as given once another arena has mapped and cleared it.",
+        "Micro-batches of 2,048 tokens, two in a step, beside other measurements on the host's other GPU. `stop` and "
+        "`require` come at random moments; what was required counts as given once another arena has mapped and cleared "
+        "it.",
     ),
     Section(
         "colocate_h200.json",
