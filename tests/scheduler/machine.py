@@ -92,7 +92,7 @@ class Machine:
         self._rng = random.Random(0)
         self._noise = noise
         self._lengths = lengths
-        self._margin = Margin(slo, self._policy.first_margin)
+        self._margin = Margin(slo)
         self._now_s = 1000.0
         self._names = itertools.count()
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted
@@ -123,6 +123,12 @@ class Machine:
         outcome.harvest = trained_ms / 1e3 / (self._now_s - start_s)
         return outcome
 
+    def _begin_margin(self, batch: BatchShape) -> None:
+        """As the worker's loop does before a plan."""
+        if not self._margin.has_begun:
+            step_ms = self.predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
+            self._margin.begin(self._policy.first_margin(self._slo, step_ms or 0.0))
+
     def _alone_ms(self, batch: BatchShape) -> float:
         return STEP_MS
 
@@ -142,6 +148,7 @@ class Machine:
             RequestView(str(int(name)), first_s, first_s, int(count), 0, int(most))
             for name, first_s, count, _, most in self._requests
         )
+        self._begin_margin(batch)
         plan = self._policy.plan(
             Snapshot(
                 self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,

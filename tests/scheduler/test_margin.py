@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cotenant.core.plan import FIRST_MARGIN, Slo
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler import create_policy
 from cotenant.scheduler.margin import Margin
 
 SLO = Slo(500.0, 10.0)
@@ -80,7 +82,8 @@ def test_one_disturbance_of_many_requests_counts_once() -> None:
 def test_training_that_has_no_room_from_the_start_gets_some() -> None:
     """Where a step takes more than is aimed at, nobody could ever show that there is room. Without a job it tells
     nothing that there was no training."""
-    server = Server(Margin(SLO, first=0.8))
+    server = Server()
+    server.margin.begin(0.8)
     server.serve(9.0)
     server.serve(12.0)  # the first miss: from here on the margin rises slowly
     low = server.value
@@ -200,7 +203,8 @@ def test_requests_that_another_loop_began_are_judged_from_their_first_tokens_on(
 
 def test_until_the_first_miss_the_margin_rises_fast_and_by_long_answers_most() -> None:
     def value_after(first_tpot_s: float, num_tokens: int = 65) -> float:
-        margin = Margin(Slo(500.0, 10.0), first=0.8)
+        margin = Margin(Slo(500.0, 10.0))
+        margin.begin(0.8)
         for number, tpot_s in enumerate((first_tpot_s, *[0.005] * 8)):
             margin.trained(100.0, number)
             margin.note(str(number), 1, number, is_over=False)
@@ -212,3 +216,12 @@ def test_until_the_first_miss_the_margin_rises_fast_and_by_long_answers_most() -
     assert value_after(0.005) > 0.8 + 0.015
     assert 0.8 < value_after(0.005, num_tokens=11) < 0.8 + 0.004
     assert value_after(0.012) < 0.8 - 0.02
+
+
+def test_adaptive_begins_below_the_target_by_a_part_of_what_a_step_leaves_of_it() -> None:
+    """It is training that makes requests late: where a step takes most of the target there is little to be careful
+    with, and a fixed share would leave training nothing at all."""
+    policy, slo = create_policy("adaptive", LatencyPredictor("device", "model")), Slo(500.0, 10.0)
+    aims_ms = [10.0 * policy.first_margin(slo, step_ms) for step_ms in (0.0, 5.0, 9.0, 12.0)]
+    assert aims_ms == pytest.approx([8.0, 9.0, 9.8, 10.0])
+    assert create_policy("harli", LatencyPredictor("device", "model")).first_margin(slo, 5.0) == FIRST_MARGIN

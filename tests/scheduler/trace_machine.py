@@ -131,6 +131,7 @@ class TraceMachine(Machine):
             len(decodes), context, sum(count for _, count in chunks),
             sum(request.arrival.num_prompt - request.num_left + count for request, count in chunks),
         )  # fmt: skip
+        self._begin_margin(batch)
         snapshot = Snapshot(
             self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
             partitions=self._partitions, num_ending=sum(count == request.num_left for request, count in chunks),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, Slo, Snapshot
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -108,7 +108,7 @@ class WorkerLoop:
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
-        self._margin = Margin(slo, policy.first_margin)
+        self._margin = Margin(slo)
         self._answers = AnswerLengths()
         clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
@@ -176,6 +176,9 @@ class WorkerLoop:
         batch = self._engine.next_shape()
         if requests and not is_profiling:
             self._idle_since_s = now_s
+        if not self._margin.has_begun:
+            step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
+            self._margin.begin(self._policy.first_margin(self._slo, step_ms or 0.0))
         return Snapshot(
             now_s=now_s,
             slo=self._slo,

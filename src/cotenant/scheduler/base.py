@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
-from cotenant.core.plan import FIRST_MARGIN, Mode, Plan, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, Mode, Plan, Slo, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
@@ -14,13 +14,14 @@ IDLE_TASKLETS = 16
 
 class Policy(Protocol):
     """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes neither; what the
-    predictor said may be kept for a few plans.
-    ``first_margin``: the share of the TPOT target that it aims at before any request has told how close is too close.
-    """
-
-    first_margin: ClassVar[float] = FIRST_MARGIN
+    predictor said may be kept for a few plans."""
 
     def plan(self, snapshot: Snapshot) -> Plan: ...
+
+    def first_margin(self, slo: Slo, step_ms: float) -> float:
+        """The share of the TPOT target that it aims at before any request has told how close is too close, where a step
+        takes ``step_ms`` (0: not known)."""
+        return FIRST_MARGIN
 
 
 def training_alone(snapshot: Snapshot) -> Plan:

@@ -51,8 +51,7 @@ class Margin:
     ``has_job``: whether there is training that could have room.
     """
 
-    def __init__(self, slo: Slo, first: float = FIRST_MARGIN) -> None:
-        """``first``: the ``value`` before any request is judged."""
+    def __init__(self, slo: Slo) -> None:
         self._slo = slo
         misses = _AIMED_AT * (1.0 - slo.attainment)
         self._later_rise = _FALL * misses / (1.0 - misses)
@@ -62,8 +61,19 @@ class Margin:
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
-        self.value = first
+        self._has_begun = False
+        self.value = FIRST_MARGIN
         self.has_job = True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a request has been judged, from where on ``value`` is learned."""
+        return self._has_begun
+
+    def begin(self, value: float) -> None:
+        """From where on it is to be learned."""
+        assert not self._has_begun
+        self.value = min(_MOST, max(_LEAST, value))
 
     def trained(self, time_ms: float, now_s: float) -> None:
         """Training has made the live requests wait for so long."""
@@ -100,6 +110,7 @@ class Margin:
         if self._num_judged:
             self.value = min(_MOST, max(_LEAST, self.value + self._change / self._num_judged))
             self._num_judged, self._change = 0, 0.0
+            self._has_begun = True
 
     def _judge_first(self, life: _Life, now_s: float) -> None:
         """A first token in time is no merit of the margin's: most would be with any."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
-from cotenant.core.plan import JobView, Partition, Plan, Snapshot
+from cotenant.core.plan import JobView, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, serving_alone, training_alone, waits_longer
@@ -25,6 +25,8 @@ _LEAVING_MS = 1.5
 _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
 _CATCHING_UP_TOKENS = 4
+# Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
+_FIRST_SHARE = 0.8
 
 
 class _Candidate(NamedTuple):
@@ -52,15 +54,17 @@ class AdaptivePolicy(Policy):
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
 
     Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
-    has not been learned yet. So it begins further below the target than others': that costs training little, and less
-    where answers are long.
+    has not been learned yet. So it begins further below the target than others', by a part of what a step leaves of it:
+    that costs training little, and less where answers are long.
     """
-
-    first_margin: ClassVar[float] = 0.8
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
         self._costs = Costs(predictor)
+
+    def first_margin(self, slo: Slo, step_ms: float) -> float:
+        step_share = min(1.0, step_ms / slo.tpot_ms)
+        return step_share + _FIRST_SHARE * (1.0 - step_share)
 
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
