@@ -28,13 +28,14 @@ class Cost(NamedTuple):
 
 class Turn(NamedTuple):
     """Of a cycle: its number of tasklets and the sums of their costs, as far as these are known; the costs of each of
-    ``runs``, up to the first that nobody knows."""
+    ``runs``, up to the first that nobody knows. ``is_known``: there is none."""
 
     num_tasklets: int
     used_ms: float
     added_ms: float
     alone_ms: float
-    costs: tuple[Cost, ...]
+    costs: tuple[tuple[TaskletRun, Cost], ...]
+    is_known: bool
     runs: tuple[TaskletRun, ...]
 
 
@@ -59,20 +60,22 @@ class CostTable:
         self._turns.clear()
 
     def _add(self, runs: tuple[TaskletRun, ...]) -> Turn:
-        costs: list[Cost] = []
+        costs: list[tuple[TaskletRun, Cost]] = []
         num_tasklets, used_ms, added_ms, alone_ms = 0, 0.0, 0.0, 0.0
         for run in runs:
             cost = self.cost(run.shape)
             if cost is None:
                 break
-            costs.append(cost)
+            costs.append((run, cost))
             count = run.count
+            each_ms, each_added_ms, each_alone_ms = cost
             num_tasklets += count
-            used_ms += count * cost[0]
-            added_ms += count * cost[1]
-            alone_ms += count * cost[2]
-        turn = Turn(num_tasklets, used_ms, added_ms, alone_ms, tuple(costs), runs)
-        if len(costs) == len(runs):
+            used_ms += count * each_ms
+            added_ms += count * each_added_ms
+            alone_ms += count * each_alone_ms
+        is_known = len(costs) == len(runs)
+        turn = Turn(num_tasklets, used_ms, added_ms, alone_ms, tuple(costs), is_known, runs)
+        if is_known:
             self._turns[id(runs)] = turn
         return turn
 
@@ -103,14 +106,13 @@ NONE_TAKEN = Taken(0, 0.0, 0.0, 0.0)
 
 def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, begun: Taken = NONE_TAKEN) -> Taken:
     """As many of the next tasklets as ``room_ms`` has room for, with those of ``begun``, which come first."""
-    num_tasklets, used_ms, added_ms, alone_ms, *_ = begun
+    num_tasklets, used_ms, added_ms, alone_ms, _, _ = begun
     for cycle in upcoming:
-        runs = cycle.runs
-        turn_size, turn_ms, turn_added_ms, turn_alone_ms, costs, _ = table.turn(runs)
-        is_known = len(costs) == len(runs)
+        turn_size, turn_ms, turn_added_ms, turn_alone_ms, costs, is_known, runs = table.turn(cycle.runs)
         num_turns = 0
         if is_known and used_ms + turn_ms <= room_ms:
-            num_turns = _num_fitting(cycle.count, room_ms - used_ms, turn_ms)
+            num = (room_ms - used_ms) / turn_ms
+            num_turns = cycle.count if num >= cycle.count else int(num)
             num_tasklets += num_turns * turn_size
             used_ms += num_turns * turn_ms
             added_ms += num_turns * turn_added_ms
@@ -118,9 +120,10 @@ def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, b
             if num_turns == cycle.count:
                 continue
         # Of the next turn what there is room for.
-        for run, cost in zip(runs, costs, strict=False):
+        for run, cost in costs:
             each_ms, each_added_ms, each_alone_ms = cost
-            count = _num_fitting(run.count, room_ms - used_ms, each_ms)
+            num = (room_ms - used_ms) / each_ms
+            count = run.count if num >= run.count else max(0, int(num))
             if count:
                 num_tasklets += count
                 used_ms += count * each_ms
@@ -130,15 +133,10 @@ def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, b
                 return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, cost)
         if is_known and num_turns + 1 == cycle.count:
             continue  # to the last bit, there was room for one more
-        next_cost = costs[0] if is_known else None
+        next_cost = costs[0][1] if is_known else None
         stopped_at = runs[0 if is_known else len(costs)].shape
         return Taken(num_tasklets, used_ms, added_ms, alone_ms, stopped_at, next_cost)
     return Taken(num_tasklets, used_ms, added_ms, alone_ms)
-
-
-def _num_fitting(most: int, room_ms: float, each_ms: float) -> int:
-    num = room_ms / each_ms
-    return most if num >= most else max(0, int(num))
 
 
 def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> tuple[TaskletCycle, ...]:
@@ -147,23 +145,23 @@ def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> tuple[Taskle
         turn_size = cycle.turn_size
         num_turns, num_left = divmod(num_tasklets, turn_size)
         if num_turns < cycle.count:
-            rest = cycle if num_turns == 0 else TaskletCycle(cycle.runs, cycle.count - num_turns)
-            return (*_after_in_turn(rest, num_left), *upcoming[index + 1 :])
+            return (*_after_turns(cycle, num_turns, num_left), *upcoming[index + 1 :])
         num_tasklets -= turn_size * cycle.count
     return ()
 
 
-def _after_in_turn(cycle: TaskletCycle, num_tasklets: int) -> tuple[TaskletCycle, ...]:
-    """What is left after some of the first turn."""
+def _after_turns(cycle: TaskletCycle, num_turns: int, num_tasklets: int) -> tuple[TaskletCycle, ...]:
+    """What is left after some turns, and some tasklets of the next one."""
+    num_left = cycle.count - num_turns
     if num_tasklets == 0:
-        return (cycle,)
+        return (TaskletCycle(cycle.runs, num_left) if num_turns else cycle,)
     runs: list[TaskletRun] = []
     for run in cycle.runs:
         if num_tasklets < run.count:
-            runs.append(TaskletRun(run.shape, run.count - max(0, num_tasklets)))
+            runs.append(TaskletRun(run.shape, run.count - num_tasklets) if num_tasklets > 0 else run)
         num_tasklets -= run.count
     begun = TaskletCycle(tuple(runs))
-    return (begun, TaskletCycle(cycle.runs, cycle.count - 1)) if cycle.count > 1 else (begun,)
+    return (begun, TaskletCycle(cycle.runs, num_left - 1)) if num_left > 1 else (begun,)
 
 
 def may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, room_ms: float) -> bool:
@@ -207,16 +205,18 @@ class Costs:
         batch is in the batch's own time."""
         table = self._beside.get(partition)
         if table is None and self.predictor.was_tried(partition):
-            table = self._beside[partition] = CostTable(partial(self._ask_beside, partition=partition))
+            table = self._beside[partition] = CostTable(partial(self._ask_beside, partition))
         return table
 
     def _ask_alone(self, shape: TaskletShape) -> Cost | None:
         alone_ms = self.predictor.tasklet_ms(shape)
         return None if alone_ms is None else Cost(alone_ms, alone_ms, alone_ms)
 
-    def _ask_beside(self, shape: TaskletShape, partition: Partition) -> Cost | None:
+    def _ask_beside(self, partition: Partition, shape: TaskletShape) -> Cost | None:
         each_ms, alone = self.predictor.tasklet_ms(shape, partition=partition), self._alone.cost(shape)
-        return None if each_ms is None or alone is None else Cost(max(each_ms, LEAST_MS), 0.0, alone.alone_ms)
+        if each_ms is None or alone is None:
+            return None
+        return Cost(each_ms if each_ms > LEAST_MS else LEAST_MS, 0.0, alone.alone_ms)
 
     def _ask_with_batch(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
         added_ms = self.predictor.tasklet_ms(shape, beside=self.batch, fused=fused)
@@ -255,11 +255,11 @@ def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, f
         leading = tuple(takewhile(_may_be_fused, upcoming))
         inside, left = take(leading, slack_ms, costs.fused), upcoming[len(leading) :]
     taken = inside if inside.stopped_at is not None else take(left, slack_ms, costs.behind, inside)
-    if taken.num_tasklets == 0 and taken.stopped_at is not None and taken.next_cost is None:
-        is_tried = may_be_tried(costs.predictor, taken.stopped_at, slack_ms)
+    num_tasklets, _, added_ms, alone_ms, stopped_at, next_cost = taken
+    if num_tasklets == 0 and stopped_at is not None and next_cost is None:
+        is_tried = may_be_tried(costs.predictor, stopped_at, slack_ms)
         return Filling(int(is_tried), int(is_tried and taken is inside), 0.0, 0.0)
-    is_all = taken.stopped_at is None
-    return Filling(taken.num_tasklets, inside.num_tasklets, taken.added_ms, taken.alone_ms, is_all)
+    return Filling(num_tasklets, inside.num_tasklets, added_ms, alone_ms, stopped_at is None)
 
 
 def _may_be_fused(cycle: TaskletCycle) -> bool:

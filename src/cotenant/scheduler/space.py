@@ -75,21 +75,24 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     table = None if known_ms is None else costs.beside(partition)
     if known_ms is None or table is None:
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
-    taken = take(upcoming, known_ms, table)
-    if taken.next_cost is None:
-        is_known = taken.stopped_at is None or taken.num_tasklets > 0
-        return Beside(partition, known_ms, taken.num_tasklets, taken.alone_ms, is_known=is_known)
-    # Where the one in flight stands is not known: on average the step's end finds one half done.
-    each_ms, _, each_alone_ms = taken.next_cost
-    alone_ms = taken.alone_ms + (known_ms - taken.used_ms) / each_ms * each_alone_ms
-    return Beside(partition, known_ms, taken.num_tasklets, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, is_known=True)
+    num_tasklets, used_ms, _, alone_ms, stopped_at, next_cost = take(upcoming, known_ms, table)
+    rest_ms, rest_alone_ms, is_known = 0.0, 0.0, True
+    if next_cost is not None:
+        each_ms, _, each_alone_ms = next_cost
+        alone_ms += (known_ms - used_ms) / each_ms * each_alone_ms
+        # Where the one in flight stands is not known: on average the step's end finds one half done.
+        rest_ms, rest_alone_ms = 0.5 * each_ms, 0.5 * each_alone_ms
+    elif stopped_at is not None:
+        is_known = num_tasklets > 0
+    return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known)
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0) -> Plan:
     """The batch in a partition, tasklets beside it, and so many behind it, which take ``behind_ms``."""
+    num_beside = shared.most_beside
     return Plan(
-        num_tasklets=shared.most_beside + num_behind,
-        num_beside=shared.most_beside,
+        num_tasklets=num_beside + num_behind,
+        num_beside=num_beside,
         partition=shared.partition,
         mode=Mode.SPATIAL,
         predicted_ms=shared.step_ms + behind_ms if shared.is_known else None,
