@@ -67,3 +67,22 @@ def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     nearly = replace(last, num_generated=8)
     assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 20 - 100)
     assert token_slack_ms((nearly,), slo, now_s, 1.0) == math.inf
+
+
+VIEWS = st.builds(
+    RequestView,
+    st.just("r"),
+    st.just(9.0),
+    st.one_of(st.none(), st.floats(9.0, 10.0)),
+    st.integers(0, 60),
+    max_tokens=st.one_of(st.none(), st.integers(1, 60)),
+)
+
+
+@given(st.lists(VIEWS, min_size=1, max_size=8).map(tuple), st.integers(0, 1))
+def test_requests_have_the_slack_of_the_one_that_has_least(views: tuple[RequestView, ...], num_ahead: int) -> None:
+    """Whether they wait for their first token, may end soon, or neither."""
+    decode_ms = [decode_slack_ms((view,), SLO, 10.0, 1.0) for view in views]
+    assert decode_slack_ms(views, SLO, 10.0, 1.0) == min(decode_ms)
+    token_ms = [token_slack_ms((view,), SLO, 10.0, 0.9, num_ahead) for view in views]
+    assert token_slack_ms(views, SLO, 10.0, 0.9, num_ahead) == min(token_ms)

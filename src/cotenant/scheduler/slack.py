@@ -27,18 +27,18 @@ def decode_slack_ms(
     its second is due a target later. Negative when some request is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
-    # Two tokens from now a request has num_generated + 2, that is num_generated + 1 gaps.
-    due_s = [
-        request.first_token_s + (request.num_generated + 1) * target_s
-        for request in requests
-        if request.first_token_s is not None
-    ]
-    slack_ms = slo.max_gap_ms - step_ms
-    if due_s:
-        slack_ms = min(slack_ms, (min(due_s) - now_s) * 1e3 - 2 * step_ms)
-    if len(due_s) < len(requests):
-        slack_ms = min(slack_ms, margin * slo.tpot_ms - step_ms)
-    return slack_ms
+    first_due_s, has_new = math.inf, False
+    for request in requests:
+        first_token_s = request.first_token_s
+        if first_token_s is None:
+            has_new = True
+            continue
+        # Two tokens from now a request has num_generated + 2, that is num_generated + 1 gaps.
+        due_s = first_token_s + (request.num_generated + 1) * target_s
+        if due_s < first_due_s:
+            first_due_s = due_s
+    slack_ms = min(slo.max_gap_ms - step_ms, (first_due_s - now_s) * 1e3 - 2 * step_ms)
+    return min(slack_ms, margin * slo.tpot_ms - step_ms) if has_new else slack_ms
 
 
 def token_slack_ms(
@@ -46,15 +46,15 @@ def token_slack_ms(
 ) -> float:
     """How long this iteration's tokens may take, and with them ``num_ahead`` batches in flight, for the requests that
     may end with them: nothing makes up later for what they are late. Any request may while it is short."""
-    target_s = margin * slo.tpot_ms / 1e3
+    target_s, num_next = margin * slo.tpot_ms / 1e3, num_ahead + 1
     due_s = [
-        request.first_token_s + (request.num_generated + num_ahead) * target_s
+        request.first_token_s + (num_generated + num_ahead) * target_s
         for request in requests
-        if request.first_token_s is not None
         # Not a function of its own: this is asked of each request at each iteration.
-        and (
-            request.num_generated < _SHORT
-            or (request.max_tokens is not None and request.num_generated + num_ahead + 1 >= request.max_tokens)
+        if (
+            (num_generated := request.num_generated) < _SHORT
+            or ((max_tokens := request.max_tokens) is not None and num_generated + num_next >= max_tokens)
         )
+        and request.first_token_s is not None
     ]
     return (min(due_s) - now_s) * 1e3 if due_s else math.inf
