@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 from cotenant.core.plan import JobView, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
@@ -28,17 +27,9 @@ _CATCHING_UP_TOKENS = 4
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
-
-class _Candidate(NamedTuple):
-    """A plan that ``make`` makes: how far it gets training (time that this would take alone; None: not known yet, and
-    so worth trying), and what it adds to a step with all SMs. ``partition``: that its batch has; ``has_behind``:
-    whether tasklets follow it."""
-
-    make: Callable[[], Plan]
-    gained_ms: float | None
-    added_ms: float
-    partition: Partition | None = None
-    has_behind: bool = True
+# What makes a plan; how far this gets training (time that it would take alone; None: not known yet, and so worth
+# trying); what it adds to a step with all SMs, with what it costs that the host does not run ahead.
+_Candidate = tuple[Callable[[], Plan], float | None, float]
 
 
 class AdaptivePolicy(Policy):
@@ -97,19 +88,14 @@ class _Choice:
 
     def best(self) -> Plan | None:
         """None: nothing that is worth its slack."""
-        # The little that is left to the end of a training step has to be done at some time, whatever that costs.
-        ends_step = self._behind.is_all
-        best, best_score = None, 0.0 if ends_step else -self._price * self._changing_ms(None)
-        for candidate in self._candidates():
-            if candidate.gained_ms is None:
-                return candidate.make()
-            added_ms = candidate.added_ms
-            if not ends_step:
-                added_ms += self._leaving_ms if candidate.has_behind else self._changing_ms(candidate.partition)
-            score = candidate.gained_ms - self._price * added_ms
+        best, best_score = None, -self._price * self._waiting_ms(None, has_behind=False)
+        for make, gained_ms, added_ms in self._candidates():
+            if gained_ms is None:
+                return make()
+            score = gained_ms - self._price * added_ms
             if score > best_score:
-                best, best_score = candidate, score
-        return None if best is None else best.make()
+                best, best_score = make, score
+        return None if best is None else best()
 
     def _candidates(self) -> Iterator[_Candidate]:
         snapshot, upcoming = self._snapshot, self._job.upcoming
@@ -123,20 +109,19 @@ class _Choice:
                 yield self._in_time(fused)
         if not snapshot.partitions:
             return
-        found = in_each(self._costs, snapshot.partitions, upcoming, self._step_ms)
-        fitting = self._fitting(found)
+        fitting = self._fitting(in_each(self._costs, snapshot.partitions, upcoming, self._step_ms))
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:
-            yield _Candidate(partial(in_space, min(unknown, key=lambda each: each.step_ms)), None, 0.0)
+            yield partial(in_space, min(unknown, key=lambda each: each.step_ms)), None, 0.0
         elif fitting:
             shared = max(fitting, key=self._worth)
-            added_ms = shared.step_ms - self._step_ms
-            yield _Candidate(partial(in_space, shared), shared.alone_ms, added_ms, shared.partition, has_behind=False)
+            added_ms = shared.step_ms - self._step_ms + self._waiting_ms(shared.partition, has_behind=False)
+            yield partial(in_space, shared), shared.alone_ms, added_ms
             yield from self._in_space_and_time(shared)
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
-        return _Candidate(make, filling.alone_ms or None, filling.added_ms)
+        return make, filling.alone_ms or None, filling.added_ms + self._waiting_ms(None)
 
     def _fitting(self, found: list[Beside]) -> list[Beside]:
         """Of the steps in partitions those that make no request too late."""
@@ -146,15 +131,19 @@ class _Choice:
         token_ms = token_slack_ms(snapshot.requests, slo, snapshot.now_s, snapshot.margin, num_ahead)
         most_ms = min(token_ms / (1 + num_ahead), slo.max_gap_ms)
         target_ms = snapshot.margin * slo.tpot_ms
+        in_time_ms = self._step_ms + self._slack_ms
 
         def fits(shared: Beside) -> bool:
+            step_ms = shared.step_ms
+            if step_ms > most_ms:
+                return False
             # Tasklets use slack up as it comes. The next tokens make up for what this one is late, if they are in time
             # in the same partition; a trial is over soon.
-            step_ms = shared.step_ms
-            late_ms = _CATCHING_UP_TOKENS * max(0.0, target_ms - (step_ms if shared.is_known else self._step_ms))
+            next_ms = step_ms if shared.is_known else self._step_ms
+            late_ms = _CATCHING_UP_TOKENS * (target_ms - next_ms) if next_ms < target_ms else 0.0
             if step_ms > target_ms and shared.is_known and self._is_other(shared.partition):  # to stay for a while
                 late_ms -= (_STEPS_IN_PARTITION - 1) * (step_ms - target_ms)
-            return step_ms <= self._step_ms + self._slack_ms + late_ms and step_ms <= most_ms
+            return step_ms <= in_time_ms + late_ms
 
         return [shared for shared in found if fits(shared)]
 
@@ -171,11 +160,19 @@ class _Choice:
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
-            yield _Candidate(make, gained_ms, added_ms + rest.added_ms, shared.partition)
+            yield make, gained_ms, added_ms + rest.added_ms + self._waiting_ms(shared.partition)
 
     def _behind_ms(self, slack_ms: float) -> float:
         """Of this slack, what tasklets behind a batch may take."""
         return slack_ms - _LEAVING_MS if self._snapshot.partitions else slack_ms
+
+    def _waiting_ms(self, partition: Partition | None, *, has_behind: bool = True) -> float:
+        """What it costs that the host does not run ahead of a plan's batch in ``partition``, or of the one after it if
+        tasklets follow. The little that is left to the end of a training step has to be done at some time, whatever
+        that costs."""
+        if self._behind.is_all:
+            return 0.0
+        return self._leaving_ms if has_behind else self._changing_ms(partition)
 
     def _changing_ms(self, partition: Partition | None) -> float:
         """What it costs that the host does not run ahead of a batch in ``partition``, shared by those that follow."""
