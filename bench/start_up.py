@@ -2,8 +2,9 @@
 
     python bench/start_up.py llama-3.1-8b --load-format dummy
 
-What follows the model goes to `cotenant serve`. The first start finds its caches (Triton's, nvcc's) as they are: empty,
-where nothing has run before. The others find what it left there.
+What follows the model goes to `cotenant serve`, which gets a port and an empty --data-dir for each start. The first
+start finds the caches of compiled kernels (Triton's, nvcc's) as they are: empty, where nothing has run before. The
+others find what it left there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cotenant.bench.machine import machine
 from cotenant.bench.server import free_port
 
 _TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _LAST_OF_LOG = 2000  # characters
 
@@ -30,6 +32,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--starts", type=int, default=2)
     arguments, flags = parser.parse_known_args()
+    for flag in ("--port", "--data-dir", "--served-model-name"):
+        if any(word.partition("=")[0] == flag for word in flags):
+            parser.error(f"{flag} is chosen here")
     found = machine()
     print(" ".join([arguments.model, *flags]), "on", found["cpu"], found["num_cores"], "cores", found["gpus"] or "")
     for number in range(arguments.starts):
@@ -56,7 +61,11 @@ def start(model: str, flags: list[str]) -> tuple[float, float]:
             raise SystemExit(f"{error}; the server's log ends:\n{path.read_text()[-_LAST_OF_LOG:]}") from error
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], deadline_s: float) -> None:
@@ -75,8 +84,9 @@ def wait_for_token(url: str, model: str) -> None:
     body = {"model": model, "prompt": [1, 2, 3], "max_tokens": 2, "stream": True}
     request = Request(f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urlopen(request, timeout=_TIMEOUT_S) as answer:
-        if not any(line.startswith(b"data:") for line in answer):
-            raise ConnectionError("the answer ended without a token")
+        first = next((line for line in answer if line.startswith(b"data:")), b"")
+    if b'"choices"' not in first:
+        raise ConnectionError(f"the answer has no token but {first.decode()!r}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ def test_a_start_is_timed_until_its_first_token() -> None:
     assert 0.5 < float(found[1]) <= float(found[2])
 
 
+def test_what_is_chosen_here_is_not_taken() -> None:
+    result = start_up("--port=8000")
+    assert result.returncode == 2
+    assert "--port is chosen here" in result.stderr
+
+
 def test_a_server_that_does_not_start_says_why() -> None:
     result = start_up("--max-model-len", "3")
     assert result.returncode == 1

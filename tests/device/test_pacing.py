@@ -63,13 +63,14 @@ class Simulation:
         host_s: float = 60e-6,
         behind: SimpleNamespace | None = None,
         partition: Partition | None = None,
+        waits_for_others: bool = False,
     ) -> None:
         def run() -> TaskletShape:
             self.now_s += host_s
             self.busy_until_s = max(self.busy_until_s, self.now_s) + device_s
             return shape
 
-        self.queue.launch(run, self, partition, behind)  # type: ignore[arg-type]
+        self.queue.launch(run, self, partition, behind, waits_for_others=waits_for_others)  # type: ignore[arg-type]
 
     def run(
         self,
@@ -107,6 +108,17 @@ def test_a_tasklet_takes_few_questions_to_the_driver(simulation: Simulation) -> 
     before = simulation.num_questions
     simulation.run(FORWARD, 1.2e-3, 100)
     assert simulation.num_questions - before <= 3.2 * 100
+
+
+def test_what_a_tasklet_waited_for_others_is_no_part_of_its_time(simulation: Simulation) -> None:
+    """Whatever was put on its stream after the one before."""
+    simulation.run(FORWARD, 1.2e-3, 10)
+    simulation.queue.wait_for_room()
+    simulation.busy_until_s += 6e-3
+    simulation.launch(FORWARD, 1.2e-3, waits_for_others=True)
+    simulation.run(FORWARD, 1.2e-3, 5)
+    simulation.now_s = simulation.busy_until_s
+    assert all(1.19 < tasklet.elapsed_ms < 1.27 for tasklet in simulation.queue.take_finished())
 
 
 def test_what_a_tasklet_waited_for_the_host_is_no_part_of_its_time(simulation: Simulation) -> None:

@@ -96,10 +96,15 @@ def test_the_loop_waits_once_there_is_nothing_to_run(policy: str, tmp_path: Path
 class Noted(Margin):
     """A margin that keeps what it is told."""
 
-    def __init__(self, slo: Slo, first: float) -> None:
-        super().__init__(slo, first)
+    def __init__(self, slo: Slo) -> None:
+        super().__init__(slo)
+        self.begins: list[float] = []
         self.arrivals: dict[str, float] = {}
         self.tokens: dict[str, list[float]] = {}
+
+    def begin_at(self, value: float) -> None:
+        self.begins.append(value)
+        super().begin_at(value)
 
     def arrived(self, request_id: str, at_s: float) -> None:
         self.arrivals[request_id] = at_s
@@ -110,15 +115,21 @@ class Noted(Margin):
         return super().note(request_id, num_new, now_s, is_over)
 
 
-def test_the_margin_hears_when_requests_came_and_were_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one clock. Who came before the worker did has waited for the worker, which is no matter of training."""
+def noted_margins(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    """Of the loops that are made from now on."""
     margins: list[Noted] = []
 
-    def create(slo: Slo, first: float) -> Noted:
-        margins.append(Noted(slo, first))
+    def create(slo: Slo) -> Noted:
+        margins.append(Noted(slo))
         return margins[-1]
 
     monkeypatch.setattr(loop_module, "Margin", create)
+    return margins
+
+
+def test_the_margin_hears_when_requests_came_and_were_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one clock. Who came before the worker did has waited for the worker, which is no matter of training."""
+    margins = noted_margins(monkeypatch)
     early, late = request("early", [5, 6, 7], 3), request("late", [7, 6, 5], 2)
     began_s = time.perf_counter()
     channel = Channel(AddRequest(replace(early, arrival_s=early.arrival_s - 1000.0)))
@@ -178,10 +189,12 @@ def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) ->
 Chosen = TypeVar("Chosen")
 
 
-def small_loop(folder: Path, channel: Channel, policy: Chosen) -> tuple[WorkerLoop, Chosen]:
+def small_loop(
+    folder: Path, channel: Channel, policy: Chosen, device: CpuDevice | None = None
+) -> tuple[WorkerLoop, Chosen]:
     """Without a job. ``policy``: or its name."""
     save_llama(folder / "model")
-    decoder, device = support.load(folder / "model"), create_device("cpu")
+    decoder, device = support.load(folder / "model"), device or CpuDevice()
     engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
     predictor = LatencyPredictor("test", "test")
@@ -195,6 +208,21 @@ class AheadDevice(CpuDevice):
     """A CPU whose batches are launched a step ahead, as on a device that runs behind the host."""
 
     overlaps = True
+
+
+def test_the_margin_begins_by_what_a_decode_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last token of a request that was alone comes when nothing decodes any more."""
+    margins = noted_margins(monkeypatch)
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 20)))
+    loop, _ = small_loop(tmp_path, channel, "adaptive", AheadDevice())
+    loop.run()
+    (margin,) = margins
+    unknown, *known = margin.begins
+    assert unknown == 0.8
+    assert len(known) > 10
+    assert all(0.8 < value <= 0.95 for value in known), known
+    assert margin.value > known[-1]
+    assert margin.has_learned
 
 
 @pytest.mark.parametrize("policy", POLICIES)

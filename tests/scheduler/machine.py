@@ -125,9 +125,9 @@ class Machine:
 
     def _begin_margin(self, batch: BatchShape) -> None:
         """As the worker's loop does before a plan."""
-        if not self._margin.has_begun:
+        if batch.num_decode and not self._margin.has_learned:
             step_ms = self.predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
-            self._margin.begin(self._policy.first_margin(self._slo, step_ms or 0.0))
+            self._margin.begin_at(self._policy.first_margin(self._slo, step_ms or 0.0))
 
     def _alone_ms(self, batch: BatchShape) -> float:
         return STEP_MS

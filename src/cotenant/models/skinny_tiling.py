@@ -79,14 +79,16 @@ class Multiprocessors(NamedTuple):
 def leave_room(tiling: Tiling, num_out: int, sms: Multiprocessors) -> Tiling:
     """For a launch that has programs of other work behind the product's. Where all of the product's run at once, two on
     an SM, a third finds room there: so the others run beside them, and not when they have ended."""
-    all_at_once = runs_at_once(tiling, num_out) and sms.shared_bytes >= _LARGE_SHARED_BYTES
-    return tiling._replace(depth=64, num_stages=4) if all_at_once and tiling.columns == 64 else tiling
+    if tiling.columns == 64 and runs_at_once(tiling, num_out, sms.shared_bytes):
+        return tiling._replace(depth=64, num_stages=4)
+    return tiling
 
 
-def runs_at_once(tiling: Tiling, num_out: int) -> bool:
-    """Whether a product of more than 32 rows was cut into no more programs than find room on a Hopper GPU. Follows from
-    the shape, whatever the SMs at hand."""
-    return tiling.rows == MAX_ROWS and num_out // 64 * tiling.splits <= _MAX_SPLIT_PROGRAMS
+def runs_at_once(tiling: Tiling, num_out: int, shared_bytes: int) -> bool:
+    """Whether a product of more than 32 rows was cut into no more programs than find room on a Hopper GPU, and the
+    device is one. Follows from the shape, whatever the SMs at hand."""
+    is_large = shared_bytes >= _LARGE_SHARED_BYTES
+    return is_large and tiling.rows == MAX_ROWS and num_out // 64 * tiling.splits <= _MAX_SPLIT_PROGRAMS
 
 
 def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling | None:

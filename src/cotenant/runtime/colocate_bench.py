@@ -38,8 +38,9 @@ _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are capt
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
 _ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
-# Tokens of each sequence under the policy, before what is timed: until the margin has risen to where it stays, and the
-# slack is spent that was saved up till then. It would make TPOT look longer than it is, and training faster.
+# Tokens of each sequence under the policy, before what is timed: slack that was saved up while the margin was lower
+# would make TPOT look longer than it is, and training faster. By then 32 sequences have raised it by most of what they
+# ever will; few sequences raise it more slowly.
 _LEARNED_FROM = 192
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival

@@ -109,6 +109,7 @@ class WorkerLoop:
         self._has_learned = False  # since the last time
         self._stats = LoopStats()
         self._margin = Margin(slo)
+        self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
         clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
@@ -176,9 +177,10 @@ class WorkerLoop:
         batch = self._engine.next_shape()
         if requests and not is_profiling:
             self._idle_since_s = now_s
-        if not self._margin.has_begun:
+        if batch.num_decode and not self._margin.has_learned:
             step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
-            self._margin.begin(self._policy.first_margin(self._slo, step_ms or 0.0))
+            if step_ms is not None:
+                self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
         return Snapshot(
             now_s=now_s,
             slo=self._slo,

@@ -61,18 +61,18 @@ class Margin:
         self._lives: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
-        self._has_begun = False
+        self._has_learned = False
         self.value = FIRST_MARGIN
         self.has_job = True
 
     @property
-    def has_begun(self) -> bool:
-        """Whether a request has been judged, from where on ``value`` is learned."""
-        return self._has_begun
+    def has_learned(self) -> bool:
+        """Whether a request has been judged."""
+        return self._has_learned
 
-    def begin(self, value: float) -> None:
-        """From where on it is to be learned."""
-        assert not self._has_begun
+    def begin_at(self, value: float) -> None:
+        """Where learning is to begin; may be said until it has begun."""
+        assert not self._has_learned
         self.value = min(_MOST, max(_LEAST, value))
 
     def trained(self, time_ms: float, now_s: float) -> None:
@@ -110,7 +110,7 @@ class Margin:
         if self._num_judged:
             self.value = min(_MOST, max(_LEAST, self.value + self._change / self._num_judged))
             self._num_judged, self._change = 0, 0.0
-            self._has_begun = True
+            self._has_learned = True
 
     def _judge_first(self, life: _Life, now_s: float) -> None:
         """A first token in time is no merit of the margin's: most would be with any."""

@@ -88,10 +88,13 @@ class CudaDevice:
             torch.cuda.set_stream(outer)
             self._current = outer
 
-    def _wait_for_default(self, stream: torch.cuda.Stream) -> None:
-        """New weights (an adapter that was loaded) come in on the default stream."""
-        if not self._default.query():
-            stream.wait_stream(self._default)
+    def _wait_for_default(self, stream: torch.cuda.Stream) -> bool:
+        """New weights (an adapter that was loaded) come in on the default stream. Whether there is anything to wait
+        for."""
+        if self._default.query():
+            return False
+        stream.wait_stream(self._default)
+        return True
 
     def wait_for_room(
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
@@ -109,9 +112,10 @@ class CudaDevice:
         partition: Partition | None = None,
     ) -> None:
         stream = self._best_effort if partition is None else self._partitions[partition].best_effort
-        self._wait_for_default(stream)
+        waits = self._wait_for_default(stream)
+        behind = self._last_online if behind_online else None
         with self._launching_on(stream):
-            self._tasklets.launch(launch, stream, partition, self._last_online if behind_online else None)
+            self._tasklets.launch(launch, stream, partition, behind, waits_for_others=waits)
 
     def is_training(self) -> bool:
         return self._tasklets.is_busy

@@ -30,7 +30,7 @@ _PROMPTLY_S, _ORDINARY_LAUNCH_S = 0.5e-3, 1e-3
 _MOST_FAR_LEAD_S = 2.5e-3
 _MOST_AHEAD = 4
 _SHORTEST_SLEEP_S = 20e-6
-# Each question to the driver costs the host microseconds: what was the answer so long ago still is.
+# Each question to the driver costs the host microseconds. An answer may be out of date by so much: that does no harm.
 _JUST_ASKED_S = 50e-6
 _MOST_SHAPES = 1000  # that are remembered
 # How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late, and to have
@@ -87,9 +87,12 @@ class TaskletQueue:
         stream: torch.cuda.Stream,
         partition: Partition | None = None,
         behind: torch.cuda.Stream | None = None,
+        *,
+        waits_for_others: bool = False,
     ) -> None:
         """Launch a tasklet on ``stream``, the current one, with the SMs of ``partition``. ``behind``: it waits for what
-        was launched there."""
+        was launched there. ``waits_for_others``: something else lies before it on the stream that is no tasklet: its
+        time does not begin as the one before ends."""
         if stream is not self.stream:
             stream.wait_stream(self.stream)
             self.stream = stream
@@ -107,12 +110,13 @@ class TaskletQueue:
         end.record(stream)
         launch_s = time.perf_counter() - launched_s
         waits = behind is not None
-        follows = not waits and before is not None and not before.query()
+        is_in_time = not waits and before is not None and not before.query()
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
         if is_measure and not waits:  # there was one in flight when the host went to sleep
-            self._follow(is_late=not follows)
+            self._follow(is_late=not is_in_time)
+        follows = is_in_time and not waits_for_others
         self._in_flight.append(_InFlight(shape, partition, before, follows, waits, start, end, launched_s, launch_s))
-        if follows and len(self._in_flight) == 2:
+        if is_in_time and len(self._in_flight) == 2:
             self._asked_s = launched_s + launch_s
 
     def wait_for_room(

@@ -18,8 +18,8 @@ _MAX_SPLITS = 4  # as ``load_h`` takes
 _MIN_SPAN = 1024
 # Where the product leaves room for them from the beginning: so many of 64 rows find it at once.
 _SPLITS_AT_ONCE = 2
-# By ranks per turn: input features per turn, and how many turns are read ahead, plus one. Within the shared memory that
-# a product's programs take.
+# By ranks per turn: input features per turn, and how many turns are read ahead, plus one. In 64 KiB of shared memory:
+# a product's programs take as much.
 _TURNS = {16: (256, 4), 32: (256, 3), 64: (128, 4)}
 
 

@@ -1,8 +1,8 @@
 """The product of a few rows with a large matrix. It is bound by reading the matrix once, and libraries tuned for large
 products read it more slowly.
 
-Adapters ride along: the launch's last programs compute each row's ``x @ a.T``, filling what the product's own leave
-idle at the end, and whatever kernel reads the product next adds ``h @ b.T``.
+Adapters ride along: the launch's last programs compute each row's ``x @ a.T``, beside the product's own where there is
+room for all, else in what those leave idle at the end, and whatever kernel reads the product next adds ``h @ b.T``.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def unfinished_product(
     sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
     shrink = None
     if adapters is not None:
-        shrink = plan_shrink(x, adapters, all_at_once=runs_at_once(tiling, num_out))
-        tiling = leave_room(tiling, num_out, _multiprocessors(x.device))
+        sms = _multiprocessors(x.device)
+        shrink = plan_shrink(x, adapters, all_at_once=runs_at_once(tiling, num_out, sms.shared_bytes))
+        tiling = leave_room(tiling, num_out, sms)
     _launch(x, weight, bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from cotenant.core.plan import JobView, Partition, Plan, Slo, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, serving_alone, training_alone, waits_longer
@@ -45,8 +45,8 @@ class AdaptivePolicy(Policy):
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
 
     Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
-    has not been learned yet. So it begins further below the target than others', by a part of what a step leaves of it:
-    that costs training little, and less where answers are long.
+    has not been learned yet. So it begins further below the target than others', by a part of what a step leaves of it
+    (where that is more): that costs training little, and less where answers are long.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
@@ -55,7 +55,7 @@ class AdaptivePolicy(Policy):
 
     def first_margin(self, slo: Slo, step_ms: float) -> float:
         step_share = min(1.0, step_ms / slo.tpot_ms)
-        return step_share + _FIRST_SHARE * (1.0 - step_share)
+        return min(FIRST_MARGIN, step_share + _FIRST_SHARE * (1.0 - step_share))
 
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
