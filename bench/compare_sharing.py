@@ -44,7 +44,8 @@ from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
 from cotenant.cli.colocate_loads import TracePlan, plan_trace, read_traces, steady_parameters
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
-from cotenant.runtime.colocate_bench import judge, steady_len
+from cotenant.runtime.colocate_bench import steady_len
+from cotenant.runtime.colocate_cell import judge
 
 _WARM_STEPS = 3  # of training, before anything is measured
 _ALL_SMS = 100

@@ -228,7 +228,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "take up to 1984; the model takes 1024",
+            "take up to 2176; the model takes 1024",
         ),
     ],
 )

@@ -14,7 +14,8 @@ from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.runtime import colocate_bench
-from cotenant.runtime.colocate_bench import ColocateBench, judge
+from cotenant.runtime.colocate_bench import ColocateBench
+from cotenant.runtime.colocate_cell import judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival
 

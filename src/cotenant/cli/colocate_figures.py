@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cotenant.bench.summary import distribution, percentiles
 
 if TYPE_CHECKING:
-    from cotenant.runtime.colocate_bench import Cell
+    from cotenant.runtime.colocate_cell import Cell
 
 MIN_VALUES_FOR_P99 = 100
 

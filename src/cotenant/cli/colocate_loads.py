@@ -14,7 +14,8 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
 if TYPE_CHECKING:
-    from cotenant.runtime.colocate_bench import Cell, ColocateBench
+    from cotenant.runtime.colocate_bench import ColocateBench
+    from cotenant.runtime.colocate_cell import Cell
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
+from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, judge
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
-from cotenant.runtime.load import Answer, Arrival, Load
+from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.runtime.timeline import Timeline
@@ -37,11 +38,10 @@ _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are capt
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
-_ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
-# Tokens of each sequence under the policy, before what is timed: slack that was saved up while the margin was lower
-# would make TPOT look longer than it is, and training faster. By then 32 sequences have raised it by most of what they
-# ever will; few sequences raise it more slowly.
-_LEARNED_FROM = 192
+# Steady sequences decode so many tokens at a time under the policy before they are timed, until the margin rises by
+# less than this meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer
+# than it is, and training faster.
+_LEARNING_TOKENS, _MOST_LEARNING_TOKENS, _LEAST_RISE = 64, 384, 0.005
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
@@ -76,32 +76,6 @@ class _Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
-    ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
-    failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
-    with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
-    ``UtilisationSampler.figures``. What has a default is not known of a server and a training process that are seen
-    from outside, but for the tokens trained."""
-
-    policy: str
-    slo: Slo
-    duration_s: float
-    num_requests: int
-    num_failed: int
-    num_attained: int
-    ttft_ms: list[float]
-    tpot_ms: list[float]
-    itl_ms: list[float]
-    output_tokens_per_s: float
-    train_tokens_per_s: float = 0.0
-    modes: dict[str, int] = field(default_factory=dict)
-    prediction_errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
-    timeline: dict[str, Any] = field(default_factory=dict)
-    utilisation: dict[str, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Shared:
     """What sharing in space comes to in a partition: of a decode step, and of training beside it."""
 
@@ -112,7 +86,7 @@ class Shared:
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    before = SETTLED_TOKENS + _MOST_SETTLING + _LEARNED_FROM
+    before = SETTLED_TOKENS + _MOST_SETTLING + _MOST_LEARNING_TOKENS
     return max(1, context - num_tokens // 2) + num_tokens + before + 2 * batch_size
 
 
@@ -216,7 +190,7 @@ class ColocateBench:
         with self._sampler() as utilisation:
             while load.now_s < duration_s:
                 self._iterate(loop, watch)
-        until_s = duration_s + min(ANSWERED_WITHIN_S, (slo.ttft_ms + _ENOUGH_TOKENS * slo.tpot_ms) / 1e3)
+        until_s = duration_s + min(ANSWERED_WITHIN_S, (slo.ttft_ms + ENOUGH_TOKENS * slo.tpot_ms) / 1e3)
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
         last_watch, loop = self._begin(load, "inference-only", slo)
@@ -234,7 +208,7 @@ class ColocateBench:
         self._warm_up(policy)
         load = self._steady_load(slo, batch_size, context, num_tokens, seed)
         watch, loop = self._begin(load, policy, slo)
-        self._decode(loop, watch, _LEARNED_FROM)
+        self._learn(loop, watch)
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
         self._end_steady(loop, watch)
@@ -293,6 +267,13 @@ class ColocateBench:
             self._iterate(loop, watch)
         return start_s, watch.load.now_s
 
+    def _learn(self, loop: WorkerLoop, watch: _Watch) -> None:
+        for _ in range(_MOST_LEARNING_TOKENS // _LEARNING_TOKENS):
+            before = loop.margin
+            self._decode(loop, watch, _LEARNING_TOKENS)
+            if abs(loop.margin - before) < _LEAST_RISE:
+                break
+
     def _end_steady(self, loop: WorkerLoop, watch: _Watch) -> None:
         is_whole = not any(answer.done for answer in watch.load.answers)
         watch.load.abort()
@@ -332,54 +313,6 @@ class ColocateBench:
     def _become_idle(self, loop: WorkerLoop, watch: _Watch) -> None:
         while self._tenants.serving.engine.has_work or self._tenants.serving.engine.num_in_flight:
             self._iterate(loop, watch)
-
-
-def judge(
-    policy: str,
-    slo: Slo,
-    answers: Sequence[Answer],
-    start_s: float,
-    end_s: float,
-    *,
-    with_ttft: bool,
-    until_s: float = math.inf,
-) -> Cell:
-    """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
-    beginning. ``until_s``: then by the tokens until there, where they are enough to tell a TPOT."""
-    ttfts_ms, tpots_ms, gaps_ms = [], [], []
-    num_attained = num_failed = num_tokens = 0
-    for answer in answers:
-        inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
-        times = _judged_by(answer.token_s, until_s) if with_ttft else inside
-        num_tokens += len(inside)
-        if not times or answer.failure is not None or (with_ttft and not answer.done):
-            num_failed += 1
-            continue
-        ttft_ms = (times[0] - answer.arrival.due_s) * 1e3
-        tpot_ms = (times[-1] - times[0]) * 1e3 / (len(times) - 1) if len(times) > 1 else 0.0
-        if with_ttft:
-            ttfts_ms.append(ttft_ms)
-        if len(times) > 1:
-            tpots_ms.append(tpot_ms)
-        gaps_ms += [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
-        num_attained += tpot_ms <= slo.tpot_ms and (not with_ttft or ttft_ms <= slo.ttft_ms)
-    return Cell(
-        policy=policy,
-        slo=slo,
-        duration_s=end_s - start_s,
-        num_requests=len(answers),
-        num_failed=num_failed,
-        num_attained=num_attained,
-        ttft_ms=ttfts_ms,
-        tpot_ms=tpots_ms,
-        itl_ms=gaps_ms,
-        output_tokens_per_s=num_tokens / (end_s - start_s),
-    )
-
-
-def _judged_by(token_s: list[float], until_s: float) -> list[float]:
-    before = [at_s for at_s in token_s if at_s <= until_s]
-    return before if len(before) >= _ENOUGH_TOKENS else token_s
 
 
 def _cell(

@@ -124,6 +124,11 @@ class WorkerLoop:
         self._draining = False
         self._finished = False
 
+    @property
+    def margin(self) -> float:
+        """The share of the TPOT target that is aimed at now."""
+        return self._margin.value
+
     def run(self) -> None:
         """Iterate until there is nothing more to serve."""
         while not self._finished:

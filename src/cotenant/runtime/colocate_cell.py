@@ -1,0 +1,88 @@
+"""What requests got and how far training came in a cell of `cotenant bench colocate`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cotenant.core.plan import Slo
+from cotenant.runtime.load import Answer
+
+ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
+    ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
+    failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
+    with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
+    ``UtilisationSampler.figures``. What has a default is not known of a server and a training process that are seen
+    from outside, but for the tokens trained."""
+
+    policy: str
+    slo: Slo
+    duration_s: float
+    num_requests: int
+    num_failed: int
+    num_attained: int
+    ttft_ms: list[float]
+    tpot_ms: list[float]
+    itl_ms: list[float]
+    output_tokens_per_s: float
+    train_tokens_per_s: float = 0.0
+    modes: dict[str, int] = field(default_factory=dict)
+    prediction_errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
+    timeline: dict[str, Any] = field(default_factory=dict)
+    utilisation: dict[str, float] | None = None
+
+
+def judge(
+    policy: str,
+    slo: Slo,
+    answers: Sequence[Answer],
+    start_s: float,
+    end_s: float,
+    *,
+    with_ttft: bool,
+    until_s: float = math.inf,
+) -> Cell:
+    """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
+    beginning. ``until_s``: then by the tokens until there, where they are enough to tell a TPOT."""
+    ttfts_ms, tpots_ms, gaps_ms = [], [], []
+    num_attained = num_failed = num_tokens = 0
+    for answer in answers:
+        inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
+        times = _judged_by(answer.token_s, until_s) if with_ttft else inside
+        num_tokens += len(inside)
+        if not times or answer.failure is not None or (with_ttft and not answer.done):
+            num_failed += 1
+            continue
+        ttft_ms = (times[0] - answer.arrival.due_s) * 1e3
+        tpot_ms = (times[-1] - times[0]) * 1e3 / (len(times) - 1) if len(times) > 1 else 0.0
+        if with_ttft:
+            ttfts_ms.append(ttft_ms)
+        if len(times) > 1:
+            tpots_ms.append(tpot_ms)
+        gaps_ms += [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        num_attained += tpot_ms <= slo.tpot_ms and (not with_ttft or ttft_ms <= slo.ttft_ms)
+    return Cell(
+        policy=policy,
+        slo=slo,
+        duration_s=end_s - start_s,
+        num_requests=len(answers),
+        num_failed=num_failed,
+        num_attained=num_attained,
+        ttft_ms=ttfts_ms,
+        tpot_ms=tpots_ms,
+        itl_ms=gaps_ms,
+        output_tokens_per_s=num_tokens / (end_s - start_s),
+    )
+
+
+def _judged_by(token_s: list[float], until_s: float) -> list[float]:
+    before = [at_s for at_s in token_s if at_s <= until_s]
+    return before if len(before) >= ENOUGH_TOKENS else token_s
