@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--show-log", action="store_true", help="print what the server logs: when each part was ready")
     arguments, flags = parser.parse_known_args()
     for flag in ("--port", "--data-dir", "--served-model-name"):
         if any(word.partition("=")[0] == flag for word in flags):
@@ -38,12 +39,13 @@ def main() -> None:
     found = machine()
     print(" ".join([arguments.model, *flags]), "on", found["cpu"], found["num_cores"], "cores", found["gpus"] or "")
     for number in range(arguments.starts):
-        healthy_s, token_s = start(arguments.model, flags)
+        healthy_s, token_s, log = start(arguments.model, flags)
+        print(log if arguments.show_log else "", end="")
         print(f"start {number + 1}: healthy after {healthy_s:.1f} s, first token after {token_s:.1f} s", flush=True)
 
 
-def start(model: str, flags: list[str]) -> tuple[float, float]:
-    """Seconds until the server is healthy, and until it has answered with a token."""
+def start(model: str, flags: list[str]) -> tuple[float, float, str]:
+    """Seconds until the server is healthy, and until it has answered with a token; what it logged until then."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         path, data = Path(folder, "server.log"), str(Path(folder, "data"))
@@ -56,9 +58,11 @@ def start(model: str, flags: list[str]) -> tuple[float, float]:
             wait_healthy(url, process, begin_s + _TIMEOUT_S)
             healthy_s = time.monotonic() - begin_s
             wait_for_token(url, model)
-            return healthy_s, time.monotonic() - begin_s
+            return healthy_s, time.monotonic() - begin_s, path.read_text(errors="replace")
         except OSError as error:
-            raise SystemExit(f"{error}; the server's log ends:\n{path.read_text()[-_LAST_OF_LOG:]}") from error
+            raise SystemExit(
+                f"{error}; the server's log ends:\n{path.read_text(errors='replace')[-_LAST_OF_LOG:]}"
+            ) from error
         finally:
             process.terminate()
             try:

@@ -16,10 +16,11 @@ def start_up(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_start_is_timed_until_its_first_token() -> None:
-    result = start_up("--policy", "inference-only", "--max-model-len", "64")
+    result = start_up("--policy", "inference-only", "--max-model-len", "64", "--show-log")
     found = re.search(r"^start 1: healthy after ([\d.]+) s, first token after ([\d.]+) s$", result.stdout, re.MULTILINE)
     assert found, result
     assert 0.5 < float(found[1]) <= float(found[2])
+    assert "the worker is ready" in result.stdout
 
 
 def test_what_is_chosen_here_is_not_taken() -> None:
