@@ -19,10 +19,9 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from cotenant.bench.machine import machine
-from cotenant.bench.server import free_port
+from cotenant.bench.server import free_port, stop
 
 _TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 _LAST_OF_LOG = 2000  # characters
 
@@ -64,12 +63,7 @@ def start(model: str, flags: list[str]) -> tuple[float, float, str]:
                 f"{error}; the server's log ends:\n{path.read_text(errors='replace')[-_LAST_OF_LOG:]}"
             ) from error
         finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process)
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], deadline_s: float) -> None:

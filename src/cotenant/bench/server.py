@@ -37,10 +37,11 @@ def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator
                 ) from error
             raise
         finally:
-            _stop(process)
+            stop(process)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """With SIGTERM, and if that takes too long with SIGKILL."""
     process.terminate()
     try:
         process.wait(_STOP_TIMEOUT_S)
