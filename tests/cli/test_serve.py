@@ -80,9 +80,14 @@ def wait_until(condition: object, timeout_s: float = 60) -> None:
 
 
 def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
-    (line,) = re.findall(r"^cotenant is ready: .*$", server.log, re.MULTILINE)
+    """It comes once the server is healthy, which is what the fixture has waited for."""
+    deadline_s = time.monotonic() + 10.0
+    while not (lines := re.findall(r"^cotenant is ready: .*\n", server.log, re.MULTILINE)):
+        assert time.monotonic() < deadline_s, server.log
+        time.sleep(0.05)
+    (line,) = lines
     assert server.base_url in line
-    assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms$", line)
+    assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms\n$", line)
 
 
 def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: RunningServer) -> None:
