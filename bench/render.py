@@ -114,9 +114,9 @@ SECTIONS = (
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
         "The same later, on another host, with all that is new since but for one thing: sequences were timed after 192 "
-        "tokens, when `adaptive`'s margin still rose. What had been saved up till then was spent in the tokens that "
-        "were timed, so at 40 ms they are 40.9 ms apart, where requests from their first tokens on have less than the "
-        "target. It is not known yet why `harli` and `adaptive` get training less beside a step than before.",
+        "tokens, when `adaptive`'s margin still rose. What had been saved up till then could be spent in the tokens "
+        "that were timed, which at 40 ms are 40.9 ms apart. What requests have from their first tokens on was not "
+        "measured. It is not known yet why `harli` and `adaptive` get training less beside a step than before.",
     ),
     Section(
         "colocate_conv_h200.json",
@@ -161,8 +161,7 @@ SECTIONS = (
     Section(
         "start_up_h200.txt",
         "On a GPU: a server's start",
-        "With every cache of compiled kernels empty and nothing else on the host. 25 s are wanted; before decode steps "
-        "were captured for parts of the SMs, too, it was 23.3 s.",
+        "With every cache of compiled kernels empty and nothing else on the host. 25 s are wanted.",
         "python bench/start_up.py llama-3.1-8b --load-format dummy --starts 1",
     ),
     Section(
