@@ -41,18 +41,17 @@ def profile(
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
-    from cotenant.runtime.colocate_bench import ColocateBench, steady_len
+    from cotenant.runtime.colocate_bench import PROFILE_UNTIMED, ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
 
-    shapes = [
-        (size, length)
-        for size, length in itertools.product(sizes, lengths)
-        if steady_len(size, length, _NUM_TOKENS) <= limit
-    ]
+    def longest(shape: tuple[int, int]) -> int:
+        return steady_len(*shape, _NUM_TOKENS, PROFILE_UNTIMED)
+
+    shapes = [shape for shape in itertools.product(sizes, lengths) if longest(shape) <= limit]
     if not shapes:
         raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
     config = ServerConfig(
-        model=replace(chosen, max_model_len=max(steady_len(size, length, _NUM_TOKENS) for size, length in shapes)),
+        model=replace(chosen, max_model_len=max(map(longest, shapes))),
         batch=BatchConfig(max_queue=1_000_000),
         coexecution=CoExecutionConfig("adaptive", tasklet_tokens=tasklet_tokens),
         data_dir=str(data_dir.expanduser().resolve()),

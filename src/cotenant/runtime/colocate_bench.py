@@ -42,6 +42,7 @@ _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
 # less than this meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer
 # than it is, and training faster.
 _LEARNING_TOKENS, _MOST_LEARNING_TOKENS, _LEAST_RISE = 64, 384, 0.005
+PROFILE_UNTIMED = 64  # tokens of each sequence at least, for one partition after the other
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
@@ -84,9 +85,10 @@ class Shared:
     train_tokens_per_s: float
 
 
-def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
-    """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    before = SETTLED_TOKENS + _MOST_SETTLING + _MOST_LEARNING_TOKENS
+def steady_len(batch_size: int, context: int, num_tokens: int, num_untimed: int = _MOST_LEARNING_TOKENS) -> int:
+    """Tokens of the longest sequence that ``ColocateBench.steady`` may come to; ``num_untimed``: once it has settled,
+    besides ``num_tokens``."""
+    before = SETTLED_TOKENS + _MOST_SETTLING + num_untimed
     return max(1, context - num_tokens // 2) + num_tokens + before + 2 * batch_size
 
 
@@ -206,7 +208,7 @@ class ColocateBench:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
         self._warm_up(policy)
-        load = self._steady_load(slo, batch_size, context, num_tokens, seed)
+        load = self._steady_load(slo, batch_size, context, num_tokens, _MOST_LEARNING_TOKENS, seed)
         watch, loop = self._begin(load, policy, slo)
         self._learn(loop, watch)
         with self._sampler() as utilisation:
@@ -217,7 +219,7 @@ class ColocateBench:
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> tuple[Cell, list[Shared]]:
         """As ``steady`` under `adaptive` on all SMs, and again beside training in each partition."""
         self._warm_up("adaptive")
-        load = self._steady_load(slo, batch_size, context, num_tokens, 0)
+        load = self._steady_load(slo, batch_size, context, num_tokens, PROFILE_UNTIMED, 0)
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
         cell = _cell("adaptive", slo, watch, start_s, end_s, None)
@@ -244,14 +246,16 @@ class ColocateBench:
             while training.trained_tokens < most:
                 self._iterate(loop, watch)
 
-    def _steady_load(self, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int) -> Load:
+    def _steady_load(
+        self, slo: Slo, batch_size: int, context: int, num_tokens: int, num_untimed: int, seed: int
+    ) -> Load:
         """Sequences that decode, settled."""
         if batch_size > self.max_num_seqs:
             raise InvalidInputError(
                 f"--batch-sizes: {batch_size} is more than the {self.max_num_seqs} of a batch", param="batch-sizes"
             )
         input_len, limit = max(1, context - num_tokens // 2), self._tenants.serving.max_model_len
-        assert steady_len(batch_size, context, num_tokens) <= limit
+        assert steady_len(batch_size, context, num_tokens, num_untimed) <= limit
         load = self._load([Arrival(0.0, input_len, limit - input_len)] * batch_size, seed)
         # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
         watch, loop = self._begin(load, "inference-only", _NO_TARGET)
