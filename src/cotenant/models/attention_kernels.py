@@ -6,17 +6,23 @@ is compiled while the server serves, and prompts go through "fa2" until it is th
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import os
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 
 import torch
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.models.attention_sources import building_paged_only
 from cotenant.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
+
+_NICE = 10
 
 
 class AttentionKernels:
@@ -69,10 +75,34 @@ class AttentionKernels:
         from flashinfer.prefill import get_batch_prefill_module
 
         if backend != "fa2" and not self._is_compiled(backend):
-            self._go_on.wait()  # compiling takes all cores, and the start has use for them
+            self._go_on.wait()  # compiling takes all cores, and the start has use for them; so have requests
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread and its compilers
         start = time.perf_counter()
+        if backend == "fa2":
+            self._build_paged_only(backend)
         get_batch_prefill_module(backend, *self._key)
         logger.info("attention kernels %s are ready after %.1f s", backend, time.perf_counter() - start)
+
+    def _build_paged_only(self, backend: str) -> None:
+        """FlashInfer keeps what was built and gives it to all who ask. Should it not build, nothing is kept."""
+        from flashinfer.prefill import get_batch_prefill_module
+
+        try:
+            with building_paged_only():
+                get_batch_prefill_module(backend, *self._key)
+        except Exception as error:
+            logger.warning("attention kernels %s are compiled with all that FlashInfer has: %s", backend, error)
+
+
+def begin_import() -> None:
+    """Import FlashInfer, where it is, on a thread of its own: it takes a second or two."""
+    if importlib.util.find_spec("flashinfer") is not None:
+        threading.Thread(target=_import, name="import-flashinfer", daemon=True).start()
+
+
+def _import() -> None:
+    with suppress(Exception):  # who needs it will say so
+        importlib.import_module("flashinfer.prefill")
 
 
 def prepare(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> AttentionKernels:
