@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -154,6 +155,7 @@ def install() -> None:
     _put(kernels + "elementwise", add_rms_norm=_add_norm, embed=_embed, rms_norm=_norm, silu_and_multiply=_silu)
     _put(kernels + "lora_shrink", find_pieces=lambda slots, ranks: slots)
     _put(kernels + "rope", rope_and_cache=_rope_and_cache)
+    _put(kernels + "together", compiled_together=nullcontext)
     _put(kernels + "skinny", Unfinished=type(None), fits_unfinished=lambda x, w: False, unfinished_product=None)
     _put(
         "flashinfer",
@@ -221,7 +223,6 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     adapters.stacks = LoraStacks(small.decoder.spec, 6, 8, torch.device("cpu"), torch.float32)
     cuda_runner._PIECE_SIZES = tuple(_PIECE_TIMES_MS)  # type: ignore[assignment]
     cuda_runner._PARTITION_SIZES = (2, 4)  # type: ignore[assignment]
-    cuda_runner.CudaRunner._compile = lambda self, sizes: None  # type: ignore[method-assign]
     cache, last_tokens = engine._cache.tensor, engine._sampler.last_tokens
     _go_to(_ALL_SMS)
     runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
@@ -231,7 +232,8 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
-        runner.capture_lane(num_sms=2)
+        while not runner.capture_lane(num_sms=2):
+            pass
     _go_to(_ALL_SMS)
     return engine
 

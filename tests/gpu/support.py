@@ -166,11 +166,10 @@ class Overlapped:
         self.steps: list[OnlineStep] = []  # all that were launched
         self.collected: list[Collected] = []
 
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Graphs for these decode batches, and those for prompts. As ``OnlineEngine.warm_up`` makes them, which would
-        also start to compile Hopper's prompt kernels: a minute of all cores."""
+    def capture(self, sizes: Sequence[int], lanes: Sequence[int] = ()) -> None:
+        """Graphs for these decode batches, and those for prompts."""
         with self.device.online():
-            self.runner.capture(sizes)
+            self.engine.warm_up(tuple(sizes), tuple(lanes))
 
     @property
     def runner(self) -> Any:

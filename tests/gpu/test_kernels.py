@@ -132,3 +132,38 @@ def test_cross_entropy_leaves_its_gradient_in_place_of_the_logits(vocab: int, dt
     torch.testing.assert_close(losses, expected.detach(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(logits.float(), gradient, atol=1e-2 if dtype != torch.float32 else 1e-6, rtol=1e-2)
     assert torch.equal(correct, is_likeliest)
+
+
+@torch.inference_mode()
+def test_kernels_compiled_together_are_those_that_launches_need() -> None:
+    from triton import knobs
+
+    from cotenant.models.kernels.elementwise import rms_norm, silu_and_multiply
+    from cotenant.models.kernels.together import compiled_together
+
+    def run() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            result
+            for x in (narrow, wide)
+            for result in (rms_norm(x, torch.ones_like(x[0]), 1e-5), silu_and_multiply(x))
+        )
+
+    # The norm's constant is the width's next power of two: no other test has these.
+    narrow, wide = (torch.randn(5, width, device=CUDA, dtype=torch.bfloat16) for width in (8208, 16400))
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+    try:
+        with compiled_together():
+            run()
+            run()
+            assert not compiled
+        assert len(compiled) >= 2
+        num_compiled = len(compiled)
+        results = run()
+        assert len(compiled) == num_compiled
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    for x, normed, activated in ((narrow, *results[:2]), (wide, *results[2:])):
+        _close(normed, F.rms_norm(x.double(), x.shape[1:], eps=1e-5))
+        gate, up = x.double().chunk(2, dim=1)
+        _close(activated, F.silu(gate) * up)

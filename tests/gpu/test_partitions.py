@@ -21,6 +21,7 @@ from cotenant.engine.flight import Flight
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
+from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import FromWorker, JobFailed, JobSucceeded
@@ -155,10 +156,11 @@ class CoExecution:
         self.device, self.engine = self.online.device, self.online.engine
         assert self.device.num_multiprocessors is not None
         self.device.split([round(share * self.device.num_multiprocessors) for share in shares])
-        self.online.capture(GRAPH_SIZES)
-        for partition in self.device.partitions:
-            with self.device.online(partition):
-                self.engine.capture_lane(partition.online_sms)
+        self.online.capture(GRAPH_SIZES, [partition.online_sms for partition in self.device.partitions])
+        self.compiled: list[str] = []  # for the partitions, by the first in a process
+        triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: self.compiled.append(fn.name)
+        LaneCaptures(self.device, self.engine).finish()
+        triton.knobs.runtime.jit_post_compile_hook = None
         self.updates: list[FromWorker] = []
         self.training = TrainingTenant(self.device, decoder, None, WORKLOAD.tasklet_tokens, self.updates.append)
         self.executor = Executor(self.device, decoder, self.engine, self.training)
@@ -218,6 +220,12 @@ def test_sharing_in_space_changes_no_token_and_no_adapter(tmp_path: Path, monkey
         # With fewer SMs libraries may sum in another order, and Adam makes more of it from step to step.
         difference = torch.linalg.norm(shared_adapter[name] - tensor)
         assert difference <= 0.06 * torch.linalg.norm(tensor), name
+
+
+def test_partitions_launch_no_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:
+    both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5))
+    assert both.device.partitions
+    assert not both.compiled
 
 
 def test_decode_steps_are_measured_in_idle_time_on_all_sms_and_in_each_partition(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ captured for the partition that it is launched in is launched operation by opera
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +28,11 @@ from cotenant.models.batch import PageLists
 from cotenant.models.cuda_forward import CudaForward, TokenInputs
 from cotenant.models.cuda_pieces import CapturedPieces, LayerPieces
 from cotenant.models.decoder import Decoder
+from cotenant.models.kernels.lora_shrink import find_pieces
+from cotenant.models.kernels.together import compiled_together
 from cotenant.models.lora_stacks import GroupedLora, LoraStacks
 from cotenant.models.paged_attention import FlashInferBackend, PagedAttention
-from cotenant.models.skinny_tiling import sms_at_hand
+from cotenant.models.skinny_tiling import MAX_ROWS, sms_at_hand
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +107,7 @@ class CudaRunner:
         self._wrappers: dict[int, Any] = {}  # by batch size: planned anew for each batch, and batches do not overlap
         # By lane, None for all SMs: by batch size, the smallest first, without adapters and with.
         self._captured: dict[int | None, dict[int, dict[bool, _Captured]]] = {None: {}}
+        self._unfinished: dict[int, dict[int, dict[bool, _Captured]]] = {}  # lanes that lack sizes
         self._layers = LayerPieces(decoder, kv_cache, last_tokens)
         self._pieces: dict[int, CapturedPieces] = {}  # by tokens, the smallest first
         self._planned = torch.cuda.Event()
@@ -110,61 +115,104 @@ class CudaRunner:
     def wait_for_kernels(self) -> None:
         self._attention.kernels.wait("fa3")
 
-    def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
-        if not enforce_eager:
-            self.capture(choose_graph_sizes(self._max_num_seqs, graph_sizes))
+    def warm_up(
+        self, graph_sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None], *, enforce_eager: bool
+    ) -> None:
+        sizes = () if enforce_eager else choose_graph_sizes(self._max_num_seqs, graph_sizes)
+        self._compile(sizes, lanes, also)  # while nvcc is at work on attention
+        if sizes:
+            self.capture(sizes)
         self._attention.kernels.wait("fa2")
+
+    def compile_the_rest(self) -> None:
         self._attention.kernels.compile_the_rest()
 
     @torch.no_grad()
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture decode steps of these batch sizes, with and without adapters, on the current stream."""
-        self._compile(sizes)  # while nvcc is at work on attention
-        self._attention.kernels.wait("fa2")
+        """Capture prompts' pieces, and decode steps of these batch sizes, with and without adapters, on the current
+        stream."""
         start = time.perf_counter()
         self._pool = torch.cuda.graph_pool_handle()
         self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
         torch.cuda.synchronize(self._device)
-        self._captured[None] = self._capture_sizes(sizes)
         self._pieces = self._layers.capture(_PIECE_SIZES, self._pool)
-        torch.cuda.synchronize(self._device)
-        elapsed_s = time.perf_counter() - start
         pieces = " ".join(map(str, self._pieces))
-        logger.info("captured in %.1f s: %d sizes of decode steps, prompts of %s", elapsed_s, len(sizes), pieces)
+        logger.info("captured in %.1f s: prompts of %s", time.perf_counter() - start, pieces)
+        self._attention.kernels.wait("fa2")
+        start = time.perf_counter()
+        self._captured[None] = self._capture_sizes(sizes)
+        torch.cuda.synchronize(self._device)
+        logger.info("captured in %.1f s: %d sizes of decode steps", time.perf_counter() - start, len(sizes))
 
     @torch.no_grad()
-    def capture_lane(self, num_sms: int) -> None:
-        sizes = sorted({min(size, len(self._logits)) for size in _PARTITION_SIZES})
-        if self._captured[None]:
-            start = time.perf_counter()
-            with sms_at_hand(num_sms):
-                self._captured[current_lane()] = self._capture_sizes(sizes)
-            torch.cuda.synchronize(self._device)
-            elapsed_s = time.perf_counter() - start
-            logger.info("decode on %d SMs: %d sizes in %.1f s", num_sms, len(sizes), elapsed_s)
+    def capture_lane(self, num_sms: int) -> bool:
+        lane, wanted = current_lane(), {min(size, len(self._logits)) for size in _PARTITION_SIZES}
+        if not self._captured[None]:
+            return True
+        captured = self._unfinished.setdefault(lane, {})
+        size = max(wanted - captured.keys())
+        with sms_at_hand(num_sms):
+            captured |= self._capture_sizes([size])
+        if wanted > captured.keys():
+            return False
+        self._captured[lane] = dict(sorted(self._unfinished.pop(lane).items()))
+        logger.info("decode on %d SMs is captured: %d sizes", num_sms, len(wanted))
+        return True
+
+    def drop_lanes(self) -> None:
+        self._unfinished.clear()
+        self._captured = {None: self._captured[None]}
 
     def _capture_sizes(self, sizes: Sequence[int]) -> dict[int, dict[bool, _Captured]]:
-        kinds = (False, True) if self._stacks is not None else (False,)
         captured = {
-            size: {with_adapters: self._capture(size, with_adapters) for with_adapters in kinds}
+            size: {with_adapters: self._capture(size, with_adapters) for with_adapters in self._kinds}
             for size in sorted(sizes, reverse=True)  # the largest first: the smaller ones fit into its memory
         }
         return dict(sorted(captured.items()))
 
-    def _compile(self, sizes: Sequence[int]) -> None:
-        """Run steps without attention of sizes that between them have every kernel compiled."""
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Of captured steps: without adapters and, where there may be any, with them."""
+        return (False,) if self._stacks is None else (False, True)
+
+    @torch.no_grad()
+    def _compile(self, sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None]) -> None:
+        """Have every kernel compiled that decode steps of these sizes launch, on all SMs and on those of each lane, and
+        what ``also`` launches."""
         start = time.perf_counter()
-        for size in sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}):
-            self._inputs.zero_()  # what another size left there is no token and no position
-            tokens, _, adapters = self._views(size)
-            tokens.slots.fill_(-1)
-            adapters[0].fill_(-1)
-            adapters[1].zero_()
-            for with_adapters in (False, True) if self._stacks is not None else (False,):
-                grouped = self._grouped(adapters) if with_adapters else None
-                self._forward.logits(self._forward(tokens, lambda layer, query, cache: query, grouped=grouped))
+        wanted = sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}) if sizes else ()
+        if self._stacks is not None:
+            for size in (size for size in wanted if size <= MAX_ROWS):
+                find_pieces(*self._blank_views(size)[1])  # to the end: other kernels take it for indices
+        try:
+            with compiled_together():
+                also()
+                self._run_without_attention(wanted, lanes)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # another version of Triton may collect otherwise
+            logger.warning("kernels are compiled one by one: %s", error)
+            also()
         torch.cuda.synchronize(self._device)
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
+
+    def _run_without_attention(self, sizes: Sequence[int], lanes: Sequence[int]) -> None:
+        """Decode steps of the first layers, on all SMs and cut for each lane's."""
+        for num_sms, size in itertools.product((None, *lanes), sizes):
+            tokens, adapters = self._blank_views(size)
+            for with_adapters in self._kinds:
+                grouped = self._grouped(adapters) if with_adapters else None
+                with nullcontext() if num_sms is None else sms_at_hand(num_sms):
+                    normed = self._forward(tokens, lambda layer, query, cache: query, grouped=grouped, num_layers=2)
+                    self._forward.logits(normed)
+
+    def _blank_views(self, size: int) -> tuple[TokenInputs, torch.Tensor]:
+        """Of the input buffer, for tokens that nothing is kept of and that have no adapters."""
+        self._inputs.zero_()  # what another size left there is no token and no position
+        tokens, _, adapters = self._views(size)
+        tokens.slots.fill_(-1)
+        adapters[0].fill_(-1)
+        return tokens, adapters
 
     def _capture(self, size: int, with_adapters: bool) -> _Captured:
         tables = np.zeros((size, 1), dtype=np.int64)  # page 0 is always there

@@ -200,15 +200,28 @@ class OnlineEngine:
         failures, self._failures = self._failures, []
         return failures
 
-    def warm_up(self, graph_sizes: tuple[int, ...] = (), *, enforce_eager: bool = False) -> None:
-        """Compile and capture what can be before the first request. Called once, on the online lane."""
-        self._sampler.warm_up(self._decoder.dtype)
-        self._runner.warm_up(graph_sizes, enforce_eager=enforce_eager)
+    def warm_up(
+        self, graph_sizes: tuple[int, ...] = (), lanes: tuple[int, ...] = (), *, enforce_eager: bool = False
+    ) -> None:
+        """Compile and capture what can be before the first request. Called once, on the online lane. ``lanes``: how
+        many SMs each of the other lanes has that batches will be launched on."""
+        self._runner.warm_up(
+            graph_sizes, lanes, lambda: self._sampler.warm_up(self._decoder.dtype), enforce_eager=enforce_eager
+        )
 
-    def capture_lane(self, num_sms: int) -> None:
-        """Capture decode steps again for the lane that is current, which has so many SMs. Called after ``warm_up``;
-        without this, batches that are launched in a partition run on all SMs, or operation by operation."""
-        self._runner.capture_lane(num_sms)
+    def capture_lane(self, num_sms: int) -> bool:
+        """Capture decode steps again for the lane that is current, which has so many SMs: one batch size at a time;
+        True when there is none left. Called after ``warm_up``, with nothing in flight on the device. Without this,
+        batches that are launched in a partition run on all SMs, or operation by operation."""
+        return self._runner.capture_lane(num_sms)
+
+    def drop_lanes(self) -> None:
+        """Forget what ``capture_lane`` has captured; nothing of it is in flight."""
+        self._runner.drop_lanes()
+
+    def compile_the_rest(self) -> None:
+        """Begin to compile in the background what serving is faster with and can do without."""
+        self._runner.compile_the_rest()
 
     def forget_counts(self) -> None:
         """Begin to count prompt tokens and preemptions anew."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,12 +31,22 @@ class Runner(Protocol):
         """Run all layers. ``interval`` is begun with the first of them. ``keep_hidden``: the caller needs the hidden
         states of all tokens."""
 
-    def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
-        """Compile, and unless ``enforce_eager`` capture decode steps of these batch sizes (none named: as fits)."""
+    def warm_up(
+        self, graph_sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None], *, enforce_eager: bool
+    ) -> None:
+        """Compile, and unless ``enforce_eager`` capture decode steps of these batch sizes (none named: as fits).
+        ``lanes``: how many SMs each has that ``capture_lane`` will be called for. ``also`` is run for the sake of its
+        kernels, which are compiled with the others."""
 
-    def capture_lane(self, num_sms: int) -> None:
-        """Capture decode steps for the current lane, which has so many SMs, beside the one of ``warm_up``, if they are
-        captured at all."""
+    def capture_lane(self, num_sms: int) -> bool:
+        """Capture decode steps of one more batch size for the current lane, which has so many SMs, beside the one of
+        ``warm_up``, if they are captured at all; whether that was the last one."""
+
+    def drop_lanes(self) -> None:
+        """Forget what ``capture_lane`` has captured."""
+
+    def compile_the_rest(self) -> None:
+        """Begin to compile in the background what serving is faster with and can do without."""
 
     def wait_for_kernels(self) -> None:
         """Block until nothing more is compiled in the background."""
@@ -50,10 +60,18 @@ class EagerRunner:
         self._kv_cache = kv_cache
         self._last_tokens = last_tokens
 
-    def warm_up(self, graph_sizes: Sequence[int], *, enforce_eager: bool) -> None:
+    def warm_up(
+        self, graph_sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None], *, enforce_eager: bool
+    ) -> None:
+        also()
+
+    def capture_lane(self, num_sms: int) -> bool:
+        return True
+
+    def drop_lanes(self) -> None:
         return
 
-    def capture_lane(self, num_sms: int) -> None:
+    def compile_the_rest(self) -> None:
         return
 
     def wait_for_kernels(self) -> None:

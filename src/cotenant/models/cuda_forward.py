@@ -55,21 +55,23 @@ class CudaForward:
         rows: torch.Tensor | None = None,
         spans: Sequence[AdapterSpan] = (),
         grouped: GroupedLora | None = None,
+        num_layers: int | None = None,
     ) -> torch.Tensor:
         """All layers and the final norm: [tokens, hidden], or [len(rows), hidden] if only those rows are wanted.
+        ``num_layers``: only the first layers, which launch every kernel that the others do.
 
         Only their keys and values are wanted of the other rows, so the last layer ends for them before its output
         projection. Adapters that come as ``spans`` need all rows there.
         """
         spec, weights = self._spec, self._weights
-        epsilon = spec.rms_norm_eps
+        layers, epsilon = weights.layers[:num_layers], spec.rms_norm_eps
         # Now and not where it is wanted: no kernel of the chain may write what the next one fetches ahead.
         grouped_at_rows = None if grouped is None or rows is None else _with_pieces(grouped.at(rows))
         grouped = _with_pieces(grouped)
         residual = embed(tokens.token_ids, self._last_tokens, tokens.seats, weights.embedding)
-        normed = rms_norm(residual, weights.layers[0].input_norm, epsilon)
-        for index, layer in enumerate(weights.layers):
-            is_last = index + 1 == spec.num_layers
+        normed = rms_norm(residual, layers[0].input_norm, epsilon)
+        for index, layer in enumerate(layers):
+            is_last = index + 1 == len(layers)
             qkv = _linear(normed, layer.qkv, index, spans, grouped)
             cache = self._layer_caches[index]
             query = rope_and_cache(
@@ -83,7 +85,7 @@ class CudaForward:
                 _linear(attended, layer.output, index, spans, grouped), residual, layer.mlp_norm, epsilon
             )
             activated = silu_and_multiply(_linear(normed, layer.gate_up, index, spans, grouped))
-            next_norm = weights.final_norm if is_last else weights.layers[index + 1].input_norm
+            next_norm = weights.final_norm if is_last else layers[index + 1].input_norm
             normed = add_rms_norm(_linear(activated, layer.down, index, spans, grouped), residual, next_norm, epsilon)
         return normed if rows is None else normed[rows]
 

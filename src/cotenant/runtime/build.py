@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.device import Device, create_device
 from cotenant.engine.engine import OnlineEngine
-from cotenant.models.attention_kernels import prepare
+from cotenant.models.attention_kernels import begin_import, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
@@ -25,7 +27,7 @@ TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A device, a model on it, and the engine that serves it, warmed up."""
+    """A device, a model on it, and the engine that serves it, warmed up but for the partitions of the SMs."""
 
     device: Device
     resolved: ResolvedModel
@@ -42,20 +44,23 @@ def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> tor
     return device.default_dtype() if name == "auto" else getattr(torch, name)
 
 
-def build_serving(config: ServerConfig) -> Serving:
-    """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served."""
+def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = None) -> Serving:
+    """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served.
+    ``meanwhile`` is run on a thread of its own while compilers are waited for."""
     shares = config.coexecution.sm_shares
     shares = sm_shares(config.coexecution.policy) if shares is None else shares
     if shares:
         # Streams share the host's queues to the device, 8 unless said otherwise: work of one would wait for another's.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    device = create_device(config.model.device)
-    if shares and device.num_multiprocessors is not None:
-        device.split(round(share * device.num_multiprocessors) for share in shares)
     resolved = resolve_model(config.model)
+    if config.model.device != "cpu" and torch.cuda.is_available():
+        begin_import()
+    device = create_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
     if is_supported(resolved.spec, device.torch_device, dtype):
-        prepare(resolved.spec, device.torch_device, dtype)  # while the weights are loaded
+        prepare(resolved.spec, device.torch_device, dtype)  # before all else: it takes the longest
+    if shares and device.num_multiprocessors is not None:
+        device.split(round(share * device.num_multiprocessors) for share in shares)
     decoder = load_decoder(
         resolved, device.torch_device, dtype, config.model.seed, quantization=config.model.quantization
     )
@@ -63,7 +68,8 @@ def build_serving(config: ServerConfig) -> Serving:
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
     pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
     try:
-        with device.online():
+        with ThreadPoolExecutor(1, "meanwhile") as thread, device.online():
+            other = thread.submit(meanwhile or (lambda: None))
             engine = OnlineEngine(
                 decoder,
                 pages,
@@ -76,10 +82,9 @@ def build_serving(config: ServerConfig) -> Serving:
                 max_pages=max_pages,
                 enable_prefix_caching=config.cache.enable_prefix_caching,
             )
-            engine.warm_up(config.batch.cuda_graph_sizes, enforce_eager=config.batch.enforce_eager)
-        for partition in device.partitions:
-            with device.online(partition):
-                engine.capture_lane(partition.online_sms)
+            lanes = tuple(partition.online_sms for partition in device.partitions)
+            engine.warm_up(config.batch.cuda_graph_sizes, lanes, enforce_eager=config.batch.enforce_eager)
+            other.result()
     except torch.OutOfMemoryError as error:
         raise InvalidInputError(
             f"the KV cache and what serving needs beside it do not fit into the device's memory: lower "

@@ -111,7 +111,9 @@ class ColocateBench:
         if not uses_data_dir:
             config = replace(config, data_dir=self._folder.name)
         self._tenants = build_tenants(config, self._hear)
+        self._tenants.lanes.finish()
         serving = self._tenants.serving
+        serving.engine.compile_the_rest()  # as the worker does
         folder = Path(self._folder.name)
         write_random_dataset(folder / "train.safetensors", workload, serving.resolved.spec.vocab_size, _STEPS_PER_EPOCH)
         self._spec = JobSpec(

@@ -15,6 +15,7 @@ from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
@@ -87,9 +88,10 @@ class WorkerLoop:
         trace: Trace | None = None,
         save: Callable[[], None] | None = None,
         self_profile: SelfProfile | None = None,
+        lanes: LaneCaptures | None = None,
     ) -> None:
         """``save``: keeps what the predictor has learned; called now and then while there is nothing to do.
-        ``self_profile``: measures then what the predictor lacks."""
+        ``self_profile``: measures then what the predictor lacks. ``lanes``: what partitions wait for; None: nothing."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -104,6 +106,7 @@ class WorkerLoop:
         self._trace = trace
         self._save = save
         self._self_profile = self_profile
+        self._lanes = lanes
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
@@ -196,7 +199,7 @@ class WorkerLoop:
             margin=self._margin.value,
             idle_s=now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
-            partitions=self._partitions,
+            partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=self._executor.in_flight,
         )
@@ -231,6 +234,7 @@ class WorkerLoop:
             self._rest()
         else:
             self._busy_s = time.monotonic()
+            self._capture_lane(delays_requests=True)
 
     def _publish_progress(self, snapshot: Snapshot, *, with_stats: bool) -> None:
         """``with_stats``: not of batches that nobody asked for."""
@@ -268,13 +272,24 @@ class WorkerLoop:
             self._save()
             self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        if not self._begin_profile():
+        if not self._capture_lane(delays_requests=False) and not self._begin_profile():
             self._channel.wait(_IDLE_WAIT_S)
+
+    def _capture_lane(self, *, delays_requests: bool) -> bool:
+        """Capture something more of what partitions wait for, if it is time for that; whether it was."""
+        lanes, has_job = self._lanes, self._training.job_id is not None
+        if lanes is None or not lanes.is_wanted(has_job=has_job, delays_requests=delays_requests):
+            return False
+        lanes.step()
+        self._last_batch_s = None  # that was no gap between batches
+        if lanes.refused and self._self_profile is not None:
+            self._self_profile.forget_partitions()
+        return True
 
     def _begin_profile(self) -> bool:
         """Begin to measure what the predictor lacks, if nobody has wanted anything for a while."""
         profile = self._self_profile
-        if profile is None or self._training.job_id is not None:
+        if profile is None or self._training.job_id is not None or not (self._lanes is None or self._lanes.done):
             return False
         return time.monotonic() >= self._busy_s + profile.quiet_s and profile.begin()
 

@@ -86,6 +86,10 @@ class SelfProfile:
             self._requests.add(name)
         return True
 
+    def forget_partitions(self) -> None:
+        """They are not used. Called while it is not active."""
+        self._ways = (None,)
+
     def plan(self) -> Plan:
         """The next iteration: the way that lacks steps. Batches with prompts are counted for none."""
         return Plan(partition=next((way for way in self._ways if not self._is_done(way)), None))

@@ -15,7 +15,7 @@ from cotenant.models.spec import ModelSpec
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
 _SERVING_BYTES = 2 << 30
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
-_PARTITION_BYTES = 256 << 20
+PARTITION_BYTES = 256 << 20
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
@@ -47,7 +47,7 @@ def num_pages(
         training = 0 if config.coexecution.policy == "inference-only" else training_bytes(spec, tasklet_tokens, dtype)
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
         workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
-        partitions = len(device.partitions) * _PARTITION_BYTES
+        partitions = len(device.partitions) * PARTITION_BYTES
         own = _SERVING_BYTES + workspace + stacks + serving_bytes(spec, batch, dtype) + partitions
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))

@@ -21,6 +21,7 @@ from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
 from cotenant.runtime.self_profile import SelfProfile
@@ -38,9 +39,11 @@ _CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 
 @dataclass(frozen=True, slots=True)
 class Tenants:
-    """``default_slo``: the targets where none are given. ``can_fuse``: training forwards may run in decode steps."""
+    """``default_slo``: the targets where none are given. ``can_fuse``: training forwards may run in decode steps.
+    ``lanes``: no partition of the SMs is used before they are done, and no job begins."""
 
     serving: Serving
+    lanes: LaneCaptures
     training: TrainingTenant
     executor: Executor
     predictor: LatencyPredictor
@@ -77,6 +80,7 @@ class Tenants:
             trace=self.trace,
             save=lambda: self.latencies.save(self.predictor),
             self_profile=SelfProfile(engine, self.predictor, partitions, vocab_size) if profiles_itself else None,
+            lanes=self.lanes,
         )
 
 
@@ -84,7 +88,8 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
     and torch.OutOfMemoryError."""
     trace = None if config.trace_file is None else Trace(Path(config.trace_file))
-    serving = build_serving(config)
+    trains = config.coexecution.policy != "inference-only"
+    serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
     model = " ".join(
         filter(None, (serving.resolved.name, str(decoder.dtype).removeprefix("torch."), config.model.quantization))
@@ -108,11 +113,12 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)
     if device.torch_device.type != "cpu":
         slo = _CUDA_SLO
-    if config.coexecution.policy != "inference-only":
-        warm_up()
-        training.wait_for(_compile_training(decoder))  # not before: what is measured above is to be undisturbed
+    lanes = LaneCaptures(device, engine)
+    if trains:
+        is_compiled = _compile_training(decoder)  # not before: what is measured above is to be undisturbed
+        training.wait_for(lambda: lanes.done and is_compiled(), lambda: lanes.reserved_bytes)
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
-    return Tenants(serving, training, executor, predictor, latencies, slo, fuse, trace)
+    return Tenants(serving, lanes, training, executor, predictor, latencies, slo, fuse, trace)
 
 
 def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device_name: str) -> Prior | None:

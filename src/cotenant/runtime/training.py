@@ -49,6 +49,7 @@ class TrainingTenant:
         """``limit_is_fixed``: the user chose ``max_tasklet_tokens``; if not, a job may take a smaller number that suits
         the device better. ``serving_bytes``: of the device's free memory, what batches need while they run."""
         self._is_ready: Callable[[], bool] = lambda: True
+        self._reserved_bytes: Callable[[], int] = lambda: 0
         self._device = device
         self._decoder = decoder
         self._tokenizer_folder = tokenizer_folder
@@ -67,9 +68,11 @@ class TrainingTenant:
         self.at_step_end = False
         self._num_shortages = 0
 
-    def wait_for(self, is_ready: Callable[[], bool]) -> None:
-        """Run no tasklet before ``is_ready`` says yes."""
+    def wait_for(self, is_ready: Callable[[], bool], reserved_bytes: Callable[[], int] = lambda: 0) -> None:
+        """Run no tasklet before ``is_ready`` says yes. ``reserved_bytes``: of the device's free memory, what others
+        need until then."""
         self._is_ready = is_ready
+        self._reserved_bytes = reserved_bytes
 
     @property
     def job_id(self) -> str | None:
@@ -136,7 +139,7 @@ class TrainingTenant:
         # On a CPU other programs' memory comes and goes, and so does what counts as free.
         free_bytes = None
         if self._device.torch_device.type == "cuda":
-            free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes)
+            free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes - self._reserved_bytes())
         return TrainingJob(
             self._decoder,
             spec,

@@ -35,6 +35,7 @@ def build_loop(
     """Load everything and put it together. Sends ``Ready`` when requests can be served. ``after_crash``: nothing is run
     that nobody asked for, since that may have been the reason."""
     tenants = build_tenants(config, channel.send)
+    tenants.lanes.only_for_jobs = after_crash
     serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
     profiles_itself = config.coexecution.self_profile
     if profiles_itself is None:
@@ -53,6 +54,7 @@ def build_loop(
             load_s=time.monotonic() - started_s,
         )
     )
+    serving.engine.compile_the_rest()
     return tenants, loop
 
 
