@@ -113,10 +113,8 @@ SECTIONS = (
     Section(
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
-        "The same later, on another host, with all that is new since but for one thing: sequences were timed after 192 "
-        "tokens, when `adaptive`'s margin still rose. What had been saved up till then could be spent in the tokens "
-        "that were timed, which at 40 ms are 40.9 ms apart. What requests have from their first tokens on was not "
-        "measured. It is not known yet why `harli` and `adaptive` get training less beside a step than before.",
+        "The same later, on another host, whose steps take longer. Sequences are timed when `adaptive`'s margin has "
+        "come to rest. A soak ran on the host's other GPU.",
     ),
     Section(
         "colocate_conv_h200.json",
@@ -161,8 +159,9 @@ SECTIONS = (
     Section(
         "start_up_h200.txt",
         "On a GPU: a server's start",
-        "With every cache of compiled kernels empty and nothing else on the host. 25 s are wanted.",
-        "python bench/start_up.py llama-3.1-8b --load-format dummy --starts 1",
+        "With every cache of compiled kernels empty and nothing else on the host, then with what that start left. The "
+        "last one has another empty home folder on the same host. 25 s are wanted.",
+        "python bench/start_up.py llama-3.1-8b --load-format dummy",
     ),
     Section(
         "planner_h200.txt",
