@@ -1,16 +1,18 @@
-"""`cotenant bench finetune` beside PEFT, one after the other on the same device.
+"""`cotenant bench finetune` beside PEFT and torchtune, one after the other on the same device.
 
 python bench/compare_finetune.py --json bench/results/finetune_h200.json [--site DIR]
 
 Shapes of Llama-3.1-8B, random weights, LoRA on all linear layers, full sequences. Every variant runs in a process of
 its own for each batch size (sequences of a micro-batch); the result is the list of all runs, the fastest of each
 variant marked ``best``. Variants: PEFT (bench/peft_finetune.py) without Liger kernels, with Liger's cross-entropy and
-with all of them, each with torch.compile and without. torchtune 0.6.1's recipe is not among them: the torchao that it
-was made for cannot be imported beside the torch that we need.
+with all of them, and torchtune's single-device recipe (bench/torchtune_finetune.py), each with torch.compile and
+without.
 
 Packages come from the environment and from the folder that --site names; fill it with `pip install --target DIR
---no-deps`, lest another torch comes too. What cannot be imported is named and skipped, and so is a run that fails, as
-one for which memory does not suffice.
+--no-deps`, lest another torch comes too. torchtune's are in a folder of their own, --torchtune-site, for PEFT refuses
+the torchao that it needs: torchtune==0.6.1 torchao==0.15.0 torchdata==0.11.0 omegaconf antlr4-python3-runtime==4.9.3
+datasets tiktoken sentencepiece kagglehub, and what those import. What cannot be imported is named and skipped, and so
+is a run that fails, as one for which memory does not suffice.
 """
 
 from __future__ import annotations
@@ -39,12 +41,19 @@ class Variant:
     flags: tuple[str, ...]
     modules: tuple[str, ...]
 
+    @property
+    def is_torchtune(self) -> bool:
+        return self.script == "torchtune_finetune.py"
+
 
 def peers() -> list[Variant]:
     variants = []
     for liger, name in (("none", "peft"), ("cross-entropy", "peft, Liger cross-entropy"), ("all", "peft, Liger")):
         modules = ("peft", "transformers", *(() if liger == "none" else ("liger_kernel.transformers",)))
         variants.append(Variant(name, "peft_finetune.py", ("--liger", liger), modules))
+    variants.append(
+        Variant("torchtune", "torchtune_finetune.py", (), ("torchtune.models.llama3_1", "torchtune.training"))
+    )
     compiled = [
         Variant(f"{variant.label}, compiled", variant.script, (*variant.flags, "--compile"), variant.modules)
         for variant in variants
@@ -64,7 +73,7 @@ def main() -> None:
     for variant in peers():
         if arguments.only is not None and variant.label not in arguments.only:
             continue
-        environment = peer_environment(arguments.site)
+        environment = peer_environment(arguments.torchtune_site if variant.is_torchtune else arguments.site)
         problem = why_not_importable(variant.modules, environment)
         if problem is not None:
             print(f"{variant.label}: skipped: {problem}", flush=True)
@@ -89,6 +98,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--site", default="", help="a folder of packages for the peers, before all others")
+    parser.add_argument("--torchtune-site", default="", help="the same for torchtune")
     parser.add_argument("--only", action="append", help="the label of a variant, or cotenant; can be repeated")
     parser.add_argument("--config", type=Path, help="another config.json of a Llama than Llama-3.1-8B's")
     parser.add_argument("--batch-sizes", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4])

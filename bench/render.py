@@ -90,6 +90,13 @@ SECTIONS = (
         "peak, weights included. A discard was counted from when the host looked, shortly before a tasklet's end.",
     ),
     Section(
+        "finetune_torchtune_h200.json",
+        "On a GPU: training alone, beside torchtune",
+        "`python bench/compare_finetune.py --batch-sizes 8,4 --only cotenant --only 'torchtune, compiled' --json "
+        "bench/results/finetune_torchtune_h200.json`, on another host than PEFT's figures. A server was started and "
+        "tested on the host's other GPU.",
+    ),
+    Section(
         "finetune_cut_h200.json",
         "On a GPU: training alone, cut and uncut",
         "The first row alone on its host, the second beside other measurements on the host's other GPU. Each row is a "

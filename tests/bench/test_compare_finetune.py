@@ -32,12 +32,17 @@ def test_ours_and_peft_stand_in_one_table(tmp_path: Path) -> None:
     site = tmp_path / "site" / "liger_kernel"
     site.mkdir(parents=True)
     (site / "__init__.py").write_text("raise ImportError('not here')")
+    torchtune = tmp_path / "another site" / "torchtune"
+    torchtune.mkdir(parents=True)
+    (torchtune / "__init__.py").write_text("raise ImportError('not in its own place')")
     chosen = ["--only", "cotenant", "--only", "peft", "--only", "peft, Liger", "--site", str(site.parent)]
+    chosen += ["--only", "torchtune", "--torchtune-site", str(torchtune.parent)]
     compared = run("compare_finetune.py", *given, *chosen, *SIZES, *COUNTS, "--batch-sizes", "2,3")
     assert compared.returncode == 0, compared.stderr
     # Four sequences do not go into batches of three: ours leaves a smaller one over, PEFT's script says so.
     assert "peft: failed: peft_finetune.py: error: --tokens-per-step 128 is not a multiple of 96" in compared.stdout
     assert "peft, Liger: skipped: peft, transformers, liger_kernel.transformers cannot be imported" in compared.stdout
+    assert "not in its own place" in compared.stdout
 
     reports = json.loads((results / "finetune.json").read_text())
     sizes = [(report["label"], report["micro_batch_tokens"]) for report in reports]
