@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cotenant.durable import write_atomically
+
 # In the names of source files. Masks: 0 is none, 1 causal, 2 a caller's own, 3 that of several items in a prompt.
 _UNUSED = ("ragged_kernel", "kernel_mask_2", "kernel_mask_3")
 # A function that a file exports, or a kernel of those that it has.
@@ -43,8 +45,17 @@ def _parts(source: Path) -> list[Path]:
     for path, part in zip(paths, parts, strict=True):
         only = _PART.sub(lambda match, part=part: match[0] if match[0] == part else "", text)  # type: ignore[misc]
         if not path.exists() or path.read_text() != only:  # a newer file is compiled again
-            path.write_text(only)
+            _replace(path, only)
     return paths or [source]
+
+
+def _replace(path: Path, text: str) -> None:
+    """At once: another process may be compiling it."""
+
+    def write(temporary: Path) -> None:
+        temporary.write_text(text)
+
+    write_atomically(path, write)
 
 
 @contextmanager
