@@ -19,8 +19,8 @@ import uvloop
 
 from cotenant.api.app import create_app
 from cotenant.api.jobs.manager import JobManager
+from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.state import AppState
-from cotenant.api.supervisor import WORKER_COMMAND
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ApiConfig, ServerConfig
 from cotenant.core.errors import CotenantError
@@ -61,6 +61,7 @@ def run_server(
     announce: Callable[[str], None],
     *,
     worker_command: Sequence[str] = WORKER_COMMAND,
+    prepared: PreparedWorker | None = None,
 ) -> int:
     """Serve until a signal says stop; returns the exit code. ``announce`` gets one line when the model is ready.
 
@@ -69,7 +70,10 @@ def run_server(
     Raises ServerFailedError, or CotenantError for what else is wrong with the configuration or the data folder.
     """
     _raise_open_files_limit()
-    with contextlib.closing(open_listener(config.api)) as listener, _open_state(config, base, worker_command) as state:
+    with (
+        contextlib.closing(open_listener(config.api)) as listener,
+        _open_state(config, base, worker_command, prepared) as state,
+    ):
         http = _HttpServer(
             uvicorn.Config(
                 create_app(state),
@@ -90,11 +94,13 @@ def run_server(
 
 
 @contextlib.contextmanager
-def _open_state(config: ServerConfig, base: BaseModel, worker_command: Sequence[str]) -> Iterator[AppState]:
+def _open_state(
+    config: ServerConfig, base: BaseModel, worker_command: Sequence[str], prepared: PreparedWorker | None
+) -> Iterator[AppState]:
     """Everything that the routes work with; the store stays locked until the end."""
     tokenizer = load_tokenizer(base.folder, base.vocab_size)
     chat_template = load_chat_template(base.folder, config.model.chat_template)
-    worker = WorkerClient(config, base.folder, worker_command=worker_command)
+    worker = WorkerClient(config, base.folder, worker_command=worker_command, prepared=prepared)
     with contextlib.closing(open_store(Path(config.data_dir))) as store:
         jobs = JobManager(store, worker, config, base.folder)
         worker.attach_jobs(jobs)

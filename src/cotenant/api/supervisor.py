@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import deque
@@ -19,14 +18,13 @@ from typing import Protocol
 
 import msgspec
 
+from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.config import child_environment
 from cotenant.processes import start_process
 from cotenant.wire.channel import ApiChannel
 from cotenant.wire.messages import FromWorker, Ready, StartFailed, ToWorker
 
 logger = logging.getLogger(__name__)
-
-WORKER_COMMAND = (sys.executable, "-m", "cotenant.runtime.worker")
 
 EXIT_CRASH_LOOP = 1
 EXIT_START_FAILED = 2
@@ -81,7 +79,7 @@ class WorkerEvents(Protocol):
 class _Life:
     """One worker process with its own folder, address and channel, none of which is ever used again."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | PreparedWorker
     channel: ApiChannel
     folder: Path
     outbox: asyncio.Queue[ToWorker] = field(default_factory=asyncio.Queue)
@@ -105,7 +103,10 @@ class Supervisor:
         events: WorkerEvents,
         command: Sequence[str] = WORKER_COMMAND,
         crashes: CrashWindow | None = None,
+        prepared: PreparedWorker | None = None,
     ) -> None:
+        """``prepared``: is the first worker, if it is there by then."""
+        self._prepared = prepared
         self.config_json = config_json
         self._events = events
         self._command = tuple(command)
@@ -214,15 +215,8 @@ class Supervisor:
                 file.write(self.config_json)
             address = f"ipc://{folder}/worker.sock"
             channel = ApiChannel(address)
-            # Its own session: Ctrl-C in a terminal reaches only the API process, which then drains the worker.
-            process = await start_process(
-                *self._command,
-                "--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid()),
-                *(["--after-crash"] if self._has_crashed else []),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                env=child_environment(),
-            )  # fmt: skip
+            arguments = ["--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid())]
+            process = await self._start([*arguments, *(["--after-crash"] if self._has_crashed else [])])
         except BaseException:
             if channel is not None:
                 channel.close()
@@ -230,6 +224,19 @@ class Supervisor:
             raise
         logger.info("worker %d started", process.pid)
         return _Life(process, channel, folder)
+
+    async def _start(self, arguments: Sequence[str]) -> asyncio.subprocess.Process | PreparedWorker:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.begin(arguments):
+            return prepared
+        # Its own session: Ctrl-C in a terminal reaches only the API process, which then drains the worker.
+        return await start_process(
+            *self._command,
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            env=child_environment(),
+        )
 
     async def _read(self, life: _Life) -> None:
         while True:

@@ -13,7 +13,8 @@ from typing import Protocol
 import msgspec
 
 from cotenant.api.live_request import LiveRequest
-from cotenant.api.supervisor import WORKER_COMMAND, CrashWindow, Supervisor
+from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
+from cotenant.api.supervisor import CrashWindow, Supervisor
 from cotenant.config import ServerConfig
 from cotenant.core.errors import (
     ConflictError,
@@ -82,6 +83,7 @@ class WorkerClient:
         *,
         worker_command: Sequence[str] = WORKER_COMMAND,
         crashes: CrashWindow | None = None,
+        prepared: PreparedWorker | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self.stats = Stats()
@@ -100,7 +102,7 @@ class WorkerClient:
         self._last_ready: Ready | None = None
         self._was_ready = asyncio.Event()
         self._failed = asyncio.Event()
-        self._supervisor = Supervisor(worker_config_json(config, model_folder), self, worker_command, crashes)
+        self._supervisor = Supervisor(worker_config_json(config, model_folder), self, worker_command, crashes, prepared)
 
     @property
     def num_live(self) -> int:

@@ -14,6 +14,7 @@ from cotenant.config import LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from cotenant.api.prepared import PreparedWorker
     from cotenant.models.spec import ModelSpec
 
 _MODEL_HELP = "'tiny', a Hugging Face folder or id, or with --load-format dummy a known architecture."
@@ -68,7 +69,14 @@ def serve(
 
 def run(config: ServerConfig) -> None:
     """Run the server to its end. Raises typer.Exit if its exit code is not 0, CotenantError if it cannot start."""
-    # Here and not above: the other commands should not wait for FastAPI and SQLAlchemy.
+    # Here and not above: the other commands should not wait for them.
+    from cotenant.api.prepared import PreparedWorker
+
+    with PreparedWorker() as prepared:
+        _run(config, prepared)
+
+
+def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
     from cotenant.api.server import BaseModel, ServerFailedError, run_server
     from cotenant.models.registry import resolve_model
 
@@ -82,7 +90,7 @@ def run(config: ServerConfig) -> None:
     _check_lora_modules(config.lora, resolved.spec)
     base = BaseModel(resolved.folder, resolved.spec.vocab_size)
     try:
-        code = run_server(config, base, typer.echo)
+        code = run_server(config, base, typer.echo, prepared=prepared)
     except ServerFailedError as error:
         fail(error.message, error.exit_code)
     if code != 0:

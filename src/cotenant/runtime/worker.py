@@ -1,4 +1,4 @@
-"""The worker process: `python -m cotenant.runtime.worker --address … --config …`.
+"""The worker process: `python -m cotenant.runtime.worker --address … --config …`, or `… --wait`.
 
 Loads the model, says ``Ready``, and runs the loop. It dies with its parent, so two workers never share a data folder.
 """
@@ -58,6 +58,15 @@ def build_loop(
     return tenants, loop
 
 
+def _command_line() -> list[str]:
+    """The arguments. After ``--wait`` they are a line of JSON on standard input: the process was started before they
+    were known, for its imports' sake. Ends the process if none come."""
+    if sys.argv[1:] != ["--wait"]:
+        return sys.argv[1:]
+    line = sys.stdin.readline()
+    return msgspec.json.decode(line, type=list[str]) if line else sys.exit(0)
+
+
 def main() -> int:
     """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``."""
     parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
@@ -65,7 +74,7 @@ def main() -> int:
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
     parser.add_argument("--parent-pid", required=True, type=int, help="the API process; this one ends with it")
     parser.add_argument("--after-crash", action="store_true", help="in place of a worker that died")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(_command_line())
     die_with_parent(arguments.parent_pid)
     # A terminal sends Ctrl-C to the whole group; the API process decides how this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
