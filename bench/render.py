@@ -92,9 +92,10 @@ SECTIONS = (
     Section(
         "finetune_torchtune_h200.json",
         "On a GPU: training alone, beside torchtune",
-        "`python bench/compare_finetune.py --batch-sizes 8,4 --only cotenant --only 'torchtune, compiled' --json "
-        "bench/results/finetune_torchtune_h200.json`, on another host than PEFT's figures. A server was started and "
-        "tested on the host's other GPU.",
+        "`python bench/compare_finetune.py --batch-sizes 8,4 --only cotenant --only 'torchtune, compiled' --steps 8 "
+        "--warmup-steps 2 --samples 4 --torchtune-site DIR --json bench/results/finetune_torchtune_h200.json`, on "
+        "another host than PEFT's figures. Of what torchtune imports, datasets, tiktoken, sentencepiece and kagglehub "
+        "were stand-ins: nothing here uses them. A server was started and tested on the host's other GPU.",
     ),
     Section(
         "finetune_cut_h200.json",
@@ -167,7 +168,8 @@ SECTIONS = (
         "start_up_h200.txt",
         "On a GPU: a server's start",
         "With every cache of compiled kernels empty and nothing else on the host, then with what that start left. The "
-        "last one has another empty home folder on the same host. 25 s are wanted.",
+        "third has another empty home folder on the same host. The last two were on a host of two GPUs, with training "
+        "on the other one. 25 s are wanted.",
         "python bench/start_up.py llama-3.1-8b --load-format dummy",
     ),
     Section(

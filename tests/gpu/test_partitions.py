@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import safetensors.torch
@@ -148,7 +149,10 @@ def test_lanes_keep_their_order_across_partitions(device: Device) -> None:
 
 
 class CoExecution:
-    """A model's engine and a job on one device, driven plan by plan."""
+    """A model's engine and a job on one device, driven plan by plan. ``compiled``: what capturing the partitions of any
+    of them compiled; only the first in a process could."""
+
+    compiled: ClassVar[list[str]] = []
 
     def __init__(self, model: support.Model, shares: Sequence[float], max_model_len: int = 256) -> None:
         decoder = model.decoder(torch.bfloat16)
@@ -157,7 +161,6 @@ class CoExecution:
         assert self.device.num_multiprocessors is not None
         self.device.split([round(share * self.device.num_multiprocessors) for share in shares])
         self.online.capture(GRAPH_SIZES, [partition.online_sms for partition in self.device.partitions])
-        self.compiled: list[str] = []  # for the partitions, by the first in a process
         triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: self.compiled.append(fn.name)
         LaneCaptures(self.device, self.engine).finish()
         triton.knobs.runtime.jit_post_compile_hook = None
@@ -225,7 +228,7 @@ def test_sharing_in_space_changes_no_token_and_no_adapter(tmp_path: Path, monkey
 def test_partitions_launch_no_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:
     both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5))
     assert both.device.partitions
-    assert not both.compiled
+    assert not CoExecution.compiled
 
 
 def test_decode_steps_are_measured_in_idle_time_on_all_sms_and_in_each_partition(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ class SplitDevice(CpuDevice):
 class LateWorker(Worker):
     """Its partitions are not captured yet."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str = "adaptive") -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device = SplitDevice()
-        super().__init__(folder, self.device, self.device.partitions, policy=policy)
+        super().__init__(folder, self.device, self.device.partitions)
         self.failures: list[Exception] = []  # of the next captures
         monkeypatch.setattr(self.engine, "capture_lane", self._capture)
         self.lanes = LaneCaptures(self.device, self.engine)
