@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +13,7 @@ from cotenant.core.tasklet import TaskletShape
 from cotenant.device.arena import Arena
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedTasklet:
+class FinishedTasklet(NamedTuple):
     """A tasklet whose work has ended on the device, how long it took there, and when it ended, on the host's
     time.perf_counter. ``partition``: whose best-effort SMs it had; None: all SMs."""
 
@@ -31,7 +29,8 @@ class Device(Protocol):
     ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
     expected to pay. ``overlaps``: launched work runs while the host goes on, so batches are launched ahead of it.
     ``num_multiprocessors``: of a GPU, that tiles of a matrix product are dealt out to; None elsewhere.
-    ``partitions``: of its SMs, that were made so far.
+    ``partitions``: of its SMs, that were made so far. ``num_launched``: tasklets so far, without the one that is being
+    launched.
     """
 
     name: str
@@ -40,6 +39,9 @@ class Device(Protocol):
     overlaps: bool
     num_multiprocessors: int | None
     partitions: tuple[Partition, ...]
+
+    @property
+    def num_launched(self) -> int: ...
 
     def split(self, online_sms: Iterable[int]) -> None:
         """Make partitions with so many SMs for the online tenant, or the next number that the device can do. Where it
@@ -71,6 +73,9 @@ class Device(Protocol):
         """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before.
         ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for.
         ``partition``: it runs on the SMs that this has for it; None: on all."""
+
+    def num_ended(self) -> int:
+        """Of the ``num_launched`` tasklets, how many are over; they end in order."""
 
     def is_training(self) -> bool:
         """Whether a tasklet is in flight."""

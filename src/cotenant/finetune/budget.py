@@ -72,22 +72,21 @@ class ActivationBudget:
         if available_bytes is not None:
             self._total = min(self._total, available_bytes // granularity_bytes * granularity_bytes)
         self._kept_back = min(self._total, kept_back_bytes)
-        self.lent_bytes = 0
+        self._lend(0)
 
     @property
     def left_bytes(self) -> int:
         """What micro-batches may take."""
         return self._total - self.lent_bytes
 
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of a micro-batch; 0 when not even the smallest has room."""
-        return self._largest(self._recomputing if self.recomputes else self._needed)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether there is room for micro-batches only if layers keep their inputs alone."""
-        return self._largest(self._needed) == 0 and self._largest(self._recomputing) > 0
+    def _lend(self, num_bytes: int) -> None:
+        """Have so many given away in all. ``max_tokens``: of a micro-batch; 0 when not even the smallest has room.
+        ``recomputes``: whether there is room for micro-batches only if layers keep their inputs alone. Both are asked
+        for each tasklet."""
+        self.lent_bytes = num_bytes
+        most, most_recomputing = self._largest(self._needed), self._largest(self._recomputing)
+        self.recomputes = most == 0 and most_recomputing > 0
+        self.max_tokens = most or most_recomputing
 
     def _largest(self, needed_bytes: Mapping[int, int]) -> int:
         return max((size for size, needed in needed_bytes.items() if needed <= self.left_bytes), default=0)
@@ -96,7 +95,7 @@ class ActivationBudget:
         """Give away as much of ``num_bytes``, rounded up, as there is; how much that was."""
         wanted = -(-num_bytes // self._granularity) * self._granularity
         given = max(0, min(wanted, self.left_bytes - self._kept_back))
-        self.lent_bytes += given
+        self._lend(self.lent_bytes + given)
         return given
 
     def release(self, num_bytes: int) -> None:
@@ -106,4 +105,4 @@ class ActivationBudget:
             raise ValueError(f"{num_bytes} bytes given back, but only {self.lent_bytes} were given away")
         if num_bytes % self._granularity and num_bytes != self.lent_bytes:
             raise ValueError(f"{num_bytes} bytes given back: memory comes in multiples of {self._granularity}")
-        self.lent_bytes -= num_bytes
+        self._lend(self.lent_bytes - num_bytes)

@@ -201,9 +201,9 @@ class TrainingStep:
             self._prepared = self._build(index)
 
     def _advance(self) -> None:
-        num_done = self._num_done
-        self._cursor.advance()
-        if self._num_done > num_done:
+        cursor = self._cursor
+        cursor.advance()
+        if cursor.within == 0 and cursor.run % self._runs_per_micro_batch == 0:
             assert self._pass is not None
             self._pass.commit()
             self._sums += self._current_sums

@@ -78,10 +78,9 @@ class Cursor:
         return self._shape
 
     def advance(self) -> None:
-        if self.ends_run:
+        self.within += 1
+        if self.within == self._runs[self.run].count:
             self.seek(self.run + 1)
-        else:
-            self.within += 1
 
     def seek(self, run: int, within: int = 0) -> None:
         """Move to a tasklet of a run, or with the number of runs to the end."""

@@ -30,6 +30,7 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.name = f"cpu {platform.machine()} x{num_threads}"
         self._finished: list[FinishedTasklet] = []
+        self.num_launched = 0
 
     def split(self, online_sms: Iterable[int]) -> None:
         return
@@ -60,7 +61,11 @@ class CpuDevice:
         start = time.perf_counter()
         shape = launch()
         end = time.perf_counter()
+        self.num_launched += 1
         self._finished.append(FinishedTasklet(shape, (end - start) * 1e3, end, partition))
+
+    def num_ended(self) -> int:
+        return self.num_launched
 
     def is_training(self) -> bool:
         return False

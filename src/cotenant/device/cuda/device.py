@@ -80,13 +80,18 @@ class CudaDevice:
     @contextmanager
     def _launching_on(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """As torch.cuda.stream, which takes tens of microseconds: it asks for the stream that is known here."""
-        outer, self._current = self._current, stream
-        torch.cuda.set_stream(stream)
+        outer = self._current
+        self._switch_to(stream)
         try:
             yield
         finally:
-            torch.cuda.set_stream(outer)
-            self._current = outer
+            self._switch_to(outer)
+
+    def _switch_to(self, stream: torch.cuda.Stream) -> None:
+        self._current = stream
+        torch._C._cuda_setStream(  # as torch.cuda.set_stream does
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
 
     def _wait_for_default(self, stream: torch.cuda.Stream) -> bool:
         """New weights (an adapter that was loaded) come in on the default stream. Whether there is anything to wait
@@ -114,8 +119,19 @@ class CudaDevice:
         stream = self._best_effort if partition is None else self._partitions[partition].best_effort
         waits = self._wait_for_default(stream)
         behind = self._last_online if behind_online else None
-        with self._launching_on(stream):
+        outer = self._current
+        self._switch_to(stream)  # not through a context manager: this is done for each tasklet
+        try:
             self._tasklets.launch(launch, stream, partition, behind, waits_for_others=waits)
+        finally:
+            self._switch_to(outer)
+
+    @property
+    def num_launched(self) -> int:
+        return self._tasklets.num_launched
+
+    def num_ended(self) -> int:
+        return self._tasklets.num_ended()
 
     def is_training(self) -> bool:
         return self._tasklets.is_busy

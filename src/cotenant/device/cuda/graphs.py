@@ -16,7 +16,7 @@ from cotenant.device.cuda.driver import Driver
 def current_lane() -> int:
     """The stream that work is launched on now. A graph keeps the SMs of the stream that it was captured on."""
     # As compiled code of torch and Triton asks for it: torch.cuda.current_stream counts the devices each time.
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
 
 
 class LaneGraphs:
@@ -31,12 +31,12 @@ class LaneGraphs:
         """Launch a piece. Each kind of them runs once as it is before a piece of it is captured: that compiles its
         kernels and makes its libraries ready."""
         lane = current_lane()
-        if not may_capture or (kind, lane) not in self._has_run:
-            launch()
-            self._has_run.add((kind, lane))
-            return
         graph = self._graphs.get((piece, lane))
         if graph is None:
+            if not may_capture or (kind, lane) not in self._has_run:
+                launch()
+                self._has_run.add((kind, lane))
+                return
             graph = self._graphs[piece, lane] = capture_graph(launch, self._pool, warm_up=False)
         graph.replay()
 

@@ -44,16 +44,16 @@ _LONGEST_UNASKED_SLEEP_S = 20e-3
 
 @dataclass(slots=True)
 class _InFlight:
-    """``before``: the end of the one before, if that was in flight. ``follows``: it still ran when this one had been
-    launched, so its end is this one's start. ``waits``: the tasklet begins later than that, behind another stream's
-    work; then there always is a ``before``."""
+    """``before``: the end of the one before, if that was in flight. ``start``: None where nothing lies between the two
+    on the stream; this one's start is then the end of the one before or, if it was launched after that (``is_late``),
+    its launch. ``waits``: the tasklet begins behind another stream's work; then there always is a ``before``."""
 
     shape: TaskletShape
     partition: Partition | None
     before: torch.cuda.Event | None
-    follows: bool
+    is_late: bool
     waits: bool
-    start: torch.cuda.Event
+    start: torch.cuda.Event | None
     end: torch.cuda.Event
     launched_s: float
     launch_s: float  # what the host took
@@ -70,6 +70,7 @@ class TaskletQueue:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """``stream``: of the first tasklet, unless it says otherwise."""
         self.stream = stream  # of the tasklet that was launched last
+        self.num_launched = 0
         self._in_flight: deque[_InFlight] = deque()
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
@@ -97,25 +98,30 @@ class TaskletQueue:
             stream.wait_stream(self.stream)
             self.stream = stream
         before = self._in_flight[-1].end if self._in_flight else None
-        start, end = self._event(), self._event()
+        start = None
         if behind is not None:
             if before is None:
                 before = self._event()
                 before.record(stream)
                 self._last_end_s = time.perf_counter()
             stream.wait_stream(behind)
-        start.record(stream)
+        if before is None or behind is not None or waits_for_others:
+            start = self._event()
+            start.record(stream)
         launched_s = time.perf_counter()
         shape = launch()
+        end = self._event()
         end.record(stream)
+        self.num_launched += 1
         launch_s = time.perf_counter() - launched_s
         waits = behind is not None
         is_in_time = not waits and before is not None and not before.query()
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
         if is_measure and not waits:  # there was one in flight when the host went to sleep
             self._follow(is_late=not is_in_time)
-        follows = is_in_time and not waits_for_others
-        self._in_flight.append(_InFlight(shape, partition, before, follows, waits, start, end, launched_s, launch_s))
+        self._in_flight.append(
+            _InFlight(shape, partition, before, not is_in_time, waits, start, end, launched_s, launch_s)
+        )
         if is_in_time and len(self._in_flight) == 2:
             self._asked_s = launched_s + launch_s
 
@@ -157,6 +163,10 @@ class TaskletQueue:
         """From the launch of an iteration's last tasklet until the next one's batch was launched."""
         self._far_lead_s = _followed(self._far_lead_s, min(seconds, _MOST_FAR_LEAD_S))
 
+    def num_ended(self) -> int:
+        self.collect()
+        return self.num_launched - len(self._in_flight)
+
     @property
     def is_busy(self) -> bool:
         """Whether one is in flight now."""
@@ -178,15 +188,21 @@ class TaskletQueue:
             self._take_note(self._ended.popleft())
 
     def _take_note(self, done: _InFlight) -> None:
-        start = done.before if done.follows and done.before is not None else done.start
-        elapsed_ms = start.elapsed_time(done.end)
-        if done.before is None:
+        start, before = done.start, done.before
+        if before is None:
+            assert start is not None
+            elapsed_ms = start.elapsed_time(done.end)
             self._last_end_s = done.launched_s + elapsed_ms / 1e3
         else:
-            since_ms = elapsed_ms if done.follows else done.before.elapsed_time(done.end)
+            since_ms = elapsed_ms = before.elapsed_time(done.end)
+            if start is not None:
+                elapsed_ms = start.elapsed_time(done.end)
+            elif done.is_late:  # by a few microseconds, as a rule, on the host's clock
+                elapsed_ms -= max(0.0, min(since_ms, (done.launched_s - self._last_end_s) * 1e3))
             self._last_end_s += since_ms / 1e3
-            self._events.append(done.before)
-        self._events.append(done.start)
+            self._events.append(before)
+        if start is not None:
+            self._events.append(start)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
@@ -209,7 +225,7 @@ class TaskletQueue:
         """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
         first = self._in_flight[0]
         start_s = first.launched_s if first.before is None else self._last_end_s
-        if first.waits and first.before is not None:
+        if first.waits and first.before is not None and first.start is not None:
             has_begun = first.start.query()
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
         expected_ms = [self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight]
