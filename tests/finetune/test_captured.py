@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -13,7 +14,8 @@ import transformers
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.tasklet import TaskletKind
-from cotenant.device import create_device
+from cotenant.device import Device, create_device
+from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune import activations
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
 from cotenant.finetune.job import TrainingJob
@@ -33,11 +35,19 @@ Make = Callable[..., TrainingJob]
 def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes jobs whose layers are those that GPUs capture."""
 
-    def make(decoder: Decoder, folder: Path, *, free_bytes: int | None = None, **changes: object) -> TrainingJob:
+    def make(
+        decoder: Decoder,
+        folder: Path,
+        *,
+        free_bytes: int | None = None,
+        device: Device | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        **changes: object,
+    ) -> TrainingJob:
         monkeypatch.setattr(activations, "can_capture", lambda *_: True)
-        monkeypatch.setattr(activations, "CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(activations, "CHUNK_BYTES", chunk_bytes)
         spec = support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
-        return support.make_job(decoder, spec, device=create_device("cpu"), free_bytes=free_bytes)
+        return support.make_job(decoder, spec, device=device or create_device("cpu"), free_bytes=free_bytes)
 
     return make
 
@@ -167,6 +177,92 @@ def test_memory_goes_and_comes_at_random_moments(decoder: Decoder, captured: Mak
     assert num_waits > 2, "there was always room for the longest example"
     found, expected = _flat(tmp_path / "disturbed"), _flat(tmp_path / "undisturbed")
     assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
+class Poison:
+    """Whoever touches more of the arena than was noted for its tasklet reads rubbish, or what it writes is lost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._hidden: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.storages: list[torch.Tensor] = []
+        self.reaches: set[int] = set()
+        create, note = activations.Activations.__init__, activations._Reaches.note
+
+        def remember_storage(arena: activations.Activations, *args: Any, **options: Any) -> None:
+            create(arena, *args, **options)
+            self.storages.append(arena._storage)
+
+        def note_and_hide(reaches: activations._Reaches, num_bytes: int) -> None:
+            note(reaches, num_bytes)
+            self.reaches.add(num_bytes)
+            self.restore()
+            beyond = self.storages[-1][num_bytes:]
+            self._hidden = beyond, beyond.clone()
+            beyond.fill_(255)  # not a number, in every floating-point type
+
+        monkeypatch.setattr(activations.Activations, "__init__", remember_storage)
+        monkeypatch.setattr(activations._Reaches, "note", note_and_hide)
+
+    def restore(self) -> None:
+        if self._hidden is not None:
+            beyond, values = self._hidden
+            assert (beyond == 255).all(), "a tasklet has written beyond its reach"
+            beyond.copy_(values)
+            self._hidden = None
+
+
+@pytest.mark.parametrize("changes", [{}, DPO, {"gradient_checkpointing": True}], ids=["plain", "dpo", "recompute"])
+def test_tasklets_touch_no_more_than_their_layers_memory(
+    decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=3, **changes))
+    poison = Poison(monkeypatch)
+    job = captured(decoder, tmp_path / "poisoned", max_steps=3, **changes)
+    while not job.done:
+        if job.upcoming():
+            support.run(job, 1)
+            poison.restore()
+        else:
+            job.wait_for_writes()
+        job.take_updates()
+    job.close()
+    assert len(poison.reaches) > 2
+    assert support.adapter_bytes(tmp_path / "poisoned") == support.adapter_bytes(tmp_path / "undisturbed")
+
+
+class Lagging(CpuDevice):
+    """The last ``lag`` tasklets count as in flight, until somebody waits for them."""
+
+    def __init__(self, lag: int) -> None:
+        super().__init__()
+        self.lag, self.num_waits, self._num_awaited = lag, 0, 0
+
+    def num_ended(self) -> int:
+        return max(self._num_awaited, self.num_launched - self.lag)
+
+    def wait_for_tasklets(self) -> None:
+        self.num_waits += 1
+        self._num_awaited = self.num_launched
+
+
+def test_memory_of_other_layers_is_given_back_while_a_tasklet_runs(
+    decoder: Decoder, captured: Make, tmp_path: Path
+) -> None:
+    """Its end is waited for only where it is one of the last layer's, whose memory lies on top, or the first one, with
+    which memory was cleared."""
+    chunk_bytes = 1 << 14  # less than a layer's
+    num_forward = decoder.spec.num_layers * len(FORWARD_PARTS)
+    on_top = {0, num_forward - 2, num_forward - 1, num_forward + 1, num_forward + 2, num_forward + 3}
+    order = [*FORWARD_PARTS * decoder.spec.num_layers, TaskletKind.LOSS, *BACKWARD_PARTS * decoder.spec.num_layers]
+    for num_run in range(2, len(order)):
+        device = Lagging(2)
+        job = captured(decoder, tmp_path / str(num_run), device=device, chunk_bytes=chunk_bytes)
+        for kind in order[:num_run]:
+            assert job.next_shape.kind is kind
+            device.run_tasklet(job.run_tasklet)
+        job.require(job.left_bytes - job.mapped_bytes + chunk_bytes)
+        assert (device.num_waits > 0) == bool(on_top & {num_run - 1, num_run - 2}), order[:num_run]
+        job.close()
 
 
 def test_a_job_goes_on_from_its_checkpoint(decoder: Decoder, captured: Make, tmp_path: Path) -> None:

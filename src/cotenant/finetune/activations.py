@@ -6,7 +6,7 @@ has needed since some was given away; that is taken from the top.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -29,6 +29,8 @@ from cotenant.models.training_pack import TrainingPack
 
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
 _MAX_FRAMES = 16
+# So many notes of what was launched may lie there before those of what has ended are looked for.
+_MOST_NOTES = 64
 
 
 def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
@@ -68,6 +70,7 @@ class Activations:
         self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
         self._refreshing: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layer and lane
         self._num_fresh = 0  # layers, from the first on, that know of the adapter's weights as they are
+        self._reaches = _Reaches(device)
 
     @classmethod
     def for_job(
@@ -145,16 +148,21 @@ class Activations:
             layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=recompute)
             self._frames[key] = layers
         self._frames.move_to_end(key)
+        # What is mapped is cleared.
+        self._reaches.note(max(missing) * self.chunk_bytes + self.chunk_bytes if missing else layers.shared_bytes)
         layers.load(micro_batch)
-        return CapturedPass(self._decoder, self._pack, layers, micro_batch, self._refresh_layer)
+        return CapturedPass(self._decoder, self._pack, layers, micro_batch, self._refresh_layer, self._reaches.note)
 
     def give_back(self, num_kept: int) -> None:
-        """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what was launched; the device keeps
-        it for the arena of whoever asked. No micro-batch that lies there goes on."""
+        """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what reaches that far; the device
+        keeps it for the arena of whoever asked. No micro-batch that lies there goes on."""
         unwanted = {chunk for chunk in self._arena.mapped if (chunk + 1) * self.chunk_bytes > num_kept}
-        if unwanted:
+        if not unwanted:
+            return
+        # A tasklet in flight goes on meanwhile below, in the layer that it belongs to; nobody wants what it computes.
+        if self._reaches.in_flight() > min(unwanted) * self.chunk_bytes:
             self._device.wait_for_tasklets()
-            self._arena.unmap(unwanted, keep=True)
+        self._arena.unmap(unwanted, keep=True)
 
     def drop(self) -> None:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
@@ -179,6 +187,29 @@ class Activations:
             torch.cuda.empty_cache()
 
 
+class _Reaches:
+    """How far from the arena's beginning what is in flight may touch it."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._notes: deque[tuple[int, int]] = deque()  # which tasklet, and how many bytes
+
+    def note(self, num_bytes: int) -> None:
+        """Something is launched now that touches so much."""
+        self._notes.append((self._device.num_launched, num_bytes))
+        if len(self._notes) > _MOST_NOTES:
+            self._forget_ended()
+
+    def in_flight(self) -> int:
+        self._forget_ended()
+        return max((num_bytes for _, num_bytes in self._notes), default=0)
+
+    def _forget_ended(self) -> None:
+        num_ended = self._device.num_ended()
+        while self._notes and self._notes[0][0] < num_ended:
+            self._notes.popleft()
+
+
 class CapturedPass:
     """As ``TrainingPass``, in parts of layers, at fixed addresses."""
 
@@ -189,12 +220,14 @@ class CapturedPass:
         layers: CapturedLayers,
         micro_batch: MicroBatch,
         refresh: Callable[[int], None],
+        note_reach: Callable[[int], None],
     ) -> None:
-        """``refresh``: makes a layer ready for its forward."""
+        """``refresh``: makes a layer ready for its forward. ``note_reach``: told what each tasklet reaches."""
         self._decoder = decoder
         self._pack = pack
         self._layers = layers
         self._refresh = refresh
+        self._note_reach = note_reach
         self.micro_batch = micro_batch
         self._layer = 0  # whose forward runs, and after the loss the number of layers whose backward has not
 
@@ -204,6 +237,7 @@ class CapturedPass:
             self._refresh(self._layer)
         if kind is BACKWARD_PARTS[0]:
             self._layer -= 1
+        self._note_reach(self._layers.reach(self._layer))
         self._layers.run(kind, self._layer)
         if kind is FORWARD_PARTS[-1]:
             self._layer += 1
@@ -211,6 +245,7 @@ class CapturedPass:
     def loss(self, total_weight: float, function: LossFunction) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         num_tokens, gradient = self.micro_batch.batch.num_tokens, self._layers.gradient
+        self._note_reach(self._layers.shared_bytes)
         gradient.zero_()
         hidden = self._layers.edge(self._layer)[:num_tokens]
         return function(self._decoder, hidden, self.micro_batch, total_weight, gradient[:num_tokens])
@@ -218,6 +253,7 @@ class CapturedPass:
     @torch.no_grad()
     def loss_part(self, total_weight: float, part: int) -> None:
         """Run a part of the cross entropy instead; all parts in order."""
+        self._note_reach(self._layers.shared_bytes)
         if part == 0:
             self._layers.loss.begin(self.micro_batch, total_weight)
         self._layers.loss.run(part)

@@ -107,12 +107,16 @@ class _Places:
         self.edges = [memory.take(hidden, dtype) for _ in range(spec.num_layers + 1)]
         self.gradient, self.middle_gradient = memory.take(hidden, dtype), memory.take(hidden, dtype)
         self.cos, self.signed_sin = (memory.take((num_rows, 1, spec.head_dim), dtype) for _ in range(2))
+        firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in pack.layers]
+        # What a single layer touches comes last, so that most of the upper part can be taken away while a layer runs.
+        self.shared_bytes = memory.num_bytes
         num_kept = 1 if recompute else spec.num_layers
-        kept = [_tape_buffers(spec, dtype, num_rows, memory) for _ in range(num_kept)]
-        self.kept = [
-            {**kept[layer % num_kept], **_adapter_buffers(packed, dtype, num_rows, memory)}
-            for layer, packed in enumerate(pack.layers)
-        ]
+        kept, ends = [], []
+        for _ in range(num_kept):
+            kept.append(_tape_buffers(spec, dtype, num_rows, memory))
+            ends.append(memory.num_bytes)
+        self.kept = [{**kept[layer % num_kept], **first} for layer, first in enumerate(firsts)]
+        self.reaches = [ends[layer % num_kept] for layer in range(spec.num_layers)]
 
 
 def _tape_buffers(spec: ModelSpec, dtype: torch.dtype, num_rows: int, memory: _Memory) -> dict[str, torch.Tensor]:
@@ -198,6 +202,15 @@ class CapturedLayers:
     def gradient(self) -> torch.Tensor:
         """At the output of the layer whose backward runs next [rows, hidden]."""
         return self._places.gradient
+
+    def reach(self, layer: int) -> int:
+        """Of the memory, how many bytes from its beginning the parts of a layer may touch."""
+        return self._places.reaches[layer]
+
+    @property
+    def shared_bytes(self) -> int:
+        """As ``reach``, of what is of no layer: ``load`` and the loss."""
+        return self._places.shared_bytes
 
     def run(self, kind: TaskletKind, layer: int) -> None:
         """A part of a layer, forward or backward."""

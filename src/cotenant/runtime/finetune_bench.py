@@ -167,8 +167,9 @@ class FinetuneBench:
 
     def require(self, num_samples: int, num_bytes: int) -> dict[str, Any] | None:
         """From a random moment of a backward pass, as in ``suspend``, at which ``num_bytes`` are wanted, to another
-        arena having so much memory, cleared; ``unmapped_ms`` is how much of that passed until it was unmapped. It is
-        then released, and training goes on. None where activations do not lie in an arena."""
+        arena, on the online lane, having so much memory, cleared; ``unmapped_ms`` is how much of that passed until it
+        was unmapped. A tasklet in flight that lies elsewhere may go on. The memory is then released, and training goes
+        on. None where activations do not lie in an arena."""
         if self._activations is None:
             return None
         chunk_bytes = self._activations.chunk_bytes
@@ -182,10 +183,13 @@ class FinetuneBench:
             given = self._trainer.require(num_bytes)
             unmapped_ms.append((time.perf_counter() - start_s) * 1e3)
             unmapped = before - self._activations.mapped_bytes
-            taker.map(range(min(taker.num_chunks, unmapped // chunk_bytes)))
-            self._device.synchronize()
+            with self._device.online():
+                taker.map(range(min(taker.num_chunks, unmapped // chunk_bytes)))
+                if self._device.torch_device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
             latencies_ms.append((time.perf_counter() - start_s) * 1e3)
             unmapped_mib.append(unmapped / 2**20)
+            self._device.synchronize()
             taker.unmap(taker.mapped, keep=True)
             self._trainer.release(given)
             while self._activations.mapped_bytes < before:  # micro-batches grow at the next step
@@ -307,9 +311,13 @@ class FinetuneBench:
         """Train for one to two micro-batches' time, so that every moment within a micro-batch is equally likely, even
         after a discard. Returns the moment, on time.perf_counter's clock; it has just passed."""
         moment_s = time.perf_counter() + self._random.uniform(1.0, 2.0) * self._micro_batch_s
+
+        def has_come() -> bool:
+            return time.perf_counter() >= moment_s
+
         while True:
-            self._device.wait_for_room()
-            if time.perf_counter() >= moment_s:
+            self._device.wait_for_room(has_come)  # asked as often as in the executor
+            if has_come():
                 break
             self._device.run_tasklet(self._launch)
         self._device.finished_tasklets()
