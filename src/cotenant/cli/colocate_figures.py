@@ -33,6 +33,7 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
         "iterations": cell.modes,
         "prediction_error": {name: _errors(errors) for name, errors in cell.prediction_errors.items()},
         "utilisation": cell.utilisation,
+        "device_time": cell.device_time,
         "timeline": cell.timeline,
     }
 

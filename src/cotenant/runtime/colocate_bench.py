@@ -21,7 +21,9 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
+from cotenant.core.tasklet import TaskletShape
 from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, judge
+from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
@@ -130,6 +132,7 @@ class ColocateBench:
         self._num_loads = itertools.count()
         self._last_watch: _Watch | None = None
         self._warm: set[Partition] = set()
+        self._alone_ms: dict[TaskletShape, float] = {}  # of tasklets, without requests
 
     def __enter__(self) -> ColocateBench:
         return self
@@ -180,9 +183,11 @@ class ColocateBench:
             self._iterate(loop, watch)
         gc.collect()
         gc.freeze()  # as in the worker
+        device_time = self._account()
         start_s = load.now_s
         while load.now_s < start_s + duration_s:
             self._iterate(loop, watch)
+        self._alone_ms = device_time.mean_tasklets_ms()
         return watch.timeline.tokens_per_s(start_s, load.now_s)
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
@@ -191,9 +196,11 @@ class ColocateBench:
         self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
+        account = self._account()
         with self._sampler() as utilisation:
             while load.now_s < duration_s:
                 self._iterate(loop, watch)
+        device_time = account.figures(load.now_s, self._alone_ms)
         until_s = duration_s + min(ANSWERED_WITHIN_S, (slo.ttft_ms + ENOUGH_TOKENS * slo.tpot_ms) / 1e3)
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
@@ -204,7 +211,8 @@ class ColocateBench:
                 load.abort()
                 break
         self._become_idle(loop, last_watch)
-        return _cell(policy, slo, watch, 0.0, duration_s, utilisation.figures, judged_until_s=until_s)
+        figures = utilisation.figures
+        return _cell(policy, slo, watch, 0.0, duration_s, figures, device_time, judged_until_s=until_s)
 
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
@@ -213,10 +221,12 @@ class ColocateBench:
         load = self._steady_load(slo, batch_size, context, num_tokens, _MOST_LEARNING_TOKENS, seed)
         watch, loop = self._begin(load, policy, slo)
         self._learn(loop, watch)
+        account = self._account()
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
+        device_time = account.figures(end_s - start_s, self._alone_ms)
         self._end_steady(loop, watch)
-        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures)
+        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
 
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> tuple[Cell, list[Shared]]:
         """As ``steady`` under `adaptive` on all SMs, and again beside training in each partition."""
@@ -308,6 +318,11 @@ class ColocateBench:
         self._last_watch = watch
         return watch, self._tenants.loop(load, policy, slo, sm_shares(policy) if shares is None else shares)
 
+    def _account(self) -> DeviceTime:
+        """Of what ends from now on."""
+        device_time = self._tenants.executor.device_time = DeviceTime()
+        return device_time
+
     def _sampler(self) -> UtilisationSampler:
         return UtilisationSampler(self._tenants.serving.device.torch_device)
 
@@ -328,6 +343,7 @@ def _cell(
     start_s: float,
     end_s: float,
     utilisation: dict[str, float] | None,
+    device_time: dict[str, float] | None = None,
     *,
     judged_until_s: float | None = None,
 ) -> Cell:
@@ -340,4 +356,5 @@ def _cell(
         prediction_errors=watch.errors,
         timeline=watch.timeline.figures(start_s, end_s),
         utilisation=utilisation,
+        device_time=device_time,
     )

@@ -20,8 +20,8 @@ class Cell:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
     failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
     with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
-    ``UtilisationSampler.figures``. What has a default is not known of a server and a training process that are seen
-    from outside, but for the tokens trained."""
+    ``UtilisationSampler.figures``. ``device_time``: ``DeviceTime.figures``. What has a default is not known of a server
+    and a training process that are seen from outside, but for the tokens trained."""
 
     policy: str
     slo: Slo
@@ -38,6 +38,7 @@ class Cell:
     prediction_errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
     timeline: dict[str, Any] = field(default_factory=dict)
     utilisation: dict[str, float] | None = None
+    device_time: dict[str, float] | None = None
 
 
 def judge(

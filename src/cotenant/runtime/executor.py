@@ -22,6 +22,7 @@ from cotenant.finetune.job import FusedInput
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
+from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 
@@ -64,6 +65,7 @@ class Executor:
     ) -> None:
         self._device = device
         self._trace = trace
+        self.device_time: DeviceTime | None = None  # told of what has ended, if somebody wants to know
         self._decoder = decoder
         self._engine = engine
         self._training = training
@@ -128,6 +130,8 @@ class Executor:
         finished = self._device.finished_tasklets()
         if self._trace is not None:
             self._trace.tasklets(finished)
+        if self.device_time is not None:
+            self.device_time.ended(finished)
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
@@ -165,6 +169,9 @@ class Executor:
             landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
             if self._trace is not None:
                 self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
+            if self.device_time is not None:
+                shares = launched.plan.partition is not None or launched.plan.num_fused > 0
+                self.device_time.batch(collected.shape, collected.device_ms, shared=shares)
             if collected.gap_ms is not None:
                 self.gaps_ms.append(collected.gap_ms)
             emit(collected.outputs)
