@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cotenant.bench.colocate_text import comparison_lines
+from cotenant.bench.colocate_text import comparison_lines, place_name
+from cotenant.bench.comparison import SUBJECT, place_key
+from cotenant.bench.device_losses import HEADER, NOTE, loss_rows
 from renderers.text import Result, machine_text, pair, table
 
 
 def colocate(results: Sequence[Result]) -> list[str]:
     """One row for each load, target and policy, the best harvest among those that held 99% in bold; then what the
-    comparison says, if the result has one."""
+    comparison says, if the result has one, and where the device's time went, if it was measured."""
     parts = []
     for result in results:
         training = result["training"]
@@ -26,7 +28,19 @@ def colocate(results: Sequence[Result]) -> list[str]:
         parts.append(table(header, [_row(cell, result["cells"]) for cell in result["cells"]]))
         if "comparison" in result:
             parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
+        parts += _losses(result)
     return parts
+
+
+def _losses(result: Result) -> list[str]:
+    """Of ``adaptive`` and, where the comparison names one, of the best other policy at each place."""
+    best = {place_key(place["place"]): place["best_other"] for place in result.get("comparison", {}).get("places", ())}
+    rows = [
+        [place_name(cell), f"`{cell['policy']}`", *shares]
+        for cell, shares in loss_rows(result["cells"])
+        if cell["policy"] in (SUBJECT, best.get(place_key(cell)))
+    ]
+    return [NOTE, table(("place", "policy", *HEADER), rows)] if rows else []
 
 
 def _row(cell: Result, cells: Sequence[Result]) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 from cotenant.bench.colocate_report import write_report
 from cotenant.bench.colocate_text import comparison_lines, table_row
 from cotenant.bench.comparison import compare
+from cotenant.bench.device_losses import loss_rows
 
 HOSTILE = 'a <script>alert("&")</script> trace'
 POLICIES = ("adaptive", "inference-only", "static", "someone's own & new")
@@ -53,6 +54,15 @@ def cell(policy: str, scale: float, tpot_ms: float) -> dict[str, Any]:
         "train_tokens_per_s": 0.0 if policy == "inference-only" else 50.0 * tpot_ms,
         "harvest": 0.0 if policy == "inference-only" else 50.0 * tpot_ms / 4000.0,
         "utilisation": {"sm": 0.9, "memory": 0.4},
+        "device_time": {
+            "prompts_alone": 0.15 if policy == "inference-only" else 0.2,
+            "prompts_shared": 0.0,
+            "decode_alone": 0.05,
+            "decode_shared": 0.3,
+            "training_alone": 0.4,
+            "rest": 0.05,
+            "training_work": 0.375,
+        },
         "timeline": timeline(),
     }
 
@@ -148,11 +158,12 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, report: dict[str, Any
     old = copy.deepcopy(report)
     del old["num_sms"]
     for one in old["cells"]:
-        for name in ("cdf", "timeline", "utilisation", "request_rate", "trace"):
+        for name in ("cdf", "timeline", "utilisation", "request_rate", "trace", "device_time"):
             del one[name]
         one.update(attainment=None, num_requests=0, ttft_ms=None, tpot_ms=None, itl_ms=None)
     root = written(tmp_path / "report.html", old)
     assert not [name for name in captions(root) if "device" in name or "Time" in name]
+    assert "Where the device's time goes" not in "".join(root.itertext())
     assert table_row(old["cells"][0])[5:] == ["-"] * 4
     assert written(tmp_path / "empty.html", {**report, "cells": []}) is not None
 
@@ -168,3 +179,13 @@ def test_what_the_comparison_says(report: dict[str, Any]) -> None:
     assert any("meets: none." in line for line in lines)
     (at_one,) = (line for line in lines if "at 1 times its rate" in line)
     assert "0.62 times the training throughput (0.25 to 1.00)" in at_one
+
+
+def test_where_the_time_went_and_what_is_the_most_to_be_had(tmp_path: Path, report: dict[str, Any]) -> None:
+    root = written(tmp_path / "report.html", report)
+    rows = [[cell.text for cell in row] for row in root.iter("tr")]
+    (adaptive,) = (row for row in rows if row[:2] == [f"{HOSTILE} x 1 at 40 ms", "adaptive"] and len(row) == 9)
+    assert adaptive[2:] == ["50.0%", "20.0%", "5.0%", "17.5%", "2.5%", "5.0%", "85.0%"]
+    assert not [row for row in rows if row[1] == "inference-only" and len(row) == 9], "it trains nothing"
+    without = [one for one in report["cells"] if one["policy"] != "inference-only"]
+    assert {row[-1] for _, row in loss_rows(without)} == {"-"}

@@ -267,6 +267,11 @@ def colocate_cell(policy: str, harvest: float, attainment: float | None, **more:
     }
 
 
+def device_time(*, prompts: float) -> dict[str, float]:
+    shares = {"prompts_shared": 0.0, "decode_alone": 0.02, "decode_shared": 0.1, "training_alone": 0.7, "rest": 0.03}
+    return {"prompts_alone": prompts, **shares, "training_work": 0.7}
+
+
 def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
@@ -280,9 +285,10 @@ def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
         "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
         "train_alone_tokens_per_s": 1000.0,
         "cells": [
-            colocate_cell("adaptive", 0.75, 1.0),
-            colocate_cell("static", 0.8, 0.5),
-            colocate_cell("temporal", 0.5, 1.0),
+            colocate_cell("inference-only", 0.0, 1.0, device_time=device_time(prompts=0.1)),
+            colocate_cell("adaptive", 0.75, 1.0, device_time=device_time(prompts=0.15)),
+            colocate_cell("static", 0.8, 0.5, device_time=device_time(prompts=0.15)),
+            colocate_cell("temporal", 0.5, 1.0, device_time=device_time(prompts=0.12)),
             colocate_cell("idle", 0.9, None, num_requests=0, time_scale=2.0),
         ],
     }
@@ -295,4 +301,7 @@ def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     assert row in page
     assert "| `static` | 80.0% | 50.0% of 90 |" in page
     assert "| `idle` | 90.0% | - |" in page
+    assert "| conv x 0.5 at 40 ms | `adaptive` | 75.0% | 15.0% | 2.0% | 5.0% | 0.0% | 3.0% | 90.0% |" in page
+    assert "| conv x 0.5 at 40 ms | `temporal` | 50.0% | 12.0% |" in page, "the best other that meets the SLO"
+    assert "| conv x 0.5 at 40 ms | `static` |" not in page
     assert "- Two GPUs under a trace at 1 times its rate, both with adaptive" in page

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cotenant.bench.device_losses import losses
 from forked import run_command
 from small_model import small_model
 
@@ -62,6 +63,12 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
         assert cell["cdf"]["tpot_ms"] == sorted(cell["cdf"]["tpot_ms"])
         assert len(cell["cdf"]["tpot_ms"]) == 101
         assert cell["utilisation"] is None
+        lost = losses(cell)
+        assert (lost is None) == (cell["harvest"] == 0)
+        if lost is not None:
+            assert cell["harvest"] + sum(lost.values()) == pytest.approx(1.0, abs=1e-3)
+            assert lost["decode alone"] > 0
+            assert lost["rest"] > -0.01, "one thing at a time runs on a CPU"
         timeline = cell["timeline"]
         assert len(timeline["seconds"]) == len(timeline["step_ms"]) == len(timeline["trained_tokens"]) <= 200
         assert timeline["seconds"][-1] == pytest.approx(cell["duration_s"], abs=1e-2)
@@ -97,6 +104,8 @@ def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
     assert "The SLO is met where at least 0.99 of the requests met both targets" in printed
     root = ElementTree.fromstring(page.read_text(encoding="utf-8"))
     text = " ".join(root.itertext())
+    assert "where the device's time goes" in printed
+    assert "Where the device's time goes" in text
     assert "short & <b> x 1 at 10000 ms" in text
     names = [caption.text or "" for caption in root.iter("figcaption")]
     for policy in ("multitask", "inference-only"):

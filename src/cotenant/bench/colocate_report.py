@@ -9,6 +9,8 @@ from typing import Any
 
 from cotenant.bench.colocate_charts import ColocateCharts
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
+from cotenant.bench.device_losses import HEADER as LOSS_HEADER
+from cotenant.bench.device_losses import NOTE, loss_rows
 from cotenant.bench.page import page, table
 
 _MARKS = "A hollow mark, and a row in grey: the policy misses the SLO there."
@@ -29,6 +31,7 @@ def _body(report: Mapping[str, Any]) -> str:
     place, timelines = charts.timelines()
     about = f"{place}: who had the device over time, and how long steps took, tasklets beside or after them included."
     parts += _section("Timelines", about, timelines)
+    parts += _losses(report["cells"])
     parts += _distributions(charts.distributions())
     parts += ["<h2>All cells</h2>", f'<p class="sub">Latencies in ms. {_MARKS}</p>', _cells(report)]
     return "\n".join(parts)
@@ -112,6 +115,17 @@ def _section(title: str, note: str, charts: Sequence[str]) -> list[str]:
     if not charts:
         return []
     return [f"<h2>{title}</h2>", f'<p class="sub">{html.escape(note)}</p>', _grid(charts)]
+
+
+def _losses(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [[place_name(cell), cell["policy"], *shares] for cell, shares in loss_rows(cells)]
+    if not rows:
+        return []
+    return [
+        "<h2>Where the device's time goes</h2>",
+        f'<p class="sub">{html.escape(NOTE)}</p>',
+        table(("place", "policy", *LOSS_HEADER), rows),
+    ]
 
 
 def _distributions(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:

@@ -16,8 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotenant.bench.colocate_report import write_report
-from cotenant.bench.colocate_text import HEADER, comparison_lines, table_row
+from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
 from cotenant.bench.comparison import REFERENCE, compare
+from cotenant.bench.device_losses import HEADER as LOSS_HEADER
+from cotenant.bench.device_losses import NOTE as LOSS_NOTE
+from cotenant.bench.device_losses import loss_rows
 from cotenant.cli.bench_finetune import check_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
 from cotenant.cli.colocate_grid import Grid
@@ -244,9 +247,21 @@ def _print(report: dict[str, Any]) -> None:
     for cell in report["cells"]:
         table.add_row(*map(escape, table_row(cell)))
     console.print(table)
+    _print_losses(console, report)
     averages = Table("policy", "training tokens/s on average where the SLO is met")
     for policy, value in report["comparison"]["averages"].items():
         averages.add_row(policy, "-" if value is None else f"{value:.0f}")
     console.print(averages)
     for text in comparison_lines(report["comparison"]):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_losses(console: Console, report: dict[str, Any]) -> None:
+    rows = loss_rows(report["cells"])
+    if not rows:
+        return
+    table = Table("place", "policy", *LOSS_HEADER, title="where the device's time goes")
+    for cell, shares in rows:
+        table.add_row(*map(escape, (place_name(cell), cell["policy"], *shares)))
+    console.print(table)
+    console.print(LOSS_NOTE, highlight=False, markup=False, soft_wrap=True)

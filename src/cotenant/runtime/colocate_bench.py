@@ -187,7 +187,7 @@ class ColocateBench:
         start_s = load.now_s
         while load.now_s < start_s + duration_s:
             self._iterate(loop, watch)
-        self._alone_ms = device_time.mean_tasklets_ms()
+        self._alone_ms = device_time.tasklets_ms(load.now_s - start_s)
         return watch.timeline.tokens_per_s(start_s, load.now_s)
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:

@@ -47,16 +47,21 @@ class DeviceTime:
                 entry[0] += 1
                 entry[1] += tasklet.elapsed_ms
 
-    def mean_tasklets_ms(self) -> dict[TaskletShape, float]:
-        """By shape."""
-        return {shape: total_ms / count for shape, (count, total_ms) in self.tasklets.items()}
+    def tasklets_ms(self, duration_s: float) -> dict[TaskletShape, float]:
+        """By shape, what one took on average of ``duration_s``, in which nothing else ran: with the host's time
+        between two, which is training's as well."""
+        total_ms = sum(taken_ms for _, taken_ms in self.tasklets.values())
+        return {
+            shape: taken_ms / count * (duration_s * 1e3 / total_ms)
+            for shape, (count, taken_ms) in self.tasklets.items()
+        }
 
     def figures(self, duration_s: float, alone_ms: Mapping[TaskletShape, float]) -> dict[str, float]:
         """Shares of ``duration_s``, which add up to 1: of batches, of ``training_alone``, the tasklets on all SMs, and
         of ``rest``, with neither, less what the two overlapped.
 
         ``training_work``: the share that those tasklets would have taken at ``alone_ms``, each shape's time without
-        requests. Harvest beyond that comes from tasklets that shared. ``decode_step_ms``: of batches without prompts,
+        requests (``tasklets_ms``). Harvest beyond that comes from tasklets that shared. ``decode_step_ms``: of batches without prompts,
         on average.
         """
         wall_ms = duration_s * 1e3
