@@ -24,7 +24,8 @@ TARGET = ROOT / "docs" / "benchmarks.md"
 
 INTRODUCTION = (
     "Rendered by `python bench/render.py` from `bench/results/`. Absolute times belong to the machine named beside "
-    "them; compare within a table, not between machines."
+    "them; compare within a table, not between machines. `python bench/measure.py` measures again, on one GPU or "
+    "several, what bench/measurements.toml names."
 )
 
 

@@ -61,8 +61,8 @@ class DeviceTime:
         of ``rest``, with neither, less what the two overlapped.
 
         ``training_work``: the share that those tasklets would have taken at ``alone_ms``, each shape's time without
-        requests (``tasklets_ms``). Harvest beyond that comes from tasklets that shared. ``decode_step_ms``: of batches without prompts,
-        on average.
+        requests (``tasklets_ms``). Harvest beyond that comes from tasklets that shared. ``decode_step_ms``: of batches
+        without prompts, on average.
         """
         wall_ms = duration_s * 1e3
         training_ms = sum(taken_ms for _, taken_ms in self.tasklets.values())

@@ -1,0 +1,154 @@
+"""Measure again what docs/benchmarks.md shows of a GPU: the commands of bench/measurements.toml, several at a time.
+
+    python bench/measure.py --list
+    python bench/measure.py --gpus 2 --out measured finetune-cut colocate-grid [--seconds 560] [--keep]
+
+Each command has a GPU and a share of the cores to itself, and a file and a log in --out. One that has its file is not
+run again, and those that can go on where they were cut off do: start it again when `--seconds` were too few (exit code
+3). --keep puts what is complete into bench/results/, grids as far as they came, and renders the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_queue import CUT_OFF, Work, gpus_to_use, run
+
+ROOT = Path(__file__).parent.parent
+CATALOGUE = ROOT / "bench" / "measurements.toml"
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """An entry of the catalogue; ``values``: one command each, without them there is one."""
+
+    name: str
+    result: str
+    seconds: float
+    command: str
+    values: tuple[str, ...] = ()
+    join: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        return self.result.endswith(".txt")
+
+    def works(self, out: Path) -> list[Work]:
+        """Its commands, each with a name of its own in this folder."""
+        names = [f"{self.name}-{value}" for value in self.values] or [self.name]
+        return [self._work(name, value, out) for name, value in zip(names, self.values or ("",), strict=True)]
+
+    def _work(self, name: str, value: str, out: Path) -> Work:
+        command = self.command.replace("{json}", f"{name}.json").replace("{value}", value)
+        stdout = out / f"{name}.txt" if self.is_text else None
+        return Work(name, _argv(command), out / f"{name}.log", out, stdout, self.seconds)
+
+    def file(self, work: Work) -> Path:
+        """What a command leaves."""
+        return work.folder / f"{work.name}{'.txt' if self.is_text else '.json'}"
+
+
+def main() -> int:
+    arguments, catalogue = parse()
+    if arguments.list:
+        for each in catalogue.values():
+            print(
+                f"{each.name}: {each.result}, {len(each.values) or 1} x about {each.seconds:.0f} s\n    {each.command}"
+            )
+        return 0
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = {catalogue[name]: catalogue[name].works(out) for name in dict.fromkeys(arguments.names)}
+    done = {work.name for each, works in chosen.items() for work in works if _is_done(each, work)}
+    waiting = [work for works in chosen.values() for work in works if work.name not in done]
+    is_whole = run(waiting, arguments.gpus, arguments.seconds)
+    for each, works in chosen.items():
+        for work in works:
+            if work.succeeded:
+                _marker(each, work).touch()
+            elif work.failed:
+                print(f"{work.name} failed: {work.log} says why", file=sys.stderr)
+        if _is_there(each, works):
+            _gather(each, works, out / each.result)
+            print(f"{each.name}: {out / each.result}")
+            if arguments.keep:
+                shutil.copy(out / each.result, RESULTS / each.result)
+    if arguments.keep:
+        subprocess.run([sys.executable, str(ROOT / "bench" / "render.py")], check=True)
+    if not is_whole:
+        print("cut off: start it again to go on", file=sys.stderr)
+        return CUT_OFF
+    return int(any(work.failed for work in waiting))
+
+
+def parse() -> tuple[argparse.Namespace, dict[str, Measurement]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; they begin in this order")
+    parser.add_argument("--list", action="store_true", help="say which there are")
+    parser.add_argument("--gpus", type=int, default=1, help="how many")
+    parser.add_argument("--out", type=Path, default=Path("measured"))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
+    parser.add_argument("--keep", action="store_true", help="put the results into bench/results/ and render them")
+    parser.add_argument("--catalogue", type=Path, default=CATALOGUE)
+    arguments = parser.parse_args()
+    entries = tomllib.loads(arguments.catalogue.read_text(encoding="utf-8"))["measurement"]
+    catalogue = {entry["name"]: Measurement(**{**entry, "values": tuple(entry.get("values", ()))}) for entry in entries}
+    unknown = [name for name in arguments.names if name not in catalogue]
+    if unknown or not (arguments.names or arguments.list):
+        parser.error(f"{', '.join(unknown) or 'no name'}: expected some of {', '.join(catalogue)}")
+    try:
+        arguments.gpus = gpus_to_use(arguments.gpus)
+    except ValueError as error:
+        parser.error(f"--gpus: {error}")
+    return arguments, catalogue
+
+
+def _argv(command: str) -> list[str]:
+    """With this Python, and scripts wherever they lie: the command runs in another folder."""
+    program, *rest = shlex.split(command)
+    if program == "cotenant":
+        return [sys.executable, "-m", "cotenant", *rest]
+    return [sys.executable, str(ROOT / rest[0]), *rest[1:]]
+
+
+def _marker(measurement: Measurement, work: Work) -> Path:
+    """Beside a file that is whole: some are written bit by bit."""
+    return measurement.file(work).with_suffix(".done")
+
+
+def _is_done(measurement: Measurement, work: Work) -> bool:
+    return _marker(measurement, work).exists() and measurement.file(work).exists()
+
+
+def _is_there(measurement: Measurement, works: Sequence[Work]) -> bool:
+    """Whether its result can be put together: of a grid as far as it came."""
+    if measurement.join == "grid":
+        return any(measurement.file(work).exists() for work in works)
+    return all(_is_done(measurement, work) for work in works)
+
+
+def _gather(measurement: Measurement, works: Sequence[Work], target: Path) -> None:
+    """The one file of a measurement."""
+    files = [measurement.file(work) for work in works if measurement.file(work).exists()]
+    if measurement.join == "grid":
+        command = [sys.executable, "-m", "cotenant", "bench", "colocate-report", *map(str, files), "--json"]
+        subprocess.run([*command, str(target)], check=True, stdout=subprocess.DEVNULL)
+    elif len(files) == 1:
+        shutil.copy(files[0], target)
+    else:
+        results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        target.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""bench/measure.py: the commands behind docs/benchmarks.md, run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WIDE = {**os.environ, "COLUMNS": "200"}  # lest a flag be cut in two
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "bench" / "measure.py"
+CATALOGUE = tomllib.loads((ROOT / "bench" / "measurements.toml").read_text())["measurement"]
+
+WORK = """
+import json, os, pathlib, sys, time
+value, path = sys.argv[1:3]
+if value == "fail":
+    sys.exit("it does not work")
+if value == "slow":
+    time.sleep(60)
+if len(sys.argv) > 3:
+    print("printed", file=sys.stderr)
+    print("gpu", os.environ["CUDA_VISIBLE_DEVICES"])
+else:
+    times = json.loads(pathlib.Path(path).read_text())["times"] if pathlib.Path(path).exists() else 0
+    found = {"value": value, "times": times + 1, "trace": pathlib.Path("a.csv").exists()}
+    pathlib.Path(path).write_text(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Path:
+    script = tmp_path / "work.py"
+    script.write_text(WORK)
+    command = f"python {shlex.quote(str(script))} {{value}} {{json}}"
+    entries: list[dict[str, Any]] = [
+        {"name": "two", "result": "two_gpu.json", "seconds": 0, "command": command, "values": ["1", "2"]},
+        {"name": "text", "result": "text_gpu.txt", "seconds": 0, "command": command.replace("{value}", "3") + " print"},
+        {"name": "bad", "result": "bad_gpu.json", "seconds": 0, "command": command, "values": ["fail", "4"]},
+        {"name": "slow", "result": "slow_gpu.json", "seconds": 0, "command": command, "values": ["slow"]},
+        {"name": "long", "result": "long_gpu.json", "seconds": 100, "command": command, "values": ["5"]},
+    ]
+    path = tmp_path / "catalogue.toml"
+    lines = []
+    for entry in entries:
+        lines += ["[[measurement]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def measure(catalogue: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--catalogue", str(catalogue), "--out", str(catalogue.parent / "out")]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_results_of_several_commands_become_one_and_are_measured_once(catalogue: Path) -> None:
+    out = catalogue.parent / "out"
+    out.mkdir()
+    (out / "a.csv").touch()
+    for _ in range(2):
+        result = measure(catalogue, "two", "text", "--gpus", "2")
+        assert result.returncode == 0, result.stderr
+        assert f"two: {out / 'two_gpu.json'}" in result.stdout
+        found = json.loads((out / "two_gpu.json").read_text())
+        assert found == [{"value": value, "times": 1, "trace": True} for value in ("1", "2")]
+        assert (out / "text_gpu.txt").read_text() in ("gpu 0\n", "gpu 1\n")
+        assert (out / "text.log").read_text() == "printed\n"
+
+
+def test_what_fails_is_named_and_the_others_go_on(catalogue: Path) -> None:
+    out = catalogue.parent / "out"
+    result = measure(catalogue, "bad", "two")
+    assert result.returncode == 1
+    assert f"bad-fail failed: {out / 'bad-fail.log'} says why" in result.stderr
+    assert "it does not work" in (out / "bad-fail.log").read_text()
+    assert (out / "bad-4.json").exists()
+    assert not (out / "bad_gpu.json").exists()
+    assert (out / "two_gpu.json").exists()
+
+
+def test_what_has_no_time_left_is_cut_off_or_not_begun(catalogue: Path) -> None:
+    out = catalogue.parent / "out"
+    result = measure(catalogue, "slow", "long", "two", "--gpus", "2", "--seconds", "3")
+    assert result.returncode == 3
+    assert "cut off: start it again to go on" in result.stderr
+    assert (out / "two_gpu.json").exists()
+    assert not (out / "slow_gpu.json").exists()
+    assert not (out / "long-5.log").exists(), "it would not have come to its end"
+
+
+def test_a_name_that_is_not_there_is_refused(catalogue: Path) -> None:
+    result = measure(catalogue, "two", "three")
+    assert result.returncode == 2
+    assert "three: expected some of two, text, bad, slow, long" in result.stderr
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: str(entry["name"]))
+def test_the_commands_of_the_catalogue_can_be_run(entry: dict[str, Any]) -> None:
+    """Their flags exist, and docs/benchmarks.md has a place for what they measure."""
+    program, *rest = shlex.split(entry["command"])
+    if program == "cotenant":
+        command = [sys.executable, "-m", "cotenant", *rest[:2], "--help"]
+        known = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=WIDE).stdout
+    else:
+        known = (ROOT / rest[0]).read_text()  # some import what only a GPU's machine has
+    flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    assert flags <= set(re.findall(r"--[\w-]+", known))
+    assert (ROOT / "bench" / "results" / entry["result"]).is_file()
