@@ -25,6 +25,7 @@ from cotenant.core.plan import (
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
+from cotenant.scheduler.chunking import most_margin
 from cotenant.scheduler.filling import after
 from cotenant.scheduler.margin import Margin
 
@@ -125,9 +126,13 @@ class Machine:
 
     def _begin_margin(self, batch: BatchShape) -> None:
         """As the worker's loop does before a plan."""
-        if batch.num_decode and not self._margin.has_learned:
-            step_ms = self.predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
-            self._margin.begin_at(self._policy.first_margin(self._slo, step_ms or 0.0))
+        if not batch.num_decode:
+            return
+        step_ms = self.predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens)) or 0.0
+        if not self._margin.has_learned:
+            self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
+        if batch.prefill_tokens:
+            self._margin.expect_prompts(most_margin(self._slo, step_ms), self._now_s)
 
     def _alone_ms(self, batch: BatchShape) -> float:
         return STEP_MS
@@ -151,8 +156,8 @@ class Machine:
         self._begin_margin(batch)
         plan = self._policy.plan(
             Snapshot(
-                self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
-                partitions=self._partitions, in_flight=self._in_flight,
+                self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
+                margin=self._margin.aim(self._now_s), in_flight=self._in_flight,
             )
         )  # fmt: skip
         record, gained_ms, token_ms = self._carry_out(plan, batch)
@@ -188,7 +193,7 @@ class Machine:
             if is_over:
                 outcome.tpot_ms.append((at_s - first_s) * 1e3 / (request[2] - 1))
                 self._requests.remove(request)
-        self._margin.settle()
+        self._margin.settle(at_s)
 
     def _carry_out(self, plan: Plan, batch: BatchShape) -> tuple[IterationRecord, float, float]:
         beside: list[tuple[TaskletRun, float]] = []

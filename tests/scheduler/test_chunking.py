@@ -8,7 +8,7 @@ from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, S
 from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import TILE, prompt_budget, step_limit_ms
+from cotenant.scheduler.chunking import TILE, most_margin, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 LONG = 50  # tokens of a short answer, where few are shorter
@@ -30,11 +30,11 @@ def taught(ms_per_token: float = 0.025, decode_ms: float = 8.0) -> LatencyPredic
 
 
 def test_those_who_were_served_fast_have_time_to_give() -> None:
-    fast = running(num_generated=20, elapsed_ms=200)  # 720 ms allowed, 200 used; cut to the largest gap
+    fast = running(num_generated=20, elapsed_ms=200)  # 760 ms allowed, 200 used; cut to the largest gap
     assert step_limit_ms((fast,), SLO, 100.0, LONG) == 120.0
     late = running(num_generated=20, elapsed_ms=1000)
     assert step_limit_ms((fast, late), SLO, 100.0, LONG) == 36.0  # never less than what every step may take
-    between = running(num_generated=20, elapsed_ms=640)
+    between = running(num_generated=20, elapsed_ms=680)
     assert step_limit_ms((fast, between), SLO, 100.0, LONG) == pytest.approx(80.0)
 
 
@@ -110,3 +110,14 @@ def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     assert prompt_budget(LatencyPredictor("t", "t"), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == 4096
     assert prompt_budget(taught(), 0, 0, (), SLO, 100.0, most=4096, short=LONG) == 4096
+
+
+def test_training_leaves_prompts_a_little_more_where_steps_are_long_against_the_target() -> None:
+    margins = [most_margin(SLO, step_ms) for step_ms in (0.0, 5.0, 20.0, 40.0, 80.0)]
+    assert margins == sorted(margins, reverse=True)
+    assert len(set(margins)) == 4, "no step counts as longer than the target"
+    aimed_at_ms = margins[1] * SLO.tpot_ms
+    answer = running(num_generated=400, elapsed_ms=400 * aimed_at_ms)
+    assert step_limit_ms((answer,), SLO, 100.0, LONG) > 400 * 0.1, (
+        "what training left in each token is there for prompts"
+    )

@@ -47,7 +47,7 @@ class Server:
     def _note(self, names: list[str], num_new: int, *, is_over: bool) -> None:
         for name in names:
             self.margin.note(name, num_new, self.now_s, is_over)
-        self.margin.settle()
+        self.margin.settle(self.now_s)
 
 
 @pytest.mark.parametrize("attainment", [0.9, 0.99])
@@ -174,7 +174,7 @@ def test_a_long_answer_is_judged_on_its_way_and_misses_once() -> None:
         now_s += num_new * 0.012
         margin.trained(num_new * 3.0, now_s)
         margin.note("r", num_new, now_s, is_over=False)
-        margin.settle()
+        margin.settle(0.0)
         values.append(margin.value)
     assert values[1] == values[0], "not yet 64 tokens"
     assert values[2] < values[1]
@@ -185,7 +185,7 @@ def test_an_answer_of_one_token_has_no_gap() -> None:
     margin = Margin(SLO)
     before = margin.value
     margin.note("r", 1, 5.0, is_over=True)
-    margin.settle()
+    margin.settle(0.0)
     assert margin.value == before
 
 
@@ -197,7 +197,7 @@ def test_requests_that_another_loop_began_are_judged_from_their_first_tokens_on(
         now_s = 101.5 + (index - 299) * 0.020
         margin.trained(14.0, now_s)
         margin.note("r", 1, now_s, is_over=False)
-        margin.settle()
+        margin.settle(0.0)
     assert margin.value > FIRST_MARGIN
 
 
@@ -210,7 +210,7 @@ def test_until_the_first_miss_the_margin_rises_fast_and_by_long_answers_most() -
             margin.note(str(number), 1, number, is_over=False)
             margin.trained(200.0, number)
             margin.note(str(number), num_tokens - 1, number + (num_tokens - 1) * tpot_s, is_over=True)
-            margin.settle()
+            margin.settle(0.0)
         return margin.value
 
     assert value_after(0.005) > 0.8 + 0.015
@@ -225,3 +225,22 @@ def test_adaptive_begins_below_the_target_by_a_part_of_what_a_step_leaves_of_it(
     aims_ms = [10.0 * policy.first_margin(slo, step_ms) for step_ms in (0.0, 5.0, 7.0, 9.0, 12.0)]
     assert aims_ms == pytest.approx([8.0, 9.0, 9.4, 9.5, 9.5])
     assert create_policy("harli", LatencyPredictor("device", "model")).first_margin(slo, 5.0) == FIRST_MARGIN
+
+
+def test_where_prompts_come_less_is_aimed_at_and_nothing_is_learned_of_more() -> None:
+    server = Server()
+    margin = server.margin
+    margin.begin_at(0.95)
+    margin.expect_prompts(0.9, server.now_s)
+    end_s = server.now_s + 5.0
+    server.serve(5.0, count=20)
+    assert (server.value, margin.aim(server.now_s)) == (0.95, 0.9)
+    server.serve(12.0)
+    missed = server.value
+    assert missed < 0.95, "a miss is one"
+    margin.expect_prompts(0.8, server.now_s)
+    assert (margin.aim(server.now_s), margin.aim(end_s + 1.0)) == (0.8, missed), "for as long as some may come"
+    server.now_s = end_s + 1.0
+    for _ in range(100):
+        server.serve(5.0)
+    assert server.value > missed

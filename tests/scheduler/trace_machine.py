@@ -73,7 +73,7 @@ class TraceMachine(Machine):
 
     @property
     def margin(self) -> float:
-        return self._margin.value
+        return self._margin.aim(self._now_s)
 
     def run_trace(self) -> tuple[float, float]:
         self._teach()
@@ -133,8 +133,8 @@ class TraceMachine(Machine):
         )  # fmt: skip
         self._begin_margin(batch)
         snapshot = Snapshot(
-            self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), margin=self._margin.value,
-            partitions=self._partitions, num_ending=sum(count == request.num_left for request, count in chunks),
+            self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
+            margin=self.margin, num_ending=sum(count == request.num_left for request, count in chunks),
             in_flight=self._in_flight,
         )  # fmt: skip
         return self._do(self._policy.plan(snapshot), batch, decodes, chunks)
@@ -163,4 +163,4 @@ class TraceMachine(Machine):
             if is_over:
                 self._live.remove(request)
                 self.done.append(request)
-        self._margin.settle()
+        self._margin.settle(at_s)

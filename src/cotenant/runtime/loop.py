@@ -22,7 +22,7 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import prompt_budget
+from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms
 from cotenant.wire.messages import (
@@ -130,7 +130,7 @@ class WorkerLoop:
     @property
     def margin(self) -> float:
         """The share of the TPOT target that is aimed at now."""
-        return self._margin.value
+        return self._margin.aim(time.perf_counter())
 
     def run(self) -> None:
         """Iterate until there is nothing more to serve."""
@@ -185,10 +185,11 @@ class WorkerLoop:
         batch = self._engine.next_shape()
         if requests and not is_profiling:
             self._idle_since_s = now_s
-        if batch.num_decode and not self._margin.has_learned:
+        comes_in = self._sizes_chunks and batch.prefill_tokens > 0
+        if batch.num_decode and (comes_in or not self._margin.has_learned):
             step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
             if step_ms is not None:
-                self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
+                self._aim(step_ms, comes_in=comes_in)
         return Snapshot(
             now_s=now_s,
             slo=self._slo,
@@ -196,13 +197,20 @@ class WorkerLoop:
             requests=requests,
             job=self._training.view(),
             can_fuse=self._can_fuse,
-            margin=self._margin.value,
+            margin=self.margin,
             idle_s=now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=self._executor.in_flight,
         )
+
+    def _aim(self, step_ms: float, *, comes_in: bool) -> None:
+        """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
+        if not self._margin.has_learned:
+            self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
+        if comes_in:
+            self._margin.expect_prompts(most_margin(self._slo, step_ms), time.perf_counter())
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         self._margin.has_job = snapshot.job is not None
@@ -254,7 +262,7 @@ class WorkerLoop:
         if has_slack:
             slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0, snapshot.margin)
         message = self._stats.message(
-            self._engine, self._executor, self._training, self._predictor, slack_ms, self._margin.value
+            self._engine, self._executor, self._training, self._predictor, slack_ms, self.margin
         )
         self._channel.send(message)
 
@@ -302,7 +310,7 @@ class WorkerLoop:
                 num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)
                 if reason is not None:
                     self._answers.ended(num_tokens, reason)
-            self._margin.settle()
+            self._margin.settle(now_s)
 
     def _handle(self, message: ToWorker) -> None:
         match message:

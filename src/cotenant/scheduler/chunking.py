@@ -4,6 +4,9 @@ A large chunk serves prompts best: fewer steps, larger products. It makes the ru
 is a mean over each of them. So a chunk may be as large as the running requests' slack, and never so small that its
 step is shorter than what TPOT allows for every step. With the decodes it fills tiles of matrix products: a batch that
 ends within one takes as long as one that fills it.
+
+Training takes the same slack. Where it takes all of it, prompts go by the smallest chunks, each of which costs a step
+that no training shares; so where prompts come it leaves them a little.
 """
 
 from __future__ import annotations
@@ -13,8 +16,13 @@ import math
 from cotenant.core.plan import RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 
-# Steps aim at this share of the TPOT target; the rest is for what the worker cannot see.
-_STEP_SHARE = 0.9
+# A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
+# the worker cannot see. Time that requests are ahead can be measured again before it is spent; a request without any
+# may have nothing but such steps.
+_STEP_SHARE, _MEAN_SHARE = 0.9, 0.95
+# Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
+# target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
+_LEFT_FOR_PROMPTS = 0.04
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet.
 _MOST_UNCOUNTED = 16
@@ -30,11 +38,17 @@ def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, sho
     ``AnswerLengths``."""
     least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
     slacks_ms = [
-        (request.first_token_s - now_s) * 1e3 + request.num_generated * _STEP_SHARE * slo.tpot_ms
+        (request.first_token_s - now_s) * 1e3 + request.num_generated * _MEAN_SHARE * slo.tpot_ms
         for request in requests
         if request.first_token_s is not None and request.num_generated >= _counts_from(request, short)
     ]
     return max(least_ms, min([most_ms, *slacks_ms]))
+
+
+def most_margin(slo: Slo, step_ms: float) -> float:
+    """The share of the TPOT target that training may aim at where prompts come into answers whose steps take
+    ``step_ms``."""
+    return _MEAN_SHARE - _LEFT_FOR_PROMPTS * min(1.0, step_ms / slo.tpot_ms)
 
 
 def _counts_from(request: RequestView, short: int) -> int:

@@ -32,6 +32,8 @@ _BEFORE_S = 5.0
 # How far late first tokens may lower it. What else makes them late cannot be told apart, and more room than that is of
 # little use to prompts.
 _LEAST_FOR_FIRST = 0.5
+# Prompts are expected for so long after some came into running answers.
+_PROMPTS_FOR_S = 5.0
 
 
 @dataclass(slots=True)
@@ -44,8 +46,8 @@ class _Life:
 
 
 class Margin:
-    """``value``: the share of the TPOT target to aim at. It stays where it is while half as many requests miss as may
-    by ``Slo.attainment``; it falls when more do, and rises when fewer do.
+    """``value``: the share of the TPOT target to aim at, as learned. It stays where it is while half as many requests
+    miss as may by ``Slo.attainment``; it falls when more do, and rises when fewer do. ``aim`` is what to go by.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
     ``has_job``: whether there is training that could have room.
@@ -62,6 +64,7 @@ class Margin:
         self._num_judged = 0
         self._change = 0.0
         self._has_learned = False
+        self._most, self._prompts_until_s = _MOST, -math.inf  # where prompts are expected
         self.value = FIRST_MARGIN
         self.has_job = True
 
@@ -74,6 +77,14 @@ class Margin:
         """Where learning is to begin; may be said until it has begun."""
         assert not self._has_learned
         self.value = min(_MOST, max(_LEAST, value))
+
+    def expect_prompts(self, most: float, now_s: float) -> None:
+        """Prompts have come into running answers: for a while no more than ``most`` is aimed at."""
+        self._most, self._prompts_until_s = most, now_s + _PROMPTS_FOR_S
+
+    def aim(self, now_s: float) -> float:
+        """The share of the TPOT target to aim at now."""
+        return min(self.value, self._most) if now_s < self._prompts_until_s else self.value
 
     def trained(self, time_ms: float, now_s: float) -> None:
         """Training has made the live requests wait for so long."""
@@ -105,10 +116,13 @@ class Margin:
             del self._lives[request_id]
         return life.num_tokens
 
-    def settle(self) -> None:
+    def settle(self, now_s: float) -> None:
         """All of an iteration's tokens have been noted."""
         if self._num_judged:
-            self.value = min(_MOST, max(_LEAST, self.value + self._change / self._num_judged))
+            change = self._change / self._num_judged
+            # What requests met while less was aimed at says nothing of more.
+            if change < 0.0 or self.value <= self.aim(now_s):
+                self.value = min(_MOST, max(_LEAST, self.value + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
 
