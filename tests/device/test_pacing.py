@@ -27,6 +27,7 @@ class Simulation:
         self.num_sleeps = 0
         self.num_questions = 0
         self.oversleeps: Iterator[float] = itertools.repeat(50e-6)
+        self.drift = 0.0  # by how much of the time the device's clock runs faster than the host's
         simulation = self
 
         class Event:
@@ -42,7 +43,7 @@ class Simulation:
 
             def elapsed_time(self, other: Event) -> float:
                 simulation.num_questions += 1
-                return (other.at_s - self.at_s) * 1e3
+                return (other.at_s - self.at_s) * 1e3 * (1.0 + simulation.drift)
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(pacing, "time", SimpleNamespace(perf_counter=lambda: self.now_s, sleep=self._sleep))
@@ -100,6 +101,25 @@ def test_the_next_tasklet_is_launched_shortly_before_the_end(simulation: Simulat
     before = simulation.num_sleeps
     simulation.run(FORWARD, 1.2e-3, 20)
     assert simulation.num_sleeps - before <= 2 * 20
+
+
+@pytest.mark.parametrize("drift", [-2e-4, 0.0, 2e-4])
+def test_clocks_that_drift_apart_change_neither_times_nor_leads(simulation: Simulation, drift: float) -> None:
+    """The stream is never idle for long, so nothing else tells what the host's clock says of the device's."""
+    simulation.drift = drift
+    leads_s = []
+    for _ in range(60):
+        leads_s += simulation.run(FORWARD, 1.2e-3, 50)
+        simulation.queue.wait_for_room()
+        simulation.now_s += 3e-3  # the host is held up: the next launch is late
+        simulation.launch(FORWARD, 1.2e-3)
+    assert max(leads_s[4:]) < 300e-6
+    simulation.queue.wait_for_room()
+    finished = simulation.queue.take_finished()
+    assert len(finished) > 3000
+    times_ms = [each.elapsed_ms for each in finished]
+    assert min(times_ms) > 1.15
+    assert max(times_ms) < 1.35
 
 
 def test_a_tasklet_takes_few_questions_to_the_driver(simulation: Simulation) -> None:

@@ -46,7 +46,9 @@ _LONGEST_UNASKED_SLEEP_S = 20e-3
 class _InFlight:
     """``before``: the end of the one before, if that was in flight. ``start``: None where nothing lies between the two
     on the stream; this one's start is then the end of the one before or, if it was launched after that (``is_late``),
-    its launch. ``waits``: the tasklet begins behind another stream's work; then there always is a ``before``."""
+    its launch. ``waits``: the tasklet begins behind another stream's work; then there always is a ``before``.
+    ``not_before_s`` and ``ended_by_s``: the host has seen, by its own clock, that it did not end before the one, and
+    had ended by the other."""
 
     shape: TaskletShape
     partition: Partition | None
@@ -57,6 +59,8 @@ class _InFlight:
     end: torch.cuda.Event
     launched_s: float
     launch_s: float  # what the host took
+    not_before_s: float = -math.inf
+    ended_by_s: float = math.inf
 
 
 class TaskletQueue:
@@ -64,7 +68,8 @@ class TaskletQueue:
     the other, also where they are launched on several streams.
 
     Times are the host's. Where the stream was idle a tasklet starts as it is launched; from there on the device's own
-    clock tells when each one ended, however late the host hears of it.
+    clock tells when each one ended, however late the host hears of it. The two clocks drift apart, so what the host has
+    seen itself bounds what the device's says.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -113,9 +118,12 @@ class TaskletQueue:
         end = self._event()
         end.record(stream)
         self.num_launched += 1
-        launch_s = time.perf_counter() - launched_s
+        asked_s = time.perf_counter()
+        launch_s = asked_s - launched_s
         waits = behind is not None
         is_in_time = not waits and before is not None and not before.query()
+        if is_in_time and self._in_flight:
+            self._in_flight[-1].not_before_s = asked_s
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
         if is_measure and not waits:  # there was one in flight when the host went to sleep
             self._follow(is_late=not is_in_time)
@@ -123,7 +131,7 @@ class TaskletQueue:
             _InFlight(shape, partition, before, not is_in_time, waits, start, end, launched_s, launch_s)
         )
         if is_in_time and len(self._in_flight) == 2:
-            self._asked_s = launched_s + launch_s
+            self._asked_s = asked_s
 
     def wait_for_room(
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
@@ -155,7 +163,7 @@ class TaskletQueue:
             self._woken_s = 0.0 if is_far or left_s <= 0.0 else time.perf_counter()
             if left_s > 0.0 and len(self._in_flight) == most + 1 and self._in_flight[0].end.query():
                 # It is time: what there is to note of the one that has ended can wait until the next is launched.
-                self._ended.append(self._in_flight.popleft())
+                self._take_ended()
                 return
             self.collect()
 
@@ -175,13 +183,18 @@ class TaskletQueue:
     def collect(self) -> None:
         """Take note of what has ended."""
         while self._in_flight and self._in_flight[0].end.query():
-            self._ended.append(self._in_flight.popleft())
+            self._take_ended()
         self._note_ended()
 
     def take_finished(self) -> list[FinishedTasklet]:
         self.collect()
         finished, self._finished = self._finished, []
         return finished
+
+    def _take_ended(self) -> None:
+        ended = self._in_flight.popleft()
+        ended.ended_by_s = time.perf_counter()
+        self._ended.append(ended)
 
     def _note_ended(self) -> None:
         while self._ended:
@@ -201,6 +214,7 @@ class TaskletQueue:
                 elapsed_ms -= max(0.0, min(since_ms, (done.launched_s - self._last_end_s) * 1e3))
             self._last_end_s += since_ms / 1e3
             self._events.append(before)
+        self._last_end_s = min(max(self._last_end_s, done.not_before_s), done.ended_by_s)
         if start is not None:
             self._events.append(start)
         if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
@@ -225,6 +239,8 @@ class TaskletQueue:
         """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
         first = self._in_flight[0]
         start_s = first.launched_s if first.before is None else self._last_end_s
+        if first.is_late and not first.waits:
+            start_s = max(start_s, first.launched_s)
         if first.waits and first.before is not None and first.start is not None:
             has_begun = first.start.query()
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
