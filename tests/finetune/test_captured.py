@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import torch
 import transformers
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
-from cotenant.finetune import activations
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
+from cotenant.finetune import activations, tasklets
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
+from cotenant.runtime.training import TrainingTenant
 from finetune import support
 
 DPO = {"method": "dpo", "batch_size": 3}
@@ -263,6 +265,72 @@ def test_memory_of_other_layers_is_given_back_while_a_tasklet_runs(
         job.require(job.left_bytes - job.mapped_bytes + chunk_bytes)
         assert (device.num_waits > 0) == bool(on_top & {num_run - 1, num_run - 2}), order[:num_run]
         job.close()
+
+
+def test_memory_that_is_still_being_cleared_is_waited_for(
+    decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the micro-batch that it was for did not come about."""
+
+    def short_of_memory(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    device = Lagging(2)
+    job = captured(decoder, tmp_path, device=device, chunk_bytes=1 << 14)
+    monkeypatch.setattr(activations, "CapturedLayers", short_of_memory)
+    shape = job.next_shape
+
+    def launch() -> TaskletShape:
+        with suppress(torch.OutOfMemoryError):
+            job.run_tasklet()
+        return shape
+
+    device.run_tasklet(launch)
+    assert job.mapped_bytes > 0
+    job.require(job.left_bytes - job.mapped_bytes + (1 << 14))
+    assert device.num_waits == 1
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_tasklet_that_runs_out_of_memory_half_done_changes_nothing(
+    decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_captured: bool, is_kept: bool
+) -> None:
+    """Whoever gives memory: the micro-batch, or arenas that have kept some (``is_kept``)."""
+
+    module, name = (CapturedLayers, "run") if is_captured else (tasklets, "layer_backward")
+    run_part = getattr(module, name)
+
+    def run(folder: Path, num_parts: int) -> torch.Tensor:
+        """Out of memory at the end of so many parts of layers, within a tasklet."""
+        device, kept, left = CpuDevice(), [True] if is_kept else [], num_parts
+
+        def short_at_last(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            result, left = run_part(*args, **kwargs), left - 1
+            if left == 0:
+                raise torch.OutOfMemoryError("no memory")
+            return result
+
+        monkeypatch.setattr(module, name, short_at_last)
+        monkeypatch.setattr(device, "release_kept_memory", lambda most_bytes=None: bool(kept and kept.pop()))
+        if is_captured:
+            job = captured(decoder, folder, device=device)
+        else:
+            job = support.make_job(decoder, support.make_spec(folder), device=device)
+        tenant = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, lambda update: None)
+        tenant._job, tenant._job_id = job, "ftjob-1"
+        while tenant.job_id is not None:
+            if tenant.runnable:
+                device.run_tasklet(tenant.run_tasklet)
+            tenant.publish()
+        assert left <= 0
+        return _flat(folder)
+
+    undisturbed = run(tmp_path / "whole", 0)
+    for num_parts in (1, 3, 8, 9, 10):
+        disturbed = run(tmp_path / str(num_parts), num_parts)
+        torch.testing.assert_close(disturbed, undisturbed, rtol=1e-3, atol=1e-5)
 
 
 def test_a_job_goes_on_from_its_checkpoint(decoder: Decoder, captured: Make, tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ class Activations:
         missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
         if missing:
             self._arena.map(missing)
+            self._reaches.note((max(missing) + 1) * self.chunk_bytes)  # it is cleared
         key = (frame, recompute)
         layers = self._frames.get(key)
         if layers is None:
@@ -148,8 +149,7 @@ class Activations:
             layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=recompute)
             self._frames[key] = layers
         self._frames.move_to_end(key)
-        # What is mapped is cleared.
-        self._reaches.note(max(missing) * self.chunk_bytes + self.chunk_bytes if missing else layers.shared_bytes)
+        self._reaches.note(layers.shared_bytes)
         layers.load(micro_batch)
         return CapturedPass(self._decoder, self._pack, layers, micro_batch, self._refresh_layer, self._reaches.note)
 

@@ -183,6 +183,8 @@ class TrainingTenant:
         if is_short:  # what the attempt held is freed with its frames
             self._num_shortages += 1
             self.discard()
+            if self._job is not None:  # whoever had the memory to give: a part of the tasklet has run
+                self._job.discard_step()
         self.at_step_end = shape.kind is TaskletKind.OPTIMIZER or self._job is None
         if self.at_step_end:
             self._num_shortages = 0
