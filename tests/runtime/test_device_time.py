@@ -67,6 +67,16 @@ def test_harvest_and_what_it_lost_are_the_whole(
         time.batch(PROMPT if has_prompt else DECODE, taken_ms, shared=shared)
     time.ended([tasklet(shape, taken_ms, there) for taken_ms, shape, there in tasklets])
     figures = time.figures(20.0, {FORWARD: 10.0, BACKWARD: 20.0})
+    for kind, has_prompt in (("prompts", True), ("decode", False)):
+        for way, shared in (("alone", False), ("shared", True)):
+            taken_ms = sum(each_ms for each_ms, *which in batches if which == [has_prompt, shared])
+            assert figures[f"{kind}_{way}"] == pytest.approx(taken_ms / 20e3, abs=1e-4)
+    on_all = [(each_ms, shape) for each_ms, shape, there in tasklets if there is None]
+    assert figures["training_alone"] == pytest.approx(sum(each_ms for each_ms, _ in on_all) / 20e3, abs=1e-4)
+    work_ms = sum(10.0 if shape == FORWARD else 20.0 for _, shape in on_all)
+    assert figures["training_work"] == pytest.approx(work_ms / 20e3, abs=1e-4)
+    busy_ms = sum(each_ms for each_ms, *_ in batches) + sum(each_ms for each_ms, _ in on_all)
+    assert figures["rest"] == pytest.approx(1 - busy_ms / 20e3, abs=1e-4)
     lost = losses({"device_time": figures, "harvest": harvest})
     assert lost is not None
     assert harvest + sum(lost.values()) == pytest.approx(1.0, abs=1e-3)

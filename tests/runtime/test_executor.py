@@ -22,6 +22,7 @@ from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
+from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
@@ -107,6 +108,19 @@ def test_fused_tasklets_count_against_the_plan(bench: Bench) -> None:
     bench.engine.add(request("r", [5, 6, 7], 4))
     assert bench.run(Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)) == 2
     assert bench.run(Plan(num_tasklets=3, num_fused=1, mode=Mode.FUSED)) == 3
+
+
+def test_the_devices_time_of_a_fused_batch_is_that_of_all_its_layers(bench: Bench) -> None:
+    bench.engine.add(request("r", [5] * 40, 30))
+    bench.run(Plan())
+    time_of = bench.executor.device_time = DeviceTime()
+    by_host_ms = 0.0
+    for _ in range(8):
+        plan = Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)
+        record = bench.executor.execute(plan, bench.emitted.extend, lambda: False)
+        by_host_ms += record.online_ms if record.fused else 0.0
+    assert 0.7 * by_host_ms < time_of.decode_shared_ms <= by_host_ms
+    assert time_of.decode_alone_ms > 0, "where the next tasklet was no forward"
 
 
 def test_without_a_job_a_plan_for_tasklets_is_only_the_online_batch(bench: Bench) -> None:

@@ -16,8 +16,8 @@ HEADER = ("harvest", *LOSSES, "harvest if decode cost nothing")
 NOTE = (
     "What keeps training from the speed that it has alone, as shares of the time: batches with prompts; decode steps "
     "alone; steps that training shared, less the training that came through meanwhile; tasklets that took longer than "
-    "without requests; the rest, when the device had neither. The last column is what a policy could reach at most: "
-    "nothing lost but the time that prompts take under inference-only, in the largest chunks that fit."
+    "without requests; the rest, when the device had neither. The last column is the most that is left where nothing "
+    "runs beside prompts: all but the time that they take under inference-only, in the largest chunks that fit."
 )
 
 Cell = Mapping[str, Any]
@@ -42,7 +42,7 @@ def losses(cell: Cell) -> dict[str, float] | None:
 
 def bound(place: Sequence[Cell]) -> float | None:
     """Harvest if nothing were lost at a place but the time of batches with prompts under ``inference-only``, which
-    takes them in the largest chunks; None if that was not measured."""
+    takes them in the largest chunks; None if that was not measured. No bound for a policy that trains beside them."""
     times = [cell.get("device_time") for cell in place if cell["policy"] == REFERENCE]
     return max((1 - time["prompts_alone"] for time in times if time is not None), default=None)
 

@@ -28,7 +28,7 @@ from cotenant.engine.admission import check_request
 from cotenant.engine.assemble import assemble, send
 from cotenant.engine.batcher import BatchPlan, Limits, plan_batch
 from cotenant.engine.block_table import BlockTables
-from cotenant.engine.flight import Collected, Iterated, OnlineStep
+from cotenant.engine.flight import Collected, Iterated, OnlineStep, RanLayers
 from cotenant.engine.flights import Flights
 from cotenant.engine.kv_cache import KvCache
 from cotenant.engine.live import LiveSequences
@@ -394,15 +394,14 @@ class OnlineEngine:
         return send(step.host, self._decoder.device, self._sampler.last_tokens)
 
     @torch.inference_mode()
-    def launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
+    def launch(self, step: OnlineStep, ran: RanLayers | None = None) -> None:
         """Put the batch on the device, and behind it the choice of the next tokens.
 
-        ``hidden`` [tokens, hidden_size], if the caller has run all layers itself: rows after the batch's own (a fused
-        segment's) are ignored. After torch.OutOfMemoryError it may be called again with the same arguments: what has
-        read or changed the tokens on the device is not done twice.
+        ``ran``: if the caller has run all layers itself. After torch.OutOfMemoryError it may be called again with the
+        same arguments: what has read or changed the tokens on the device is not done twice.
         """
         assert step is self._step, "a step is launched once, and before the next one is scheduled"
-        self._flights.launch(step, hidden)
+        self._flights.launch(step, ran)
         self._step = self._plan = None
 
     @torch.inference_mode()

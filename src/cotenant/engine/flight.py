@@ -24,6 +24,15 @@ class OnlineStep:
     shape: BatchShape
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RanLayers:
+    """All layers of a batch, run by somebody else: ``hidden`` [tokens, hidden_size], where rows after the batch's own
+    (a fused segment's) are ignored. ``interval`` began with the first of them."""
+
+    hidden: torch.Tensor
+    interval: Interval
+
+
 @dataclass(frozen=True, slots=True)
 class Collected:
     """What a batch produced, in its order. ``device_ms``: how long it ran; ``gap_ms``: how long the device had nothing

@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from cotenant.device.readback import Interval
-from cotenant.engine.flight import Flight, OnlineStep
+from cotenant.engine.flight import Flight, OnlineStep, RanLayers
 from cotenant.engine.logprobs import look_at_prompts
 from cotenant.engine.runner import Runner, sampled_logits
 from cotenant.engine.sampler import Sampler
@@ -33,9 +33,9 @@ class Flights:
         """Whether the results of the oldest are here."""
         return self._flights[0].has_landed
 
-    def launch(self, step: OnlineStep, hidden: torch.Tensor | None) -> None:
+    def launch(self, step: OnlineStep, ran: RanLayers | None) -> None:
         """See ``OnlineEngine.launch``. The step's sequences count what it computes as computed from now on."""
-        self._begun = self._begun or self._begin(step, hidden)
+        self._begun = self._begun or self._begin(step, ran)
         flight, logits = self._begun
         if logits is not None:
             flight.sample(self._sampler, logits)
@@ -57,20 +57,19 @@ class Flights:
         """It is no longer in flight for anybody but the caller."""
         return self._flights.popleft()
 
-    def _begin(self, step: OnlineStep, hidden: torch.Tensor | None) -> tuple[Flight, torch.Tensor | None]:
+    def _begin(self, step: OnlineStep, ran: RanLayers | None) -> tuple[Flight, torch.Tensor | None]:
         """All that comes before the choice of tokens: the batch on its way, and its logits."""
         host = step.host
-        interval = Interval(self._decoder.device)
+        interval = Interval(self._decoder.device) if ran is None else ran.interval
         # Of a request that generates nothing no sampler sees whether its numbers are finite.
         keep_hidden = any(
             entry.sequence.prompt_logprobs is not None or entry.sequence.request.sampling.max_tokens == 0
             for entry in host.entries
         )
-        if hidden is None:
+        if ran is None:
             logits, hidden = self.runner.forward(host, interval, keep_hidden=keep_hidden)
         else:
-            interval.begin()
-            logits = sampled_logits(self._decoder, host, hidden)
+            logits, hidden = sampled_logits(self._decoder, host, ran.hidden), ran.hidden
         if hidden is not None:
             look_at_prompts(self._decoder, hidden, host)
         return Flight(step, interval, self._flights[-1].interval if self._flights else None), logits

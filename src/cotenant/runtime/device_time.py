@@ -15,8 +15,8 @@ from cotenant.device.base import FinishedTasklet
 @dataclass(slots=True)
 class DeviceTime:
     """Milliseconds, from the construction on: of batches with prompt tokens and of those without, in each case on all
-    SMs (``alone``) or with training on others or in the same batch (``shared``); and of tasklets on all SMs, by shape
-    with their number."""
+    SMs (``alone``), or on a partition's or with training tokens in the batch (``shared``); and of tasklets on all SMs,
+    by shape with their number."""
 
     prompts_alone_ms: float = 0.0
     prompts_shared_ms: float = 0.0

@@ -16,8 +16,9 @@ from cotenant.core.request import SequenceOutput
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device import Device
 from cotenant.device.base import FinishedTasklet
+from cotenant.device.readback import Interval
 from cotenant.engine.engine import OnlineEngine
-from cotenant.engine.flight import Collected, OnlineStep
+from cotenant.engine.flight import Collected, OnlineStep, RanLayers
 from cotenant.finetune.job import FusedInput
 from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
@@ -33,10 +34,12 @@ _ASK_EVERY_S = 100e-6
 
 
 class _Launched(NamedTuple):
-    """A batch that was launched: by which plan, and whether a tasklet was in flight then."""
+    """A batch that was launched: by which plan, whether a tasklet was in flight then, and whether it shares the device,
+    in a partition or with training tokens in it."""
 
     plan: Plan
     with_tasklet: bool
+    shares: bool
 
 
 class _Landed(NamedTuple):
@@ -170,8 +173,7 @@ class Executor:
             if self._trace is not None:
                 self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
             if self.device_time is not None:
-                shares = launched.plan.partition is not None or launched.plan.num_fused > 0
-                self.device_time.batch(collected.shape, collected.device_ms, shared=shares)
+                self.device_time.batch(collected.shape, collected.device_ms, shared=launched.shares)
             if collected.gap_ms is not None:
                 self.gaps_ms.append(collected.gap_ms)
             emit(collected.outputs)
@@ -187,12 +189,12 @@ class Executor:
         with_tasklet = self._device.is_training()
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
-                hidden, fused = self._forward(step, plan.num_fused)
-                self._launch(step, hidden)
+                ran, fused = self._forward(step, plan.num_fused)
+                self._launch(step, ran)
         else:
             with self._device.online(plan.partition):
                 self._launch(step)
-        self._launched.append(_Launched(plan, with_tasklet))
+        self._launched.append(_Launched(plan, with_tasklet, shares=plan.partition is not None or fused is not None))
         # What is not captured is launched while the device works at it.
         if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
             self._device.host_was_away(time.perf_counter() - self._last_behind_s)
@@ -252,16 +254,16 @@ class Executor:
         self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
         return 1
 
-    def _launch(self, step: OnlineStep, hidden: torch.Tensor | None = None) -> None:
+    def _launch(self, step: OnlineStep, ran: RanLayers | None = None) -> None:
         has_more = True
         while has_more:
             with suppress(torch.OutOfMemoryError):
-                self._engine.launch(step, hidden)
+                self._engine.launch(step, ran)
                 return
             has_more = self._training.discard()  # what the attempt held is freed with its frames
-        self._engine.launch(step, hidden)
+        self._engine.launch(step, ran)
 
-    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor | None, TaskletRun | None]:
+    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[RanLayers | None, TaskletRun | None]:
         """All layers of the online batch with training layers in it. What goes wrong because of those ends the job
         alone: the engine then runs the batch itself, and writes the same rows of the KV cache."""
         try:
@@ -270,12 +272,14 @@ class Executor:
             self._training.fail(error)
         return None, None
 
-    def _forward_fused(self, step: OnlineStep, num_fused: int) -> tuple[torch.Tensor, TaskletRun | None]:
+    def _forward_fused(self, step: OnlineStep, num_fused: int) -> tuple[RanLayers, TaskletRun | None]:
         """All layers of the online batch; the first ``num_fused`` training layers that it meets run inside it.
 
         LLMStation section 5.2: linear layers run over the tokens of both, attention over each alone.
         """
         batch = self._engine.batch_of(step)
+        interval = Interval(self._decoder.device)
+        interval.begin()
         hidden = self._decoder.embed(batch.token_ids)  # [tokens, hidden]
         joint: Batch | None = None
         fused: TaskletRun | None = None
@@ -288,7 +292,7 @@ class Executor:
                 fused = replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
             else:
                 hidden = self._decoder.layer(index, hidden, batch, self._engine.kv_cache)
-        return hidden, fused
+        return RanLayers(hidden, interval), fused
 
     def _fused_layer(self, index: int, hidden: torch.Tensor, piece: FusedInput, joint: Batch) -> torch.Tensor:
         rows = torch.cat([hidden, piece.hidden])  # [online + training tokens, hidden]
