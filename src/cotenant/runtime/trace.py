@@ -1,7 +1,8 @@
 """A Chrome trace of the worker: what the loop, the online lane and the best-effort lane did when.
 
 Opened in chrome://tracing or Perfetto. The format is a JSON array whose end may be missing, so events are appended as
-they come, and what a crash leaves can be read. Times are the host's; a batch and a tasklet end when the host is told.
+they come, and what a crash leaves can be read; it is written when the server stops. Times are the host's; a batch and
+a tasklet end when the host is told.
 """
 
 from __future__ import annotations
@@ -105,6 +106,12 @@ class Trace:
             self._write()
 
     def close(self) -> None:
+        """End the array, behind an event after which no comma stands."""
+        if not self._is_over:
+            now_us = round((time.perf_counter() - self._start_s) * 1e6, 1)
+            self._add({"ph": "i", "pid": _PROCESS, "tid": Track.LOOP, "name": "end", "ts": now_us, "s": "p"})
+            del self._buffer[-2:]
+            self._buffer += b"\n]\n"
         self._write()
         self._file.close()
 
