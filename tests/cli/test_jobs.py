@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -78,6 +79,31 @@ def test_a_job_from_create_to_its_model(server: RunningServer, training_file: Pa
     assert events.index("Created fine-tuning job") < events.index("The job has successfully completed")
     (line,) = [line for line in jobs(server, "list").output.splitlines() if job_id in line]
     assert "succeeded" in line
+
+
+def test_what_a_job_is_can_be_seen_and_its_id_copied(server: RunningServer, training_file: Path) -> None:
+    job_id = create(
+        server, training_file, "--validation-file", str(training_file), "-H", "n_epochs=2", "-H", "batch_size=4",
+        "-H", "eval_steps=2", "-H", "save_steps=2", "-H", "r=4",
+    )  # fmt: skip
+    assert jobs(server, "watch", job_id, "--interval", "0.2").exit_code == 0
+    shown = jobs(server, "show", job_id).output
+    for name, value in (("method", "supervised"), ("r", "4"), ("learning_rate", "0.0002"), ("step", "6 of 6")):
+        assert re.search(rf"│ {name} +│ {value} ", shown), shown
+    assert re.search(r"│ 2 +│ \d+\.\d+ +│ \d+\.\d+ +│", shown), "a step at which a part was measured"
+    narrow = CliRunner().invoke(
+        app, ["jobs", "list", "--url", server.base_url, "--api-key", KEY], env={"COLUMNS": "60"}
+    )
+    assert job_id in narrow.output
+
+
+def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, training_file: Path) -> None:
+    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        before = client.get("/v1/files").json()["data"]
+        with pytest.raises(CotenantError, match=r"\.r'"):
+            jobs(server, "create", str(training_file), "--model", "tiny", "--validation-file", str(training_file),
+                 "-H", "r=0")  # fmt: skip
+        assert client.get("/v1/files").json()["data"] == before
 
 
 def test_pause_resume_cancel(server: RunningServer, training_file: Path) -> None:

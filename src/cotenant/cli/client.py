@@ -39,6 +39,9 @@ class ApiClient:
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return self._call("POST", path, json=body)
 
+    def delete(self, path: str) -> dict[str, Any]:
+        return self._call("DELETE", path)
+
     def upload(self, file: Path, purpose: str) -> dict[str, Any]:
         """Upload a file; the answer describes it, its ``id`` above all. Nothing limits how long this takes."""
         try:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cotenant.cli.client import ApiClient
 from cotenant.cli.output import duration, local_time
 from cotenant.cli.watch import watch_job
 from cotenant.config import ApiConfig, api_key_from_environment
-from cotenant.core.errors import InvalidInputError
+from cotenant.core.errors import CotenantError, InvalidInputError
 
 JOBS_PATH = "/v1/fine_tuning/jobs"
 _DEFAULT_URL = f"http://{ApiConfig().host}:{ApiConfig().port}"
@@ -22,6 +23,11 @@ _DEFAULT_URL = f"http://{ApiConfig().host}:{ApiConfig().port}"
 Url = Annotated[str, typer.Option("--url", help="The server.")]
 ApiKey = Annotated[str, typer.Option("--api-key", help="Its key; or set COTENANT_API_KEY.", show_default=False)]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.", show_default=False)]
+
+# Of a job's hyperparameters those that tell jobs apart; the API has all.
+_SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_type", "max_length", "packing", "r",
+          "lora_alpha", "target_modules", "beta")  # fmt: skip
+_LATEST_EVENTS = 20
 
 jobs_app = typer.Typer(help="Fine-tuning jobs of a running server.", no_args_is_help=True)
 
@@ -43,7 +49,11 @@ def list_jobs(
     """List jobs, newest first."""
     with _client(url, api_key) as client:
         jobs = client.get(JOBS_PATH, limit=limit)["data"]
-    table = Table("job", "status", "model", "created", "trained tokens", "result")
+    # Ids are there to be copied: the others give way where the window is narrow.
+    longest = max((len(job["id"]) for job in jobs), default=0)
+    table = Table(
+        Column("job", no_wrap=True, min_width=longest), "status", "model", "created", "trained tokens", "result"
+    )
     for job in jobs:
         table.add_row(
             job["id"],
@@ -62,13 +72,16 @@ def show(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
     with _client(url, api_key) as client:
         job = client.get(f"{JOBS_PATH}/{job_id}")
         checkpoints = client.get(f"{JOBS_PATH}/{job_id}/checkpoints")["data"]
+        events = client.get(f"{JOBS_PATH}/{job_id}/events", limit=_LATEST_EVENTS)["data"]
     console = _console()
-    console.print(_job_table(job))
+    console.print(_job_table(job, _latest_metrics(events)))
     if checkpoints:
         table = Table("step", "train loss", "valid loss", "checkpoint model")
         for checkpoint in checkpoints:
             metrics = checkpoint.get("metrics") or {}
-            losses = [_number(metrics.get(name)) for name in ("train_loss", "full_valid_loss")]
+            valid_losses = [metrics.get(name) for name in ("full_valid_loss", "valid_loss")]
+            valid_loss = next((loss for loss in valid_losses if loss is not None), None)
+            losses = [_number(loss) for loss in (metrics.get("train_loss"), valid_loss)]
             table.add_row(str(checkpoint["step_number"]), *losses, checkpoint["fine_tuned_model_checkpoint"])
         console.print(table)
 
@@ -98,7 +111,13 @@ def create(
     method: Annotated[str, typer.Option("--method", help="supervised, or dpo for pairs of answers.")] = "supervised",
     seed: Annotated[int | None, typer.Option("--seed", help="Of the order of examples and the start.")] = None,
     hyperparameter: Annotated[
-        list[str] | None, typer.Option("-H", "--hyperparameter", metavar="NAME=VALUE", help="May be repeated.")
+        list[str] | None,
+        typer.Option(
+            "-H",
+            "--hyperparameter",
+            metavar="NAME=VALUE",
+            help='May be repeated. VALUE is JSON where it can be: target_modules=\'["q_proj","v_proj"]\'.',
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Then show its progress.")] = False,
     url: Url = _DEFAULT_URL,
@@ -106,18 +125,18 @@ def create(
 ) -> None:
     """Upload FILE, start a job on it, and print the job's id."""
     hyperparameters = dict(_parse_hyperparameter(text) for text in hyperparameter or ())
+    body: dict[str, Any] = {"model": model, "method": {"type": method}}
+    if suffix is not None:
+        body["suffix"] = suffix
+    if seed is not None:
+        body["seed"] = seed
+    if hyperparameters:
+        body["method"][method] = {"hyperparameters": hyperparameters}
+    files = {"training_file": file}
+    if validation_file is not None:
+        files["validation_file"] = validation_file
     with _client(url, api_key) as client:
-        body: dict[str, Any] = {"model": model, "training_file": client.upload(file, "fine-tune")["id"]}
-        if validation_file is not None:
-            body["validation_file"] = client.upload(validation_file, "fine-tune")["id"]
-        if suffix is not None:
-            body["suffix"] = suffix
-        if seed is not None:
-            body["seed"] = seed
-        body["method"] = {"type": method}
-        if hyperparameters:
-            body["method"][method] = {"hyperparameters": hyperparameters}
-        job = client.post(JOBS_PATH, body)
+        job = _create(client, body, files)
         typer.echo(job["id"])
         if watch:
             raise typer.Exit(watch_job(client, job["id"], _console()))
@@ -153,6 +172,25 @@ def watch(
         raise typer.Exit(watch_job(client, job_id, _console(), interval_s))
 
 
+def _create(client: ApiClient, body: dict[str, Any], files: dict[str, Path]) -> dict[str, Any]:
+    """Upload the files and create the job. Files of one that is refused are deleted: nobody else knows their ids."""
+    ids: dict[str, str] = {}
+    try:
+        for name, path in files.items():
+            ids[name] = client.upload(path, "fine-tune")["id"]
+        return client.post(JOBS_PATH, {**body, **ids})
+    except CotenantError:
+        for file_id in ids.values():
+            with suppress(CotenantError):
+                client.delete(f"/v1/files/{file_id}")
+        raise
+
+
+def _latest_metrics(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a job's newest events, which come newest first."""
+    return next((event["data"] for event in events if event.get("type") == "metrics" and event.get("data")), {})
+
+
 def _act(job_id: str, action: str, url: str, api_key: str) -> None:
     with _client(url, api_key) as client:
         job = client.post(f"{JOBS_PATH}/{job_id}/{action}")
@@ -170,19 +208,25 @@ def _parse_hyperparameter(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _job_table(job: dict[str, Any]) -> Table:
+def _job_table(job: dict[str, Any], metrics: dict[str, Any]) -> Table:
     table = Table(show_header=False)
     for name in ("id", "status", "model", "fine_tuned_model", "training_file", "validation_file", "seed"):
         if job.get(name) is not None:
             table.add_row(name, str(job[name]))
+    if "step" in metrics:
+        table.add_row("step", f"{metrics['step']:,} of {_number(metrics.get('total_steps'))}")
     table.add_row("trained tokens", _number(job.get("trained_tokens")))
     for name in ("created_at", "estimated_finish", "finished_at"):
         if job.get(name) is not None:
             table.add_row(name.replace("_", " "), local_time(job[name]))
     if job.get("finished_at") is not None:
         table.add_row("took", duration(job["finished_at"] - job["created_at"]))
-    for name, value in (job.get("hyperparameters") or {}).items():
-        table.add_row(name, str(value))
+    kind = (job.get("method") or {}).get("type", "supervised")
+    table.add_row("method", kind)
+    settings = ((job.get("method") or {}).get(kind) or {}).get("hyperparameters") or job.get("hyperparameters") or {}
+    for name in _SHOWN:
+        if name in settings:
+            table.add_row(name, str(settings[name]))
     if (job.get("error") or {}).get("message"):
         table.add_row("error", job["error"]["message"])
     if job.get("result_files"):
