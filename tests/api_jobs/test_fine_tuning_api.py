@@ -287,6 +287,22 @@ def test_examples_longer_than_max_length_are_cut_and_this_is_said(tmp_path: Path
     run(scenario)
 
 
+def test_an_example_longer_than_the_context_is_cut_where_max_length_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            content = examples(11) + example("Long?", "so long " * 600)
+            refused = await there.create(training_file=await there.upload(content))
+            failed = await there.wait(refused["id"], "failed")
+            assert "or give max_length, which cuts what is longer" in failed["error"]["message"]
+            job_id = await there.started_job(
+                training_file=await there.upload(content), hyperparameters={"max_length": 512}
+            )
+            (warning,) = [event["message"] for event in await there.events(job_id) if event["level"] == "warn"]
+            assert "max_length=512" in warning
+
+    run(scenario)
+
+
 def test_what_the_worker_warns_of_is_an_event(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:

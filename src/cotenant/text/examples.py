@@ -56,7 +56,8 @@ def encode_example(
     ids, offsets = tokenizer.encode_with_offsets(text)
     if max_length is not None and len(ids) > max_length:
         raise InvalidInputError(
-            f"it has {len(ids)} tokens, but at most {max_length} are possible here; shorten it or split it"
+            f"it has {len(ids)} tokens, but at most {max_length} are possible here; shorten it, split it, or give "
+            "max_length, which cuts what is longer"
         )
     weights = np.zeros(len(ids), dtype=np.float32)
     starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T

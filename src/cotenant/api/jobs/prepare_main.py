@@ -34,14 +34,14 @@ class FileTask(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a child does. ``model_folder`` None: a byte tokenizer for ``vocab_size``. ``max_length``: tokens.
+    """What a child does. ``model_folder`` None: a byte tokenizer for ``vocab_size``. ``max_length``: tokens; None: any.
     ``method``: the job's, which decides what an example looks like."""
 
     files: tuple[FileTask, ...]
     model_folder: str | None
     chat_template: str | None
     vocab_size: int
-    max_length: int
+    max_length: int | None
     method: str = SUPERVISED
 
 

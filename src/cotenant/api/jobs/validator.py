@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotenant.api.jobs import events
-from cotenant.api.jobs.hyperparameters import DatasetSize, resolve
+from cotenant.api.jobs.hyperparameters import AUTO, DatasetSize, resolve
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
 from cotenant.api.jobs.values import Limits
@@ -103,7 +103,9 @@ class Validator:
         self._on_queued()
 
     def _task(self, job: JobRecord, ready: Ready) -> Task:
-        # Examples are encoded whole, as far as the model can see; ``max_length`` cuts them when they are trained on.
+        # Examples are encoded whole; ``max_length`` cuts them when they are trained on. Where it is not given, nobody
+        # has said that what is longer than the model's context may be cut.
+        given_length = job.requested.get("max_length", AUTO)
         files = [self._file_task(job, job.training_file, TRAINING_EXAMPLES, "training_file", MIN_EXAMPLES)]
         if job.validation_file is not None:
             files.append(self._file_task(job, job.validation_file, VALIDATION_EXAMPLES, "validation_file", 1))
@@ -112,7 +114,7 @@ class Validator:
             model_folder=None if self._base_folder is None else str(self._base_folder),
             chat_template=self._config.model.chat_template,
             vocab_size=ready.vocab_size,
-            max_length=ready.max_model_len,
+            max_length=ready.max_model_len if given_length == AUTO else None,
             method=job.requested.get("method", SUPERVISED),
         )
 
