@@ -86,6 +86,11 @@ def test_learning_rate_multiplier_scales_the_base_rate() -> None:
     assert resolved(learning_rate=1e-4, learning_rate_multiplier=0.5).learning_rate == 1e-4
 
 
+def test_a_module_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="got 'lm_head'"):
+        resolved(target_modules=["q_proj", "lm_head"])
+
+
 def test_target_modules_in_pefts_forms() -> None:
     assert resolved(target_modules="all-linear").target_modules == LINEAR_MODULES
     assert resolved(target_modules="q_proj").target_modules == ("q_proj",)
@@ -272,7 +277,7 @@ def test_dpo_values_out_of_range_are_refused_by_name(name: str, value: Any) -> N
 
 def test_what_belongs_to_dpo_is_unknown_elsewhere() -> None:
     for name, value in (("beta", 0.1), ("label_smoothing", 0.1), ("loss_type", "sigmoid")):
-        with pytest.raises(InvalidInputError, match="Unknown hyperparameter"):
+        with pytest.raises(InvalidInputError, match=f"'{name}' for method 'supervised': it belongs to method 'dpo'"):
             resolved(**{name: value})
     with pytest.raises(InvalidInputError, match="loss, mean_token_accuracy"):
         resolved(metric_for_best_model="rewards/margins")

@@ -183,10 +183,10 @@ def _check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def _check_needs_no_validation(requested: Mapping[str, Any]) -> None:
-    for name in ("early_stopping_patience", "load_best_model_at_end"):
+    for name in ("early_stopping_patience", "load_best_model_at_end", "eval_steps"):
         if requested.get(name):
             raise InvalidInputError(
-                f"'{name}' compares steps on a validation file; add 'validation_file', or leave '{name}' out.",
+                f"'{name}' measures steps on a validation file; add 'validation_file', or leave '{name}' out.",
                 code="missing_required_parameter",
                 param="validation_file",
             )

@@ -14,7 +14,7 @@ What 'auto', or nothing, becomes:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,11 +59,7 @@ def check_hyperparameters(
         for name, value in part.items():
             place = f"{param}.{name[:100]}"
             if name not in checks:
-                raise InvalidInputError(
-                    f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(checks))}.",
-                    code="unknown_parameter",
-                    param=place,
-                )
+                raise _unknown(name, place, checks, method)
             if value is None:
                 continue
             target = _ALIASES.get(name, name)
@@ -106,6 +102,13 @@ def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
     # 12 digits undo the division's error, and are more than the two are compared by when they are sent again.
     values["learning_rate_multiplier"] = float(f"{multiplier:.12g}")
     return values
+
+
+def _unknown(name: str, place: str, known: Iterable[str], method: str) -> InvalidInputError:
+    message = f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(known))}."
+    if method != DPO and name in (*DPO_ONLY, "loss_type"):
+        message = f"Unknown hyperparameter '{name}' for method '{method}': it belongs to method '{DPO}'."
+    return InvalidInputError(message, code="unknown_parameter", param=place)
 
 
 def _check_end_rate(given: Mapping[str, Any]) -> None:

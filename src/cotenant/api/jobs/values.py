@@ -183,9 +183,13 @@ def _modules(place: str, value: Any) -> list[str]:
     """PEFT's forms: a list of names, one name, or 'all-linear'."""
     if value == "all-linear":
         return list(LINEAR_MODULES)
+    expected = f"'all-linear' or a list of {', '.join(LINEAR_MODULES)}"
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or any(name not in LINEAR_MODULES for name in names):
-        raise bad(place, f"'all-linear' or a list of {', '.join(LINEAR_MODULES)}", value)
+    if not isinstance(names, list):
+        raise bad(place, expected, value)
+    for name in names or ["an empty list"]:
+        if name not in LINEAR_MODULES:
+            raise bad(place, expected, name)
     return [name for name in LINEAR_MODULES if name in names]
 
 
