@@ -3,9 +3,10 @@
     python bench/measure.py --list
     python bench/measure.py --gpus 2 --out measured finetune-cut colocate-grid [--seconds 560] [--keep]
 
-Each command has a GPU and a share of the cores to itself, and a file and a log in --out. One that has its file is not
-run again, and those that can go on where they were cut off do: start it again when `--seconds` were too few (exit code
-3). --keep puts what is complete into bench/results/, grids as far as they came, and renders the page.
+Each command has a GPU and a share of the cores to itself, and a file and a log in --out, where the folder results/ has
+what came of a measurement's commands. One that has its file is not run again, and those that can go on where they were
+cut off do: start it again when --seconds were too few (exit code 3). --keep puts what is complete into bench/results/,
+grids as far as they came, and renders the page.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def main() -> int:
             )
         return 0
     out = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results"
+    results.mkdir(parents=True, exist_ok=True)
     chosen = {catalogue[name]: catalogue[name].works(out) for name in dict.fromkeys(arguments.names)}
     done = {work.name for each, works in chosen.items() for work in works if _is_done(each, work)}
     waiting = [work for works in chosen.values() for work in works if work.name not in done]
@@ -79,10 +81,10 @@ def main() -> int:
             elif work.failed:
                 print(f"{work.name} failed: {work.log} says why", file=sys.stderr)
         if _is_there(each, works):
-            _gather(each, works, out / each.result)
-            print(f"{each.name}: {out / each.result}")
+            _gather(each, works, results / each.result)
+            print(f"{each.name}: {results / each.result}")
             if arguments.keep:
-                shutil.copy(out / each.result, RESULTS / each.result)
+                shutil.copy(results / each.result, RESULTS / each.result)
     if arguments.keep:
         subprocess.run([sys.executable, str(ROOT / "bench" / "render.py")], check=True)
     if not is_whole:

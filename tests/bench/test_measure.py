@@ -68,10 +68,10 @@ def test_results_of_several_commands_become_one_and_are_measured_once(catalogue:
     for _ in range(2):
         result = measure(catalogue, "two", "text", "--gpus", "2")
         assert result.returncode == 0, result.stderr
-        assert f"two: {out / 'two_gpu.json'}" in result.stdout
-        found = json.loads((out / "two_gpu.json").read_text())
+        assert f"two: {out / 'results' / 'two_gpu.json'}" in result.stdout
+        found = json.loads((out / "results" / "two_gpu.json").read_text())
         assert found == [{"value": value, "times": 1, "trace": True} for value in ("1", "2")]
-        assert (out / "text_gpu.txt").read_text() in ("gpu 0\n", "gpu 1\n")
+        assert (out / "results" / "text_gpu.txt").read_text() in ("gpu 0\n", "gpu 1\n")
         assert (out / "text.log").read_text() == "printed\n"
 
 
@@ -82,8 +82,8 @@ def test_what_fails_is_named_and_the_others_go_on(catalogue: Path) -> None:
     assert f"bad-fail failed: {out / 'bad-fail.log'} says why" in result.stderr
     assert "it does not work" in (out / "bad-fail.log").read_text()
     assert (out / "bad-4.json").exists()
-    assert not (out / "bad_gpu.json").exists()
-    assert (out / "two_gpu.json").exists()
+    assert not (out / "results" / "bad_gpu.json").exists()
+    assert (out / "results" / "two_gpu.json").exists()
 
 
 def test_what_has_no_time_left_is_cut_off_or_not_begun(catalogue: Path) -> None:
@@ -91,8 +91,8 @@ def test_what_has_no_time_left_is_cut_off_or_not_begun(catalogue: Path) -> None:
     result = measure(catalogue, "slow", "long", "two", "--gpus", "2", "--seconds", "3")
     assert result.returncode == 3
     assert "cut off: start it again to go on" in result.stderr
-    assert (out / "two_gpu.json").exists()
-    assert not (out / "slow_gpu.json").exists()
+    assert (out / "results" / "two_gpu.json").exists()
+    assert not (out / "results" / "slow_gpu.json").exists()
     assert not (out / "long-5.log").exists(), "it would not have come to its end"
 
 

@@ -210,7 +210,7 @@ class JobManager:
             spec = await asyncio.to_thread(self._spec_of, job)
             if self._worker.post(StartJob(spec)):
                 self._in_worker = job.id
-                logger.info("job %s: started in the worker (step %d is stored)", job.id, spec.recorded_step)
+                logger.info("job %s: started in the worker (%d steps are on record)", job.id, spec.recorded_step)
             return False
 
     async def _next_in_queue(self) -> JobRecord | None:
