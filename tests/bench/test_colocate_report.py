@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cotenant.bench.colocate_report import write_report
+from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines, table_row
 from cotenant.bench.comparison import compare
 from cotenant.bench.device_losses import loss_rows
@@ -87,7 +87,7 @@ def report() -> dict[str, Any]:
 
 
 def written(path: Path, report: dict[str, Any]) -> ElementTree.Element:
-    write_report(path, {**report, "comparison": compare(report, 0.99)})
+    path.write_text(report_page({**report, "comparison": compare(report, 0.99)}), encoding="utf-8")
     return ElementTree.fromstring(path.read_text(encoding="utf-8"))
 
 
@@ -123,9 +123,8 @@ def test_the_page_has_every_policy_and_every_chart_and_nothing_from_elsewhere(
 
 def test_a_grid_of_several_runs_names_them(tmp_path: Path, report: dict[str, Any]) -> None:
     runs = [{"command": f"bench part {number}", "train_alone_tokens_per_s": 1000.0 + number} for number in (1, 2, 1)]
-    comparison = compare(report, 0.99)
-    write_report(tmp_path / "page.html", {**report, "runs": runs, "comparison": comparison})
-    text = " ".join(ElementTree.parse(tmp_path / "page.html").getroot().itertext())
+    root = written(tmp_path / "page.html", {**report, "runs": runs})
+    text = " ".join(root.itertext())
     assert "1,001, 1,002, 1,001 tokens/s with the device to itself, measured in the same run each" in text
     assert text.count("bench part 1") == 1 == text.count("bench part 2")
     assert report["command"] not in text

@@ -33,15 +33,12 @@ def test_figures_and_their_floor(tmp_path: Path) -> None:
     assert "prompt of" in result.stdout
 
 
-def test_default_prompts_fit_the_model_and_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def test_default_prompts_fit_the_model() -> None:
     flags = ["--batch-sizes", "1", "--context", "48", "--num-steps", "8", "--repeats", "1", "--device", "cpu"]
-    result = bench_engine("tiny", *flags, "--json", str(tmp_path / "file" / "engine.json"))
+    result = bench_engine("tiny", *flags)
+    assert result.returncode == 0, result.stderr
     assert "512" in result.stdout
     assert "2048" not in result.stdout
-    assert result.returncode == 1
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("error: --json: ")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cotenant.bench.colocate_charts import ColocateCharts
@@ -16,9 +15,9 @@ from cotenant.bench.page import page, table
 _MARKS = "A hollow mark, and a row in grey: the policy misses the SLO there."
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """``report``: what ``--json`` has, with its comparison. Raises OSError."""
-    path.write_text(page(f"cotenant: {report['label']}", _body(report)), encoding="utf-8")
+def report_page(report: Mapping[str, Any]) -> str:
+    """``report``: what ``--json`` has, with its comparison."""
+    return page(f"cotenant: {report['label']}", _body(report))
 
 
 def _body(report: Mapping[str, Any]) -> str:

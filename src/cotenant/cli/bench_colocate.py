@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cotenant.bench.colocate_report import write_report
+from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
 from cotenant.bench.comparison import REFERENCE, compare
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
@@ -27,7 +27,7 @@ from cotenant.cli.colocate_grid import Grid
 from cotenant.cli.colocate_loads import plan_trace, read_traces, steady_load, steady_parameters, trace_load
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import fail, write_json
+from cotenant.cli.output import check_outputs, write_json, write_text
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -121,6 +121,7 @@ def colocate(
         raise InvalidInputError(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
         )
+    check_outputs(json=json_path, html=html_path)
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -175,7 +176,7 @@ def colocate(
     if json_path is not None:
         write_json(json_path, report, is_compact=True)
     if html_path is not None:
-        save_html(html_path, report)
+        write_text("html", html_path, report_page(report))
 
 
 def _policies(text: str, skip_hopeless: bool) -> list[str]:
@@ -198,15 +199,6 @@ def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str]) ->
         lora=LoraConfig(),
         coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None, sm_shares=tuple(shares)),
     )
-
-
-def save_html(path: Path, report: dict[str, Any]) -> None:
-    """Write what ``--html`` asked for, or say why it cannot be and end the program."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_report(path, report)
-    except OSError as error:
-        fail(f"--html: {path} cannot be written: {error}", exit_code=1)
 
 
 def _report(bench: ColocateBench, label: str) -> dict[str, Any]:

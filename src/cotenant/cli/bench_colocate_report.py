@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines
 from cotenant.bench.comparison import compare
-from cotenant.cli.bench_colocate import save_html
 from cotenant.cli.colocate_parts import joined, read_report
-from cotenant.cli.output import write_json
+from cotenant.cli.output import check_outputs, write_json, write_text
 
 
 def colocate_report(
@@ -31,11 +31,12 @@ def colocate_report(
 ) -> None:
     """Compare policies by what was measured before, also in several runs, and write the report with charts; of a run
     that was cut off, as far as it came."""
+    check_outputs(json=json_path, html=html_path)
     report = joined({str(file): read_report(file) for file in files})
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
     if json_path is not None:
         write_json(json_path, report, is_compact=True)
     if html_path is not None:
-        save_html(html_path, report)
+        write_text("html", html_path, report_page(report))
     for line in comparison_lines(report["comparison"]):
         typer.echo(line)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure, whole_numbers
-from cotenant.cli.output import write_json
+from cotenant.cli.output import check_outputs, write_json
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
@@ -61,6 +61,7 @@ def engine(
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     lengths = _prompt_lengths(prompt_lengths, model, limit)
     _check_context(context, num_steps, most, model, limit)
+    check_outputs(json=json_path)
     config = ServerConfig(
         model=replace(chosen, max_model_len=min(limit, _model_len(lengths, context, num_steps))),
         cache=CacheConfig(enable_prefix_caching=False),  # every prompt is computed

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import write_json
+from cotenant.cli.output import check_outputs, write_json
 from cotenant.core.errors import InvalidInputError
 
 KIND = "finetune"
@@ -57,6 +57,7 @@ def finetune(
     check_rows(model, limit, seq_len, tokens_per_step)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
+    check_outputs(json=json_path)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions
     from cotenant.runtime.finetune_bench import open_bench

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 import typer
+
+from cotenant.core.errors import InvalidInputError
 
 USER_ERROR_EXIT_CODE = 2
 
@@ -24,18 +27,58 @@ def print_error(message: str) -> None:
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
 
 
+def check_outputs(**paths: Path | None) -> None:
+    """Raise InvalidInputError where the file of a flag (``json=…``: ``--json``) could not be written: before what is to
+    be in it is measured. Nothing is made or changed."""
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        try:
+            if path.is_dir():
+                raise InvalidInputError(f"--{flag}: {path} is a folder; name a file in it", param=flag)
+            if not path.exists() or _is_replaced(path):
+                check_folder(flag, Path(os.path.realpath(path)).parent if path.is_symlink() else path.parent)
+            elif not os.access(path, os.W_OK):
+                raise InvalidInputError(f"--{flag}: {path} may not be written; name another file", param=flag)
+        except OSError as error:
+            raise InvalidInputError(f"--{flag}: {path} cannot be written: {error.strerror}", param=flag) from error
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raise InvalidInputError where nothing could be written in ``folder``, which may have to be made first. Nothing is
+    left there."""
+    there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise InvalidInputError(f"--{flag}: {there} is not a folder; name another path", param=flag)
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise InvalidInputError(
+            f"--{flag}: nothing can be written in {there}: {error.strerror}; name another path", param=flag
+        ) from error
+
+
 def write_json(path: Path, content: object, is_compact: bool = False) -> None:
     """Write what ``--json`` asked for, or say why it cannot be and end the program. A file is replaced as a whole."""
-    text = json.dumps(content, indent=None if is_compact else 1) + "\n"
+    write_text("json", path, json.dumps(content, indent=None if is_compact else 1) + "\n")
+
+
+def write_text(flag: str, path: Path, text: str) -> None:
+    """The same for any flag and text."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
-        if is_plain and os.access(path.parent, os.W_OK):
+        if _is_replaced(path):
             _replace(path, text)
-        else:  # a pipe or what is redirected, a file that has another name, or the only one that may be written there
+        else:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        fail(f"--json: {path} cannot be written: {error}", exit_code=1)
+        fail(f"--{flag}: {path} cannot be written: {error}", exit_code=1)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Not a pipe or what is redirected, a file that has another name, or the only one that may be written there."""
+    is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
+    return is_plain and os.access(path.parent, os.W_OK)
 
 
 def _replace(path: Path, text: str) -> None:
