@@ -21,6 +21,7 @@ COMMANDS = [
     (NOBODY, "json"),
     (("bench", "colocate-report", "/no/such/file"), "json"),
     (("bench", "colocate-report", "/no/such/file"), "html"),
+    (("demo",), "output"),
 ]
 
 

@@ -89,10 +89,9 @@ class Demo:
         )
 
     async def run(self) -> dict[str, Any]:
-        """All phases; writes the report files and returns the report."""
+        """All phases; writes the report files and returns the report. Raises OSError where they cannot be written."""
         output = self._options.output
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
+        _empty(output)
         beside: list[RequestResult] = []
         with self._view.shown():
             alone, targets = await self._requests_alone()
@@ -314,6 +313,16 @@ class Demo:
             for event in events
             if event["type"] == "metrics"
         ]
+
+
+def _empty(folder: Path) -> None:
+    """Or make it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _corun_speed(tokens_per_s: float, alone_tokens_per_s: float) -> dict[str, float]:

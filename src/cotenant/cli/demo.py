@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cotenant.cli.output import fail
+from cotenant.cli.output import check_folder, fail
 from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
 
@@ -27,6 +27,7 @@ def demo(
     _check_trains("policy", policy)
     if beside:
         _check_trains("beside", beside)
+    check_folder("output", output)
     if not _may_be_emptied(output):
         raise InvalidInputError(
             f"--output: {output} is not a folder of an earlier demo and not empty; name another one", param="output"
@@ -49,7 +50,7 @@ def demo(
     )
     try:
         report = asyncio.run(Demo(options, console).run())
-    except* (ServerError, HTTPError) as group:
+    except* (ServerError, HTTPError, OSError) as group:
         reasons = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
         fail(f"the demo could not be measured: {reasons}; the server's log is {output / 'server.log'}", exit_code=1)
     print_table(report, console)
