@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from cotenant.core.errors import ConflictError
+from cotenant.store import lock_folder, open_store
 from forked import run_command
 from small_model import small_model
 
@@ -29,6 +32,28 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     assert run_profile("--batch-sizes", "3", *flags).returncode == 0
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert {2, 3} <= sizes, "what was measured before is still there"
+    open_store(tmp_path).close()  # the folder is a server's again
+
+
+def test_a_folder_that_a_server_uses_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    store = open_store(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    result = run_profile(*small_model(tmp_path), "--device", "cpu", "--data-dir", str(folder))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith(f"error: The data folder {folder} is in use by a server (process {os.getpid()}). Stop it, ")
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert not (folder / "latencies").exists()
+    store.close()
+
+
+def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path, "`cotenant profile`")
+    with pytest.raises(ConflictError, match=r"in use by `cotenant profile` \(process \d+\)\. Stop it"):
+        open_store(tmp_path)
+    lock.release()
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def expected_content(number: str) -> bytes:
 
 def test_a_second_server_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    with pytest.raises(ConflictError, match=r"in use by another server \(process \d+\).*--data-dir"):
+    with pytest.raises(ConflictError, match=r"in use by a server \(process \d+\).*--data-dir"):
         open_store(tmp_path)
     store.close()
     open_store(tmp_path).close()

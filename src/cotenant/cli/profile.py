@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,9 @@ from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
+
+if TYPE_CHECKING:
+    from cotenant.runtime.colocate_bench import ColocateBench
 
 _SECONDS_ALONE = 5.0  # of training
 _NUM_TOKENS = 24  # of each sequence, for each shape
@@ -40,9 +44,10 @@ def profile(
     else it meets it learns by itself."""
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
-    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
     from cotenant.runtime.colocate_bench import PROFILE_UNTIMED, ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
+    from cotenant.store import lock_folder
 
     def longest(shape: tuple[int, int]) -> int:
         return steady_len(*shape, _NUM_TOKENS, PROFILE_UNTIMED)
@@ -50,28 +55,40 @@ def profile(
     shapes = [shape for shape in itertools.product(sizes, lengths) if longest(shape) <= limit]
     if not shapes:
         raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
+    folder = data_dir.expanduser().resolve()
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
         batch=BatchConfig(max_queue=1_000_000),
         coexecution=CoExecutionConfig("adaptive", tasklet_tokens=tasklet_tokens),
-        data_dir=str(data_dir.expanduser().resolve()),
+        data_dir=str(folder),
     )
     seq_len = min(_SEQ_LEN, limit)
-    start_s = time.perf_counter()
     workload = Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)
-    with ColocateBench(config, workload, uses_data_dir=True) as bench:
-        alone = bench.alone(_SECONDS_ALONE)
-        for size, length in shapes:
-            if size <= bench.max_num_seqs:
-                # Whatever the targets will be: some tasklets run beside each step, and no more.
-                slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
-                cell, shared = bench.profile(slo, size, length, _NUM_TOKENS)
-                tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
-                typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
-                for each in shared:
-                    typer.echo(
-                        f"  on {each.partition.online_sms} of {each.partition.num_sms} SMs: {each.step_ms:.2f} ms, "
-                        f"training on the others at {each.train_tokens_per_s / alone:.0%} of its speed alone"
-                    )
-        num_records, path = bench.save_latencies()
+    # A server there would sooner or later write what it has learned itself over what is measured here.
+    lock = lock_folder(folder, "`cotenant profile`")
+    start_s = time.perf_counter()
+    try:
+        with ColocateBench(config, workload, uses_data_dir=True) as bench:
+            _measure(bench, shapes)
+            num_records, path = bench.save_latencies()
+    finally:
+        lock.release()
     typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")
+
+
+def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
+    """Each of these shapes, a number of sequences and their tokens, and say what came of it."""
+    alone = bench.alone(_SECONDS_ALONE)
+    for size, length in shapes:
+        if size > bench.max_num_seqs:
+            continue
+        # Whatever the targets will be: some tasklets run beside each step, and no more.
+        slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
+        cell, shared = bench.profile(slo, size, length, _NUM_TOKENS)
+        tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
+        typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
+        for each in shared:
+            typer.echo(
+                f"  on {each.partition.online_sms} of {each.partition.num_sms} SMs: {each.step_ms:.2f} ms, "
+                f"training on the others at {each.train_tokens_per_s / alone:.0%} of its speed alone"
+            )

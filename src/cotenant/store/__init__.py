@@ -4,6 +4,7 @@ Calls are synchronous and may come from any thread (``asyncio.to_thread``). What
 """
 
 from cotenant.store.errors import StoreError
+from cotenant.store.lock import lock_folder
 from cotenant.store.records import (
     CheckpointRecord,
     EventRecord,
@@ -33,5 +34,6 @@ __all__ = [
     "ServedAdapter",
     "Store",
     "StoreError",
+    "lock_folder",
     "open_store",
 ]

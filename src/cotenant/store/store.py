@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cotenant.core.errors import InvalidInputError
 from cotenant.durable import TEMPORARY_PREFIX, remove_leftovers
 from cotenant.store.adapters import AdapterCatalog
 from cotenant.store.ballast import Ballast
@@ -13,7 +12,7 @@ from cotenant.store.database import Database
 from cotenant.store.events import EventStore
 from cotenant.store.files import FILES_FOLDER, FileStore
 from cotenant.store.jobs import JOBS_FOLDER, JobStore
-from cotenant.store.lock import FolderLock
+from cotenant.store.lock import FolderLock, lock_folder
 from cotenant.store.records import ServedAdapter
 
 logger = logging.getLogger(__name__)
@@ -50,19 +49,11 @@ class Store:
 def open_store(folder: Path) -> Store:
     """Lock a data folder (made if it isn't there), remove what a crash left half-written, and open its database.
 
-    Raises ConflictError if another server uses the folder or a newer version wrote it, InvalidInputError if it cannot
+    Raises ConflictError if another process uses the folder or a newer version wrote it, InvalidInputError if it cannot
     be used at all, StoreError if the disk is full.
     """
     folder = folder.absolute()
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = FolderLock(folder)
-    except OSError as error:
-        raise InvalidInputError(
-            f"The data folder {folder} cannot be used: {error.strerror}. Choose another one with --data-dir.",
-            code="bad_data_dir",
-            param="data-dir",
-        ) from error
+    lock = lock_folder(folder, "a server")
     try:
         _remove_leftovers(folder)
         ballast = Ballast(folder)
