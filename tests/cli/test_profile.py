@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,43 @@ def test_a_folder_that_a_server_uses_is_left_alone(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
     assert not (folder / "latencies").exists()
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "complaint"),
+    [
+        ("/proc/x", "nothing can be written in /proc: "),
+        ("{0}/file/data", "{0}/file is not a folder"),
+        ("{0}/data", "{0}/data/latencies is not a folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
+    tmp_path: Path, folder: str, complaint: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "latencies").touch()
+    result = run_profile(*small_model(tmp_path), "--device", "cpu", "--data-dir", folder.format(tmp_path))
+    assert result.returncode == 2
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith(f"error: --data-dir: {complaint.format(tmp_path)}")
+
+
+def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path) -> None:
+    def get_in_the_way() -> None:
+        while not (tmp_path / "data" / "LOCK").exists():
+            time.sleep(0.01)
+        (tmp_path / "data" / "latencies").touch()
+
+    thread = threading.Thread(target=get_in_the_way, daemon=True)
+    thread.start()
+    flags = ["--device", "cpu", "--batch-sizes", "1", "--contexts", "64", "--data-dir", str(tmp_path / "data")]
+    result = run_profile(*small_model(tmp_path), *flags)
+    assert result.returncode == 1
+    assert "latencies in" not in result.stdout
+    line = result.stderr.strip().splitlines()[-1]  # the log may say before that there is nothing to read
+    assert line.startswith(f"error: --data-dir: latencies cannot be kept in {tmp_path / 'data'}: ")
 
 
 def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cotenant.cli.options import model_to_measure, whole_numbers
+from cotenant.cli.output import check_folder, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -47,6 +48,7 @@ def profile(
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
     from cotenant.runtime.colocate_bench import PROFILE_UNTIMED, ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
+    from cotenant.runtime.latency_file import LATENCY_FOLDER
     from cotenant.store import lock_folder
 
     def longest(shape: tuple[int, int]) -> int:
@@ -64,13 +66,17 @@ def profile(
     )
     seq_len = min(_SEQ_LEN, limit)
     workload = Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)
+    check_folder("data-dir", folder / LATENCY_FOLDER)
     # A server there would sooner or later write what it has learned itself over what is measured here.
     lock = lock_folder(folder, "`cotenant profile`")
     start_s = time.perf_counter()
     try:
         with ColocateBench(config, workload, uses_data_dir=True) as bench:
             _measure(bench, shapes)
-            num_records, path = bench.save_latencies()
+            try:
+                num_records, path = bench.save_latencies()
+            except OSError as error:
+                fail(f"--data-dir: latencies cannot be kept in {folder}: {error}", exit_code=1)
     finally:
         lock.release()
     typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")

@@ -158,9 +158,10 @@ class ColocateBench:
         return self._tenants.predictor.batch_ms(BatchShape(batch_size, batch_size * context)) or 0.0
 
     def save_latencies(self) -> tuple[int, Path]:
-        """Keep what was measured in the configuration's data folder: how many records there are, and where."""
+        """Keep what was measured in the configuration's data folder: how many records there are, and where. Raises
+        OSError."""
         tenants = self._tenants
-        tenants.latencies.save(tenants.predictor)
+        tenants.latencies.write(tenants.predictor)
         return tenants.predictor.num_records, tenants.latencies.path
 
     def description(self) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from cotenant.predictor.predictor import LatencyPredictor
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "latencies"
+LATENCY_FOLDER = "latencies"  # in the data folder
 
 
 class LatencyFile:
-    """One file for each pair of hardware and model. That it cannot be read or written is told in the log: what it holds
+    """One file for each pair of hardware and model. That it cannot be read or saved is told in the log: what it holds
     can be measured again."""
 
     def __init__(self, data_dir: Path, hardware: str, model: str) -> None:
         name = hashlib.sha256(f"{hardware}/{model}".encode()).hexdigest()[:16]
-        self.path = data_dir / _FOLDER / f"{name}.json"
+        self.path = data_dir / LATENCY_FOLDER / f"{name}.json"
 
     def load(self, predictor: LatencyPredictor) -> int:
         """Take over what is there: how many records."""
@@ -38,12 +38,16 @@ class LatencyFile:
             return 0
 
     def save(self, predictor: LatencyPredictor) -> None:
+        try:
+            self.write(predictor)
+        except OSError as error:
+            logger.warning("measured latencies cannot be kept: %s", error)
+
+    def write(self, predictor: LatencyPredictor) -> None:
+        """As ``save``, but raises OSError."""
         exported = predictor.export()
 
         def write(path: Path) -> None:
             path.write_bytes(exported)
 
-        try:
-            write_atomically(self.path, write)
-        except OSError as error:
-            logger.warning("measured latencies cannot be kept: %s", error)
+        write_atomically(self.path, write)
