@@ -31,6 +31,14 @@ def test_figures_and_their_floor(tmp_path: Path) -> None:
         assert row["ratio_to_floor"] > 0.5
     assert report["ceilings"]["copy_gb_s"] > 0.1
     assert "prompt of" in result.stdout
+    assert result.stderr.splitlines() == [
+        "loading tiny, and timing the device",
+        "decode: batches of 1, 8 steps timed",
+        "decode: batches of 3, 8 steps timed",
+        "prompts of 24 tokens: 2 timed",
+        "decode: batches of 3, 8 steps timed",
+        "decode: batches of 3 with 2 adapters, 8 steps timed",
+    ]
 
 
 def test_default_prompts_fit_the_model() -> None:
@@ -56,6 +64,6 @@ def test_default_prompts_fit_the_model() -> None:
 def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
     result = bench_engine(*arguments)
     assert result.returncode == 2
-    (line,) = result.stderr.strip().splitlines()
+    (line,) = [each for each in result.stderr.strip().splitlines() if not each.startswith("loading ")]
     assert line.startswith("error: ")
     assert complaint in line

@@ -53,6 +53,14 @@ def test_figures_agree_with_each_other(tmp_path: Path) -> None:
     # A CPU is idle once the stop is noticed.
     assert report["suspend"]["noticed_ms"]["max"] <= report["suspend"]["latency_ms"]["max"]
     assert "tasklet: backward" in result.stdout
+    assert result.stderr.splitlines() == [
+        "loading tiny, and timing the device",
+        "warming up: 1 step",
+        "timing 3 steps",
+        "uncut: 3 pairs of steps",
+        "suspend: 12 samples",
+        "discard: 12 samples",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure, whole_numbers
-from cotenant.cli.output import check_outputs, write_json
+from cotenant.cli.output import check_outputs, counted, say_phase, write_json
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from cotenant.core.request import AdapterRef
     from cotenant.runtime.engine_bench import EngineBench
 
 KIND = "engine"
@@ -76,17 +78,31 @@ def engine(
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.engine_bench import open_bench
 
+    say_phase(f"loading {model}, and timing the device")
     bench = open_bench(config)
-    decode = [bench.decode(size, context, num_steps) for size in sizes]
-    prefill = [bench.prefill(length, repeats) for length in lengths]
+    decode = [_decode(bench, size, context, num_steps) for size in sizes]
+    prefill = [_prefill(bench, length, repeats) for length in lengths]
     if adapters:
-        decode.append(bench.decode(lora_batch_size, context, num_steps))
+        decode.append(_decode(bench, lora_batch_size, context, num_steps))
         refs = bench.random_adapters(max(adapters), lora_rank)
-        decode += [bench.decode(lora_batch_size, context, num_steps, refs[:count]) for count in adapters]
+        decode += [_decode(bench, lora_batch_size, context, num_steps, refs[:count]) for count in adapters]
     report = _report(bench, label, decode, prefill)
     _print(report)
     if json_path is not None:
         write_json(json_path, report)
+
+
+def _decode(
+    bench: EngineBench, batch_size: int, context: int, num_steps: int, adapters: Sequence[AdapterRef] = ()
+) -> dict[str, Any]:
+    with_adapters = f" with {counted(len(adapters), 'adapter')}" if adapters else ""
+    say_phase(f"decode: batches of {batch_size}{with_adapters}, {counted(num_steps, 'step')} timed")
+    return bench.decode(batch_size, context, num_steps, adapters)
+
+
+def _prefill(bench: EngineBench, num_tokens: int, repeats: int) -> dict[str, Any]:
+    say_phase(f"prompts of {counted(num_tokens, 'token')}: {repeats} timed")
+    return bench.prefill(num_tokens, repeats)
 
 
 def _prompt_lengths(text: str | None, model: str, limit: int) -> list[int]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import check_outputs, write_json
+from cotenant.cli.output import check_outputs, counted, say_phase, write_json
 from cotenant.core.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from cotenant.runtime.finetune_bench import FinetuneBench
 
 KIND = "finetune"
 _REQUIRED_BYTES = 4 << 30
@@ -64,16 +67,13 @@ def finetune(
     from cotenant.runtime.finetune_workload import Workload
 
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len)
+    say_phase(f"loading {model}, and timing the device")
     bench = open_bench(chosen, workload)
     report = {
         "kind": KIND,
         "label": label,
         **bench.description(),
-        **bench.steps(num_steps, num_warmup_steps),
-        "uncut": bench.uncut(num_steps),
-        "suspend": bench.suspend(num_samples),
-        "discard": bench.discard(num_samples),
-        "require": bench.require(num_samples, _REQUIRED_BYTES),
+        **_measure(bench, num_steps, num_warmup_steps, num_samples),
         "machine": machine(),
         "versions": versions(),
         "command": command_line(sys.argv),
@@ -82,6 +82,24 @@ def finetune(
     _print(report)
     if json_path is not None:
         write_json(json_path, report)
+
+
+def _measure(bench: FinetuneBench, num_steps: int, num_warmup_steps: int, num_samples: int) -> dict[str, Any]:
+    """One measurement after the other, as they stand in the JSON."""
+    say_phase(f"warming up: {counted(num_warmup_steps, 'step')}")
+    bench.warm_up(num_warmup_steps)
+    say_phase(f"timing {counted(num_steps, 'step')}")
+    figures = bench.steps(num_steps)
+    say_phase(f"uncut: {counted(num_steps, 'pair')} of steps")
+    figures["uncut"] = bench.uncut(num_steps)
+    say_phase(f"suspend: {counted(num_samples, 'sample')}")
+    figures["suspend"] = bench.suspend(num_samples)
+    say_phase(f"discard: {counted(num_samples, 'sample')}")
+    figures["discard"] = bench.discard(num_samples)
+    if bench.has_arena:
+        say_phase(f"require: {counted(num_samples, 'sample')}")
+    figures["require"] = bench.require(num_samples, _REQUIRED_BYTES)
+    return figures
 
 
 def check_rows(model: str, limit: int, seq_len: int, tokens_per_step: int) -> None:

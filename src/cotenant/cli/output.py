@@ -1,4 +1,4 @@
-"""How the command line speaks: errors on stderr, everything else on stdout."""
+"""How the command line speaks: errors and progress on stderr, everything else on stdout."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def fail(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
 
 def print_error(message: str) -> None:
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+
+
+def say_phase(phase: str) -> None:
+    """A line for a phase that takes its time, as it begins."""
+    typer.echo(phase, err=True)
 
 
 def check_outputs(**paths: Path | None) -> None:
@@ -96,6 +101,11 @@ def _replace(path: Path, text: str) -> None:
 def local_time(timestamp_s: int | float | None) -> str:
     """A Unix time as people here write it, or a dash."""
     return "-" if timestamp_s is None else datetime.fromtimestamp(timestamp_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 step' or '2 steps'."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def duration(seconds: float) -> str:

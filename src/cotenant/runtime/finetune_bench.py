@@ -12,7 +12,8 @@ import resource
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -99,6 +100,11 @@ class FinetuneBench:
         self._micro_batches = split(dataset, self._order.step(0), self._trainer.max_tokens)
         self._trainer.start()
 
+    @property
+    def has_arena(self) -> bool:
+        """Whether activations lie in one, as they do where layers are captured."""
+        return self._activations is not None
+
     def description(self) -> dict[str, Any]:
         """What was measured on what."""
         return {
@@ -110,12 +116,20 @@ class FinetuneBench:
             "tasklet_tokens": self._tasklet_tokens,
             "micro_batch_tokens": self._micro_batches[0].num_tokens,
             "num_micro_batches": len(self._micro_batches),
-            "captured": self._activations is not None,
+            "captured": self.has_arena,
             "flop_per_token": flop_per_token(self._resolved.spec),
             "flop_per_token_multiplied": flop_per_token(self._resolved.spec, only_multiplied=True),
         }
 
-    def steps(self, num_steps: int, num_warmup_steps: int) -> dict[str, Any]:
+    def warm_up(self, num_steps: int) -> None:
+        """So many optimizer steps that are not timed. Raises InvalidInputError when memory runs out."""
+        with self._memory_suffices():
+            for _ in range(num_steps):
+                self._run_step()
+            self._device.synchronize()
+            self._device.finished_tasklets()
+
+    def steps(self, num_steps: int, num_warmup_steps: int = 0) -> dict[str, Any]:
         """Time ``num_steps`` optimizer steps. A step ends where the host has launched its optimizer tasklet, which
         waits for the gradient's norm.
 
@@ -124,12 +138,14 @@ class FinetuneBench:
         that of all threads. On a CPU the launching thread computes as well. Raises InvalidInputError when memory runs
         out.
         """
-        try:
-            for _ in range(num_warmup_steps):
-                self._run_step()
-            self._device.synchronize()
-            self._device.finished_tasklets()
+        self.warm_up(num_warmup_steps)
+        with self._memory_suffices():
             return self._timed_steps(num_steps)
+
+    @contextmanager
+    def _memory_suffices(self) -> Iterator[None]:
+        try:
+            yield
         except torch.OutOfMemoryError as error:
             raise InvalidInputError(
                 f"micro-batches of {self._micro_batches[0].num_tokens} tokens do not fit into the device's memory: "
