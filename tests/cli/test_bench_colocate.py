@@ -224,7 +224,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--policies", "multitask,fastest"], "--policy: must be one of adaptive"),
+        (["--policies", "multitask,fastest"], "error: --policies: each must be one of adaptive, "),
         (["--slo-tpot-ms", "10,fast"], "--slo-tpot-ms: expected numbers above 0"),
         (["--policies", " ,"], "--policies: which are to be measured?"),
         (["--batch-sizes", ""], "--batch-sizes or --trace"),

@@ -28,7 +28,7 @@ from cotenant.cli.colocate_loads import plan_trace, read_traces, steady_load, st
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, write_json, write_text
-from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
+from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 from cotenant.scheduler.space import sm_shares
@@ -185,7 +185,10 @@ def _policies(text: str, skip_hopeless: bool) -> list[str]:
     if not names:
         raise InvalidInputError("--policies: which are to be measured?", param="policies")
     for name in names:
-        CoExecutionConfig(policy=name)  # that it exists
+        if name not in POLICIES:
+            raise InvalidInputError(
+                f"--policies: each must be one of {', '.join(POLICIES)}, not {name!r}", param="policies"
+            )
     if skip_hopeless and REFERENCE not in names:
         raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
     return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
