@@ -26,9 +26,9 @@ CONFIG = {
 }
 
 
-def small_model(folder: Path) -> list[str]:
+def small_model(folder: Path, max_position_embeddings: int = 1024) -> list[str]:
     """How a command names it: its folder, which is made in ``folder``, and that its weights are random."""
     path = folder / "small"
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": max_position_embeddings}))
     return [str(path), "--load-format", "dummy"]

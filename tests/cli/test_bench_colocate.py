@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from cotenant.bench.device_losses import losses
+from cotenant.cli.colocate_loads import steady_lengths
 from forked import run_command
 from small_model import small_model
 
@@ -110,6 +111,35 @@ def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
     names = [caption.text or "" for caption in root.iter("figcaption")]
     for policy in ("multitask", "inference-only"):
         assert f"{policy}: who has the device" in names
+
+
+def test_what_is_not_given_is_what_a_small_model_takes(tmp_path: Path) -> None:
+    path = tmp_path / "colocate.json"
+    flags = ["--policies", "inference-only", "--slo-tpot-ms", "10000", "--alone-seconds", "0.5", "--device", "cpu"]
+    result = bench_colocate(*small_model(tmp_path, 1000), *flags, "--batch-sizes", "2,4", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert (report["training"]["seq_len"], report["training"]["tokens_per_step"]) == (1000, 4000)
+    lengths = {(cell["context"], cell["num_tokens"]) for cell in report["cells"]}
+    assert lengths == {(64, 32)}, "80 tokens of 1,000 are left of four sequences, half of the timed ones behind"
+
+
+@pytest.mark.parametrize(
+    ("context", "num_tokens", "most", "chosen"),
+    [
+        (None, None, 1280, (1024, 512)),
+        (None, None, 1279, (1023, 511)),
+        (None, None, 100_000, (1024, 512)),
+        (None, 400, 1000, (800, 400)),
+        (700, None, 800, (700, 200)),
+        (2, None, 100, (2, 99)),
+        (5000, 512, 100, (5000, 512)),
+    ],
+)
+def test_lengths_that_are_not_given_fit(
+    context: int | None, num_tokens: int | None, most: int, chosen: tuple[int, int]
+) -> None:
+    assert steady_lengths(context, num_tokens, most) == chosen
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
@@ -237,8 +267,9 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "take up to 2176; the model takes 1024",
+            "error: --context: 400 tokens of 32 sequences around 1000 take up to 2176; the model takes 1024",
         ),
+        (["--batch-sizes", "64"], "error: --batch-sizes: 8 tokens of 64 sequences around 2 take up to "),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cotenant.cli.bench_finetune import choose_rows
 from forked import run_command
+from small_model import small_model
 
 
 def bench_finetune(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,6 +63,31 @@ def test_figures_agree_with_each_other(tmp_path: Path) -> None:
         "suspend: 12 samples",
         "discard: 12 samples",
     ]
+
+
+def test_rows_are_as_long_as_a_small_model_takes(tmp_path: Path) -> None:
+    path = tmp_path / "finetune.json"
+    counts = ["--steps", "1", "--warmup-steps", "0", "--samples", "1", "--r", "2"]
+    result = bench_finetune(*small_model(tmp_path, 1000), *counts, "--device", "cpu", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert (report["seq_len"], report["tokens_per_step"]) == (1000, 16000)
+
+
+@pytest.mark.parametrize(
+    ("limit", "seq_len", "tokens_per_step", "chosen"),
+    [
+        (131072, None, None, (2048, 16384)),
+        (131072, 4096, None, (4096, 16384)),
+        (131072, 3000, None, (3000, 15000)),
+        (131072, 32768, None, (32768, 32768)),
+        (1024, None, 2048, (1024, 2048)),
+    ],
+)
+def test_what_is_not_given_is_as_usual_in_whole_rows(
+    limit: int, seq_len: int | None, tokens_per_step: int | None, chosen: tuple[int, int]
+) -> None:
+    assert choose_rows("model", limit, seq_len, tokens_per_step, 16384) == chosen
 
 
 @pytest.mark.parametrize(

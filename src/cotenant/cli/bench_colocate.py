@@ -21,10 +21,19 @@ from cotenant.bench.comparison import REFERENCE, compare
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
 from cotenant.bench.device_losses import NOTE as LOSS_NOTE
 from cotenant.bench.device_losses import loss_rows
-from cotenant.cli.bench_finetune import check_rows
+from cotenant.cli.bench_finetune import SEQ_LEN_DEFAULT, choose_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
 from cotenant.cli.colocate_grid import Grid
-from cotenant.cli.colocate_loads import plan_trace, read_traces, steady_load, steady_parameters, trace_load
+from cotenant.cli.colocate_loads import (
+    CONTEXT,
+    NUM_TOKENS,
+    plan_trace,
+    read_traces,
+    steady_lengths,
+    steady_load,
+    steady_parameters,
+    trace_load,
+)
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, write_json, write_text
@@ -37,6 +46,7 @@ if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
 
 _TTFT_SLO_MS = 500.0
+_TOKENS_PER_STEP = 4096
 _FILE_WIDTH = 140  # of tables, in a file or a pipe
 
 
@@ -53,8 +63,23 @@ def colocate(
     batch_sizes: Annotated[
         str, typer.Option(help="Steady decoding of so many sequences, one row each; '' for none.")
     ] = "32",
-    context: Annotated[int, typer.Option(min=2, help="Tokens of each of them, about.")] = 1024,
-    num_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each of them that are timed.")] = 512,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help=f"Tokens of each of them, about. Default: {CONTEXT}, or what the model takes if that is less.",
+            show_default=False,
+        ),
+    ] = None,
+    num_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=8,
+            help=f"Tokens of each of them that are timed. Default: {NUM_TOKENS}, or what the model takes if that is "
+            "less.",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         list[Path] | None,
         typer.Option(
@@ -81,8 +106,18 @@ def colocate(
         bool,
         typer.Option(help="Begin with inference-only, and measure nothing else where that misses the SLO already."),
     ] = False,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence.")] = 2048,
-    tokens_per_step: Annotated[int, typer.Option(min=2, help="Of an optimizer step, a multiple of --seq-len.")] = 4096,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"Tokens of each training sequence. {SEQ_LEN_DEFAULT}", show_default=False),
+    ] = None,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help=f"Of an optimizer step, a multiple of --seq-len. Default: the most up to {_TOKENS_PER_STEP}.",
+            show_default=False,
+        ),
+    ] = None,
     tasklet_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
     ] = 0,
@@ -116,7 +151,7 @@ def colocate(
     chosen, limit = model_to_measure(model, load_format, dtype, device)
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
-    check_rows(model, limit, seq_len, tokens_per_step)
+    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
     if not trace and (window is not None or busiest is not None or cell_seconds is not None):
         raise InvalidInputError(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
@@ -130,15 +165,18 @@ def colocate(
     from cotenant.runtime.colocate_bench import ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
 
+    served, largest = max_model_len or limit, max(sizes, default=0)
+    flag = "batch-sizes" if context is None and num_tokens is None else "context"
+    context, num_tokens = steady_lengths(context, num_tokens, served + 1 - steady_len(largest, 1, 0))
     longest = max(
         [each.input_len + each.output_len for one in traces.values() for each in one.requests]
         + [steady_len(size, context, num_tokens) for size in sizes]
     )
-    if longest > (max_model_len or limit):
+    if longest > served:
         raise InvalidInputError(
-            f"--context: {num_tokens} tokens of {max(sizes)} sequences around {context} take up to {longest}; the "
-            f"model takes {max_model_len or limit}",
-            param="context",
+            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest}; the model "
+            f"takes {served}",
+            param=flag,
         )
     config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)

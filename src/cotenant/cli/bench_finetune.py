@@ -19,11 +19,16 @@ if TYPE_CHECKING:
 
 KIND = "finetune"
 _REQUIRED_BYTES = 4 << 30
+_SEQ_LEN, _TOKENS_PER_STEP = 2048, 16384  # where the model takes such sequences
+SEQ_LEN_DEFAULT = f"Default: {_SEQ_LEN}, or what the model takes if that is less."
 
 
 def finetune(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of each training sequence, or row.")] = 2048,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(min=2, help=f"Tokens of each training sequence, or row. {SEQ_LEN_DEFAULT}", show_default=False),
+    ] = None,
     min_len: Annotated[
         int | None,
         typer.Option(
@@ -31,8 +36,13 @@ def finetune(
         ),
     ] = None,
     tokens_per_step: Annotated[
-        int, typer.Option(min=2, help="Tokens of an optimizer step, a multiple of --seq-len.")
-    ] = 16384,
+        int | None,
+        typer.Option(
+            min=2,
+            help=f"Tokens of an optimizer step, a multiple of --seq-len. Default: the most up to {_TOKENS_PER_STEP}.",
+            show_default=False,
+        ),
+    ] = None,
     tasklet_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
     ] = 0,
@@ -57,7 +67,7 @@ def finetune(
     memory, the times of tasklets, and how soon training stops and gives its activations back.
     """
     chosen, limit = model_to_measure(model, load_format, dtype, device)
-    check_rows(model, limit, seq_len, tokens_per_step)
+    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
     check_outputs(json=json_path)
@@ -102,14 +112,21 @@ def _measure(bench: FinetuneBench, num_steps: int, num_warmup_steps: int, num_sa
     return figures
 
 
-def check_rows(model: str, limit: int, seq_len: int, tokens_per_step: int) -> None:
-    """Raises InvalidInputError where ``model``, which takes ``limit`` tokens, cannot train on such rows."""
+def choose_rows(
+    model: str, limit: int, seq_len: int | None, tokens_per_step: int | None, usual_tokens: int
+) -> tuple[int, int]:
+    """Tokens of a row and of an optimizer step: what is not given (None) is as usual, or what ``model`` takes, which is
+    ``limit`` tokens, and whole rows. Raises InvalidInputError where it cannot train on what is given."""
+    seq_len = min(_SEQ_LEN, limit) if seq_len is None else seq_len
+    if tokens_per_step is None:
+        tokens_per_step = max(1, usual_tokens // seq_len) * seq_len
     if seq_len > limit:
         raise InvalidInputError(f"--seq-len: {seq_len} is too long: {model} takes {limit} tokens", param="seq-len")
     if tokens_per_step % seq_len:
         raise InvalidInputError(
             f"--tokens-per-step: {tokens_per_step} is not a multiple of --seq-len {seq_len}", param="tokens-per-step"
         )
+    return seq_len, tokens_per_step
 
 
 def _print(report: dict[str, Any]) -> None:

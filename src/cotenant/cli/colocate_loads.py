@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from cotenant.runtime.colocate_cell import Cell
 
 
+CONTEXT, NUM_TOKENS = 1024, 512  # of steady decoding, where the model takes so many
+
+
 @dataclass(frozen=True, slots=True)
 class ColocateLoad:
     """``parameters``: its name and what it is, as each of its cells has them in the JSON. ``measure``: what a policy
@@ -43,6 +46,20 @@ def read_traces(
         num_skipped = trace.num_skipped + len(trace.requests) - len(fitting)
         traces[path.stem] = replace(trace, requests=fitting, num_skipped=num_skipped)
     return traces
+
+
+def steady_lengths(context: int | None, num_tokens: int | None, most: int) -> tuple[int, int]:
+    """Of sequences that decode, the tokens around which they do and how many are timed. What is not given (None) is as
+    usual, or less where the sequence would end behind token ``most``; what is given is not looked at."""
+    if context is None and num_tokens is None:
+        whole = CONTEXT + NUM_TOKENS // 2
+        return max(2, min(CONTEXT, CONTEXT * most // whole)), max(8, min(NUM_TOKENS, NUM_TOKENS * most // whole))
+    if context is None:
+        assert num_tokens is not None
+        return max(2, min(CONTEXT, most - (num_tokens - num_tokens // 2))), num_tokens
+    if num_tokens is None:
+        return context, max(8, min(NUM_TOKENS, 2 * (most - context), most - 1))
+    return context, num_tokens
 
 
 def steady_parameters(batch_size: int, context: int, num_tokens: int) -> dict[str, Any]:
