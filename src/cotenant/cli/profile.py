@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cotenant.cli.options import model_to_measure, whole_numbers
-from cotenant.cli.output import check_folder, fail
+from cotenant.cli.output import check_folder, counted, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -90,10 +90,12 @@ def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
             continue
         # Whatever the targets will be: some tasklets run beside each step, and no more.
         slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
-        cell, shared = bench.profile(slo, size, length, _NUM_TOKENS)
-        tpot_ms = sum(cell.tpot_ms) / len(cell.tpot_ms)
-        typer.echo(f"{size} sequences of about {length} tokens: {tpot_ms:.2f} ms a token beside training")
-        for each in shared:
+        found = bench.profile(slo, size, length, _NUM_TOKENS)
+        typer.echo(
+            f"{counted(size, 'sequence')} of about {counted(length, 'token')}: {found.alone_ms:.2f} ms a step alone, "
+            f"{found.beside_ms:.2f} ms with {found.tasklets_per_step:.1f} tasklets of training beside it"
+        )
+        for each in found.shared:
             typer.echo(
                 f"  on {each.partition.online_sms} of {each.partition.num_sms} SMs: {each.step_ms:.2f} ms, "
                 f"training on the others at {each.train_tokens_per_s / alone:.0%} of its speed alone"

@@ -179,3 +179,10 @@ class IterationRecord:
     num_untimed: tuple[tuple[TaskletKind, int], ...] = ()
     predicted_ms: float | None = None
     is_disturbed: bool = False
+
+    @property
+    def num_tasklets(self) -> int:
+        """All that ended in it, wherever they ran."""
+        num_fused = 0 if self.fused is None else self.fused.count
+        num_timed = sum(run.count for run, _ in (*self.tasklets, *self.beside))
+        return num_fused + num_timed + sum(count for _, count in self.num_untimed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import statistics
 import tempfile
 import time
 from collections import Counter
@@ -59,11 +60,13 @@ class _Watch:
     timeline: Timeline
     modes: Counter[str] = field(default_factory=Counter)
     errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
+    num_tasklets: int = 0  # that ended
     step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
 
     def note(self, record: IterationRecord) -> None:
         training, now_s = self.tenants.training, self.load.now_s
         self.timeline.note(now_s, record)
+        self.num_tasklets += record.num_tasklets
         if training.job_id is not None:
             view = training.view()
             num_left = view.num_left if view is not None else 0
@@ -85,6 +88,17 @@ class Shared:
     partition: Partition
     step_ms: float
     train_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """Of a shape: how long a decode step takes alone, and how long it is from one step's tokens to the next one's with
+    ``tasklets_per_step`` of training's tasklets, on all SMs; and the partitions."""
+
+    alone_ms: float
+    beside_ms: float
+    tasklets_per_step: float
+    shared: tuple[Shared, ...]
 
 
 def steady_len(batch_size: int, context: int, num_tokens: int, num_untimed: int = _MOST_LEARNING_TOKENS) -> int:
@@ -229,13 +243,17 @@ class ColocateBench:
         self._end_steady(loop, watch)
         return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
 
-    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> tuple[Cell, list[Shared]]:
-        """As ``steady`` under `adaptive` on all SMs, and again beside training in each partition."""
+    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
+        """Decode steps alone, as ``steady`` under `adaptive` on all SMs, and again beside training in each
+        partition."""
         self._warm_up("adaptive")
         load = self._steady_load(slo, batch_size, context, num_tokens, PROFILE_UNTIMED, 0)
+        alone_s = min((answer.token_s for answer in load.answers), key=len)  # of who came last: all decode since then
+        alone_ms = statistics.median(after_s - at_s for at_s, after_s in itertools.pairwise(alone_s)) * 1e3
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
-        cell = _cell("adaptive", slo, watch, start_s, end_s, None)
+        beside_ms = statistics.fmean(_cell("adaptive", slo, watch, start_s, end_s, None).tpot_ms)
+        tasklets_per_step = watch.num_tasklets / num_tokens
         shared = []
         for partition in self._tenants.serving.device.partitions:
             watch, loop = self._begin(load, "static", slo, (partition.online_share,))
@@ -243,7 +261,7 @@ class ColocateBench:
             step_ms = (end_s - start_s) * 1e3 / num_tokens
             shared.append(Shared(partition, step_ms, watch.timeline.tokens_per_s(start_s, end_s)))
         self._end_steady(loop, watch)
-        return cell, shared
+        return Profiled(alone_ms, beside_ms, tasklets_per_step, tuple(shared))
 
     def _warm_up(self, policy: str) -> None:
         """Train alone in each partition of the policy's in which nothing was trained yet."""
