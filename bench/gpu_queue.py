@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,16 +55,26 @@ def gpus_to_use(num_gpus: int) -> list[str]:
     return gpus
 
 
-def run(works: Sequence[Work], gpus: Sequence[str], seconds: float) -> bool:
+def run(
+    works: Sequence[Work], gpus: Sequence[str], seconds: float, has_ended: Callable[[Work], None] = lambda work: None
+) -> bool:
     """One after the other on each GPU, in this order; whether all ended by themselves. What still runs when the time is
-    over, or this process is told to end, gets SIGINT."""
+    over, or this process is told to end, gets SIGINT. ``has_ended`` hears of each that ended by itself, as it does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the others end, too
     end_s = time.monotonic() + seconds
     cores = sorted(os.sched_getaffinity(0))
-    waiting, busy = list(works), dict[str, Work]()
+    waiting, busy, told = list(works), dict[str, Work](), set[str]()
+
+    def tell() -> None:
+        for work in works:
+            if work.name not in told and work.process is not None and not work.running and not work.was_ended:
+                told.add(work.name)
+                has_ended(work)
+
     is_whole = True
     try:
         while waiting or any(work.running for work in busy.values()):
+            tell()
             left_s = end_s - time.monotonic()
             if left_s <= 0:
                 return False
@@ -80,6 +90,7 @@ def run(works: Sequence[Work], gpus: Sequence[str], seconds: float) -> bool:
             time.sleep(_POLL_S)
     finally:
         _end([work for work in works if work.running])
+        tell()
     return is_whole
 
 

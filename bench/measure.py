@@ -73,13 +73,8 @@ def main() -> int:
     chosen = {catalogue[name]: catalogue[name].works(out) for name in dict.fromkeys(arguments.names)}
     done = {work.name for each, works in chosen.items() for work in works if _is_done(each, work)}
     waiting = [work for works in chosen.values() for work in works if work.name not in done]
-    is_whole = run(waiting, arguments.gpus, arguments.seconds)
+    is_whole = run(waiting, arguments.gpus, arguments.seconds, _mark)
     for each, works in chosen.items():
-        for work in works:
-            if work.succeeded:
-                _marker(each, work).touch()
-            elif work.failed:
-                print(f"{work.name} failed: {work.log} says why", file=sys.stderr)
         if _is_there(each, works):
             _gather(each, works, results / each.result)
             print(f"{each.name}: {results / each.result}")
@@ -123,13 +118,16 @@ def _argv(command: str) -> list[str]:
     return [sys.executable, str(ROOT / rest[0]), *rest[1:]]
 
 
-def _marker(measurement: Measurement, work: Work) -> Path:
-    """Beside a file that is whole: some are written bit by bit."""
-    return measurement.file(work).with_suffix(".done")
+def _mark(work: Work) -> None:
+    """Beside a file that is whole lies a mark: some are written bit by bit."""
+    if work.failed:
+        print(f"{work.name} failed: {work.log} says why", file=sys.stderr)
+    else:
+        work.log.with_suffix(".done").touch()
 
 
 def _is_done(measurement: Measurement, work: Work) -> bool:
-    return _marker(measurement, work).exists() and measurement.file(work).exists()
+    return work.log.with_suffix(".done").exists() and measurement.file(work).exists()
 
 
 def _is_there(measurement: Measurement, works: Sequence[Work]) -> bool:

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,21 @@ def test_what_fails_is_named_and_the_others_go_on(catalogue: Path) -> None:
     assert (out / "bad-4.json").exists()
     assert not (out / "results" / "bad_gpu.json").exists()
     assert (out / "results" / "two_gpu.json").exists()
+
+
+def test_what_has_ended_is_kept_when_it_is_told_to_stop(catalogue: Path) -> None:
+    out = catalogue.parent / "out"
+    command = [sys.executable, str(SCRIPT), "--catalogue", str(catalogue), "--out", str(out), "two", "slow"]
+    process = subprocess.Popen(command)
+    deadline_s = time.monotonic() + 30
+    while not (out / "slow-slow.log").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert measure(catalogue, "two").returncode == 0
+    found = json.loads((out / "results" / "two_gpu.json").read_text())
+    assert [each["times"] for each in found] == [1, 1]
 
 
 def test_what_has_no_time_left_is_cut_off_or_not_begun(catalogue: Path) -> None:
