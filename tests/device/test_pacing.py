@@ -122,6 +122,21 @@ def test_clocks_that_drift_apart_change_neither_times_nor_leads(simulation: Simu
     assert max(times_ms) < 1.35
 
 
+@pytest.mark.parametrize("drift", [-2e-4, 2e-4])
+def test_clocks_that_drift_apart_change_no_times_where_the_host_is_the_slower_one(
+    simulation: Simulation, drift: float
+) -> None:
+    """Every launch is late then, and the stream is never idle when the host looks."""
+    simulation.drift = drift
+    for _ in range(3000):
+        simulation.queue.wait_for_room()
+        simulation.launch(FORWARD, 1.2e-3, host_s=1.5e-3)
+    simulation.queue.wait_for_room()
+    times_ms = [each.elapsed_ms for each in simulation.queue.take_finished()]
+    assert len(times_ms) > 2900
+    assert min(times_ms) > 1.15
+
+
 def test_a_tasklet_takes_few_questions_to_the_driver(simulation: Simulation) -> None:
     """Whether it runs still, whether the one before does, and how long that took."""
     simulation.run(FORWARD, 1.2e-3, 40)

@@ -59,7 +59,7 @@ class _InFlight:
     end: torch.cuda.Event
     launched_s: float
     launch_s: float  # what the host took
-    not_before_s: float = -math.inf
+    not_before_s: float  # not before its end was recorded, to begin with
     ended_by_s: float = math.inf
 
 
@@ -116,6 +116,7 @@ class TaskletQueue:
         launched_s = time.perf_counter()
         shape = launch()
         end = self._event()
+        recorded_s = time.perf_counter()
         end.record(stream)
         self.num_launched += 1
         asked_s = time.perf_counter()
@@ -128,7 +129,7 @@ class TaskletQueue:
         if is_measure and not waits:  # there was one in flight when the host went to sleep
             self._follow(is_late=not is_in_time)
         self._in_flight.append(
-            _InFlight(shape, partition, before, not is_in_time, waits, start, end, launched_s, launch_s)
+            _InFlight(shape, partition, before, not is_in_time, waits, start, end, launched_s, launch_s, recorded_s)
         )
         if is_in_time and len(self._in_flight) == 2:
             self._asked_s = asked_s
