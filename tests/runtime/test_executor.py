@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import threading
 import time
@@ -20,6 +21,8 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape, runs_of
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
+from cotenant.finetune.evaluation import Evaluation
+from cotenant.finetune.trainer import Trainer
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.device_time import DeviceTime
@@ -274,6 +277,28 @@ def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.M
 
     monkeypatch.setattr(job, "run_tasklet", short_of_memory)
     bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
+    assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
+
+
+@pytest.mark.parametrize(("owner", "name", "succeeds"), [(Trainer, "_make_step", 1), (Evaluation, "_figures", 0)])
+def test_what_is_done_once_and_finds_no_memory_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, succeeds: int
+) -> None:
+    """An evaluation that has ended was reported, its sums were taken: no tasklet is left that could be run again."""
+    attempts, run = itertools.count(), getattr(owner, name)
+
+    def short_of_memory(*args: object) -> object:
+        if next(attempts) == succeeds:
+            raise torch.OutOfMemoryError("no memory")
+        return run(*args)
+
+    monkeypatch.setattr(owner, name, short_of_memory)
+    bench = Bench(tmp_path, validation=support.random_examples(6, seed=5))
+    deadline_s = time.monotonic() + 30
+    while bench.training.job_id is not None:
+        assert time.monotonic() < deadline_s, "it neither goes on nor fails"
+        bench.run(Plan(run_online=False, num_tasklets=4))
+        bench.training.publish()
     assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 
 

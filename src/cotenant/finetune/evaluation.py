@@ -13,6 +13,7 @@ from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums, evaluation_loss
 from cotenant.finetune.microbatch import MicroBatch, split
+from cotenant.finetune.tasklets import done_once
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
@@ -101,6 +102,8 @@ class Evaluation:
         return _Figures(weighted_nll / weight, accuracy)
 
     def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        self._sums += evaluation_loss(self._decoder, hidden, micro_batch)
-        if index + 1 == len(self._validation.batch):
-            self._batch_figures = self._figures(self._validation.batch_weight)
+        sums = evaluation_loss(self._decoder, hidden, micro_batch)
+        with done_once():
+            self._sums += sums
+            if index + 1 == len(self._validation.batch):
+                self._batch_figures = self._figures(self._validation.batch_weight)

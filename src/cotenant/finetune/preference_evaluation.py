@@ -15,6 +15,7 @@ from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.finetune.preference import PreferenceLoss, Scores, pairs_of, score, split_pairs
+from cotenant.finetune.tasklets import done_once
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
@@ -115,9 +116,10 @@ class PreferenceEvaluation:
     def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         scores, sums = score(self._validation.dataset, self._decoder, hidden, micro_batch)
         self._scores.update(scores)
-        self._sums += sums
-        if index + 1 == len(self._validation.batch):
-            self._batch_accuracy = self._sums.accuracy()
+        with done_once():
+            self._sums += sums
+            if index + 1 == len(self._validation.batch):
+                self._batch_accuracy = self._sums.accuracy()
 
     def _take_reference(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         scores, _ = score(self._validation.dataset, self._decoder, hidden, micro_batch)

@@ -16,7 +16,7 @@ from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
 from cotenant.finetune.objective import Objective
-from cotenant.finetune.tasklets import Cursor, TrainingPass, dropout_seed, loss_run
+from cotenant.finetune.tasklets import Cursor, TrainingPass, done_once, dropout_seed, loss_run
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
@@ -205,8 +205,9 @@ class TrainingStep:
         cursor.advance()
         if cursor.within == 0 and cursor.run % self._runs_per_micro_batch == 0:
             assert self._pass is not None
-            self._pass.commit()
-            self._sums += self._current_sums
+            with done_once():
+                self._pass.commit()
+                self._sums += self._current_sums
             self._pass = None
 
     def _new_cursor(self) -> Cursor:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Protocol
 
@@ -33,6 +35,16 @@ class LossFunction(Protocol):
         total_weight: float,
         gradient: torch.Tensor,
     ) -> LossSums: ...
+
+
+@contextmanager
+def done_once() -> Iterator[None]:
+    """Of a tasklet what cannot be done again: out of memory there, it is no tasklet that another try would help. Raises
+    MemoryError instead."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from error
 
 
 class Cursor:

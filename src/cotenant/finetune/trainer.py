@@ -28,6 +28,7 @@ from cotenant.finetune.progress import Progress, Work
 from cotenant.finetune.schedule import learning_rate
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.step import TrainingStep
+from cotenant.finetune.tasklets import done_once
 from cotenant.finetune.waves import wave_efficiency
 from cotenant.models.batch import TrainingSegment
 from cotenant.models.decoder import Decoder
@@ -207,7 +208,8 @@ class Trainer:
         shape = self._evaluation.run_tasklet()
         if self._evaluation.done:
             self._progress.evaluated(self._evaluation.num_tokens)
-            self._finish_step(self._evaluation.add_to(self._pending))
+            with done_once():
+                self._finish_step(self._evaluation.add_to(self._pending))
         return shape
 
     @property

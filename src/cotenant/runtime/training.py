@@ -168,7 +168,7 @@ class TrainingTenant:
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
-        less; the optimizer, which changes training's state, cannot."""
+        less; what changes training's state cannot (see ``done_once``), and the optimizer does little else."""
         assert self._job is not None
         shape, is_short = _NOTHING, False
         can_repeat = self._job.next_shape is not None and self._job.next_shape.kind is not TaskletKind.OPTIMIZER
