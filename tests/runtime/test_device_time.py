@@ -27,8 +27,8 @@ def test_what_ran_is_told_apart_and_the_rest_is_nobodys() -> None:
     time.batch(PROMPT, 20.0, shared=True)
     time.batch(DECODE, 50.0, shared=False)
     time.batch(DECODE, 30.0, shared=True)
-    time.ended([tasklet(FORWARD, 100.0), tasklet(FORWARD, 200.0), tasklet(BACKWARD, 400.0)])
-    time.ended([tasklet(FORWARD, 60.0, THERE)])  # beside a batch, whose time it is
+    time.ended([tasklet(FORWARD, 100.0), tasklet(FORWARD, 200.0)], beside=False)
+    time.ended([tasklet(BACKWARD, 400.0), tasklet(FORWARD, 60.0, THERE)], beside=True)  # the batch's time, but behind
     assert time.tasklets_ms(1.4) == {FORWARD: 300.0, BACKWARD: 800.0}, "twice what the device was at work"
     assert time.figures(1.0, {FORWARD: 120.0}) == {
         "prompts_alone": 0.1,
@@ -41,6 +41,18 @@ def test_what_ran_is_told_apart_and_the_rest_is_nobodys() -> None:
         "decode_steps_per_s": 2.0,
         "decode_step_ms": 40.0,
     }
+
+
+def test_training_on_a_part_of_the_device_is_its_own_time_where_there_is_no_batch() -> None:
+    """As a policy does that keeps its partition."""
+    time = DeviceTime()
+    time.ended([tasklet(FORWARD, 600.0, THERE)], beside=False)
+    figures = time.figures(1.0, {FORWARD: 400.0})
+    assert (figures["training_alone"], figures["training_work"], figures["rest"]) == (0.6, 0.4, 0.4)
+    lost = losses({"device_time": figures, "harvest": 0.4})
+    assert lost == pytest.approx(
+        {"prompts": 0.0, "decode alone": 0.0, "while shared": 0.0, "slower": 0.2, "rest": 0.4}, abs=1e-9
+    )
 
 
 def test_a_device_on_which_nothing_ran_rested() -> None:
@@ -65,7 +77,7 @@ def test_harvest_and_what_it_lost_are_the_whole(
     time = DeviceTime()
     for taken_ms, has_prompt, shared in batches:
         time.batch(PROMPT if has_prompt else DECODE, taken_ms, shared=shared)
-    time.ended([tasklet(shape, taken_ms, there) for taken_ms, shape, there in tasklets])
+    time.ended([tasklet(shape, taken_ms, there) for taken_ms, shape, there in tasklets], beside=True)
     figures = time.figures(20.0, {FORWARD: 10.0, BACKWARD: 20.0})
     for kind, has_prompt in (("prompts", True), ("decode", False)):
         for way, shared in (("alone", False), ("shared", True)):

@@ -140,7 +140,9 @@ def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(
 ) -> None:
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
     worker = Worker(tmp_path, SplitDevice() if is_ahead else create_device("cpu"))
+    margin = worker.loop.margin
     worker.rest()
+    assert worker.loop.margin == margin, "its prompts are nobody's"
     assert all(worker.has_measured(shape) for shape in SHAPES)
     assert not worker.has_measured((8, 256)), "there are no more than 4 in a batch"
     assert not worker.has_measured((1, 1024)), "the model takes no more than 512"

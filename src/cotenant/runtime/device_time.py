@@ -16,7 +16,7 @@ from cotenant.device.base import FinishedTasklet
 class DeviceTime:
     """Milliseconds, from the construction on: of batches with prompt tokens and of those without, in each case on all
     SMs (``alone``), or on a partition's or with training tokens in the batch (``shared``); and of tasklets on all SMs,
-    by shape with their number."""
+    or on a partition's without a batch beside them, by shape with their number."""
 
     prompts_alone_ms: float = 0.0
     prompts_shared_ms: float = 0.0
@@ -39,10 +39,11 @@ class DeviceTime:
         else:
             self.decode_alone_ms += device_ms
 
-    def ended(self, finished: Sequence[FinishedTasklet]) -> None:
-        """Tasklets; those on a partition's SMs ran beside batches and have no time of their own."""
+    def ended(self, finished: Sequence[FinishedTasklet], *, beside: bool) -> None:
+        """Tasklets. ``beside``: there was a batch meanwhile, and those on a partition's SMs have no time of their
+        own."""
         for tasklet in finished:
-            if tasklet.partition is None:
+            if tasklet.partition is None or not beside:
                 entry = self.tasklets[tasklet.shape]
                 entry[0] += 1
                 entry[1] += tasklet.elapsed_ms

@@ -134,7 +134,7 @@ class Executor:
         if self._trace is not None:
             self._trace.tasklets(finished)
         if self.device_time is not None:
-            self.device_time.ended(finished)
+            self.device_time.ended(finished, beside=landed is not None or bool(self._launched))
         others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))

@@ -186,7 +186,7 @@ class WorkerLoop:
         if requests and not is_profiling:
             self._idle_since_s = now_s
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
-        if batch.num_decode and (comes_in or not self._margin.has_learned):
+        if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
             step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
             if step_ms is not None:
                 self._aim(step_ms, comes_in=comes_in)
