@@ -9,6 +9,7 @@ import torch
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape
 from cotenant.core.request import FinishReason
+from cotenant.device.readback import Interval
 from cotenant.engine import flight
 from engine.limited_memory import LimitedDevice
 
@@ -219,6 +220,12 @@ def test_pages_of_a_lost_step_are_free_for_the_next(small) -> None:
     assert small.tokens(first + small.run(engine)[late.request_id]) == small.greedy(late.prompt, 2)
 
 
+def ran(hidden: torch.Tensor) -> flight.RanLayers:
+    interval = Interval(hidden.device)
+    interval.begin()
+    return flight.RanLayers(hidden, interval)
+
+
 def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
     engine = small.engine()
     requests = [small.request(small.prompt(6, seed), 8, logprobs=1, temperature=float(seed)) for seed in range(3)]
@@ -231,7 +238,7 @@ def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
     rows = {entry.sequence.request.request_id: entry.start for entry in step.host.entries}
     hidden[rows[requests[1].request_id]] = float("nan")
     hidden[rows[requests[2].request_id], 0] = float("inf")
-    engine.launch(step, hidden)
+    engine.launch(step, ran(hidden))
     finished = engine.collect().outputs
     engine.check_integrity()
     assert [output.request_id for output in finished if output.finish_reason is FinishReason.ABORT] == [
@@ -272,7 +279,7 @@ def test_rows_of_a_fused_segment_are_ignored(small) -> None:
     while engine.has_work:
         step = engine.schedule()
         hidden = small.decoder.forward(engine.batch_of(step), engine.kv_cache)
-        engine.launch(step, torch.cat((hidden, torch.full((5, hidden.shape[1]), float("nan")))))
+        engine.launch(step, ran(torch.cat((hidden, torch.full((5, hidden.shape[1]), float("nan"))))))
         outputs += engine.collect().outputs
     assert small.tokens(outputs) == small.greedy(request.prompt, 4)
 

@@ -34,6 +34,13 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
         assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 
+def test_training_alone_is_timed_until_it_has_come_somewhere() -> None:
+    """Its speed is what harvest is a share of."""
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=512, device="cpu"), batch=BatchConfig())
+    with ColocateBench(config, Workload(512, 1024, 512, 16, False)) as bench:
+        assert bench.alone(1e-6) > 0
+
+
 def test_what_is_live_at_the_end_is_answered_without_training() -> None:
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:

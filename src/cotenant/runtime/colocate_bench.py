@@ -190,7 +190,7 @@ class ColocateBench:
         }
 
     def alone(self, duration_s: float) -> float:
-        """Tokens/s of training with the device to itself."""
+        """Tokens/s of training with the device to itself: for so long, or until some tokens have counted."""
         load = Load((), self._vocab_size, seed=0, first_messages=[StartJob(self._spec)])
         watch, loop = self._begin(load, "multitask", self._tenants.default_slo)
         warm_tokens = _WARM_STEPS * self._workload.tokens_per_step
@@ -200,10 +200,13 @@ class ColocateBench:
         gc.freeze()  # as in the worker
         device_time = self._account()
         start_s = load.now_s
-        while load.now_s < start_s + duration_s:
+        tokens_per_s = 0.0
+        while load.now_s < start_s + duration_s or not tokens_per_s:
             self._iterate(loop, watch)
+            if load.now_s >= start_s + duration_s:
+                tokens_per_s = watch.timeline.tokens_per_s(start_s, load.now_s)
         self._alone_ms = device_time.tasklets_ms(load.now_s - start_s)
-        return watch.timeline.tokens_per_s(start_s, load.now_s)
+        return tokens_per_s
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
