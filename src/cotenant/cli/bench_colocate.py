@@ -36,7 +36,7 @@ from cotenant.cli.colocate_loads import (
 )
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import check_outputs, write_json, write_text
+from cotenant.cli.output import check_outputs, say_phase, write_json, write_text
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -168,17 +168,15 @@ def colocate(
     served, largest = max_model_len or limit, max(sizes, default=0)
     flag = "batch-sizes" if context is None and num_tokens is None else "context"
     context, num_tokens = steady_lengths(context, num_tokens, served + 1 - steady_len(largest, 1, 0))
-    longest = max(
-        [each.input_len + each.output_len for one in traces.values() for each in one.requests]
-        + [steady_len(size, context, num_tokens) for size in sizes]
-    )
-    if longest > served:
+    lengths = [steady_len(size, context, num_tokens) for size in sizes]
+    if max(lengths, default=0) > served:
         raise InvalidInputError(
-            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest}; the model "
-            f"takes {served}",
+            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {max(lengths)}; the "
+            f"model takes {served}",
             param=flag,
         )
-    config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names)
+    lengths += [each.input_len + each.output_len for one in traces.values() for each in one.requests]
+    config = _config(replace(chosen, max_model_len=max_model_len or max(lengths)), tasklet_tokens, names)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     if before is not None:  # what is known without the model, which takes a while to load
         known: dict[str, Any] = {"model": chosen.name, "load_format": load_format}
@@ -191,25 +189,27 @@ def colocate(
     ]
     steady = [steady_parameters(size, context, num_tokens) for size in sizes]
     grid = Grid([*steady, *(plan.parameters for plan in plans)], slos, names, skip_hopeless)
-    if before is not None and not grid.missing(before):
-        report = before
-    else:
+    report = before
+    if report is None or grid.missing(report):
+        say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
+            say_phase("timing training alone")
             alone = bench.alone(alone_seconds)
             # A seed for each load: what policies are compared under is the same.
             loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
             loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
+            settings = {"load_format": load_format, "slo_attainment": slo_attainment}
             report = {
-                **_report(bench, label),
-                "load_format": load_format,
-                "slo_attainment": slo_attainment,
-                "train_alone_tokens_per_s": round(alone, 2),
-                "cells": [],
-            }
+                **_report(bench, label), **settings, "train_alone_tokens_per_s": round(alone, 2), "cells": [],
+            }  # fmt: skip
             if before is not None:
                 report = go_on_with(report, before)
             grid.measure(report, loads, json_path)
     report["comparison"] = compare(report, slo_attainment)
+    _tell(report, json_path, html_path)
+
+
+def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None) -> None:
     _print(report)
     if json_path is not None:
         write_json(json_path, report, is_compact=True)
