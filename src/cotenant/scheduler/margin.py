@@ -119,10 +119,10 @@ class Margin:
     def settle(self, now_s: float) -> None:
         """All of an iteration's tokens have been noted."""
         if self._num_judged:
-            change = self._change / self._num_judged
-            # What requests met while less was aimed at says nothing of more.
-            if change < 0.0 or self.value <= self.aim(now_s):
-                self.value = min(_MOST, max(_LEAST, self.value + change))
+            change, aim = self._change / self._num_judged, self.aim(now_s)
+            # What requests met while less was aimed at says nothing of more; what they missed, they would have as well.
+            if change < 0.0 or self.value <= aim:
+                self.value = min(_MOST, max(_LEAST, aim + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
 
