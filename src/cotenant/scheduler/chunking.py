@@ -19,10 +19,10 @@ from cotenant.predictor.predictor import LatencyPredictor
 # A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
 # the worker cannot see. Time that requests are ahead can be measured again before it is spent; a request without any
 # may have nothing but such steps.
-_STEP_SHARE, _MEAN_SHARE = 0.9, 0.95
+_STEP_SHARE, _MEAN_SHARE = 0.9, 0.97
 # Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
-_LEFT_FOR_PROMPTS = 0.04
+_LEFT_FOR_PROMPTS = 0.05
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet.
 _MOST_UNCOUNTED = 16
