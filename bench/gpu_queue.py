@@ -41,10 +41,6 @@ class Work:
     def failed(self) -> bool:
         return self.process is not None and not self.was_ended and self.process.poll() not in (None, 0)
 
-    @property
-    def succeeded(self) -> bool:
-        return self.process is not None and not self.was_ended and self.process.poll() == 0
-
 
 def gpus_to_use(num_gpus: int) -> list[str]:
     """So many of those that this process may use. Raises ValueError if there are fewer."""

@@ -9,8 +9,8 @@ from typing import Any
 from cotenant.bench.comparison import REFERENCE, by_place
 
 # Of ``losses``, in this order. "while shared": the time of batches beside or with which training ran, less what of
-# its work came through meanwhile. "slower": what tasklets on all SMs took beyond their time without requests. "rest":
-# neither batches nor tasklets had the device.
+# its work came through meanwhile. "slower": what tasklets with no batch beside them took beyond their time without
+# requests. "rest": neither batches nor tasklets had the device.
 LOSSES = ("prompts", "decode alone", "while shared", "slower", "rest")
 HEADER = ("harvest", *LOSSES, "harvest if decode cost nothing")
 NOTE = (

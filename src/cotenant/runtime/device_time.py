@@ -58,8 +58,8 @@ class DeviceTime:
         }
 
     def figures(self, duration_s: float, alone_ms: Mapping[TaskletShape, float]) -> dict[str, float]:
-        """Shares of ``duration_s``, which add up to 1: of batches, of ``training_alone``, the tasklets on all SMs, and
-        of ``rest``, with neither, less what the two overlapped.
+        """Shares of ``duration_s``, which add up to 1: of batches, of ``training_alone``, the tasklets with no batch
+        beside them, and of ``rest``, with neither, less what the two overlapped.
 
         ``training_work``: the share that those tasklets would have taken at ``alone_ms``, each shape's time without
         requests (``tasklets_ms``). Harvest beyond that comes from tasklets that shared. ``decode_step_ms``: of batches

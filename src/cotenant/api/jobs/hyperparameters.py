@@ -105,9 +105,10 @@ def as_requested(hyperparameters: Hyperparameters) -> dict[str, Any]:
 
 
 def _unknown(name: str, place: str, known: Iterable[str], method: str) -> InvalidInputError:
-    message = f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(known))}."
     if method != DPO and name in (*DPO_ONLY, "loss_type"):
         message = f"Unknown hyperparameter '{name}' for method '{method}': it belongs to method '{DPO}'."
+    else:
+        message = f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(known))}."
     return InvalidInputError(message, code="unknown_parameter", param=place)
 
 
