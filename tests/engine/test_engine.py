@@ -9,7 +9,7 @@ import torch
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape
 from cotenant.core.request import FinishReason
-from cotenant.device.readback import Interval
+from cotenant.device.readback import Interval, Readback
 from cotenant.engine import flight
 from engine.limited_memory import LimitedDevice
 
@@ -165,6 +165,24 @@ def test_abort_frees_at_once_and_is_silent(small) -> None:
     outputs = small.run(engine)
     assert list(outputs) == [kept.request_id]
     assert small.tokens(outputs[kept.request_id]) == small.greedy(kept.prompt, 9)[1:]
+
+
+def test_a_first_token_came_when_it_was_there(small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the host began to wait for it: policies count slack from then on."""
+    now_s = itertools.count()
+    engine = small.engine(clock=lambda: float(next(now_s)))
+    wait, landed_s = Readback.wait, []
+
+    def land(readback: Readback) -> list[torch.Tensor]:
+        landed_s.append(float(next(now_s)))
+        return wait(readback)
+
+    monkeypatch.setattr(Readback, "wait", land)
+    engine.add(small.request(small.prompt(9), max_tokens=4))
+    engine.step()
+    first_s = engine.views()[0].first_token_s
+    assert first_s is not None
+    assert first_s > landed_s[-1]
 
 
 def test_abort_while_the_batch_is_in_flight(small) -> None:

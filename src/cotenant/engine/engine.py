@@ -413,7 +413,7 @@ class OnlineEngine:
         flight = self._flights.take_oldest()
         results = flight.results()
         self._plan = None
-        now_s = self._clock()
+        now_s = self._clock()  # of the tokens: they are here
         outputs: list[SequenceOutput] = []
         for entry, token_id, logprobs in results:
             if not entry.sequence.has_left:

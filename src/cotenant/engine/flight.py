@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,7 +102,7 @@ class Flight:
         """Whether there is nothing left to wait for: also of a batch that chooses no token."""
         return self._readback.is_here and self.interval.has_ended
 
-    def results(self) -> Iterator[tuple[Entry, int | None, TokenLogprobs | None]]:
+    def results(self) -> list[tuple[Entry, int | None, TokenLogprobs | None]]:
         """Wait for the batch: each entry with the token it chose (``NOT_FINITE`` if there is none to choose, None if it
         does not choose) and that token's log-probabilities if they are wanted."""
         tokens, *scores = self._readback.wait()
@@ -113,12 +112,11 @@ class Flight:
             chosen = [max(0, token_ids[row]) for row in self._scored]
             logprobs = dict(zip(self._scored, to_token_logprobs(scores, chosen, self._num_top), strict=True))
         rows = enumerate(token_ids)
+        results: list[tuple[Entry, int | None, TokenLogprobs | None]] = []
         for entry in self.step.host.entries:
-            if entry.samples:
-                row, token_id = next(rows)
-                yield entry, token_id, logprobs.get(row)
-            else:
-                yield entry, None, None
+            row, token_id = next(rows) if entry.samples else (-1, None)
+            results.append((entry, token_id, logprobs.get(row)))
+        return results
 
     def gap_ms(self) -> float | None:
         """From the end of the batch before to the beginning of this one, if the two were launched back to back."""
