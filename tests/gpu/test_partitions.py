@@ -189,7 +189,8 @@ class CoExecution:
         turns: Iterator[Plan] = itertools.cycle(plans)
         while self.engine.has_work or self.training.job_id is not None:
             has_prompts = self.engine.next_shape().prefill_tokens > 0
-            record = self.executor.execute(Plan() if has_prompts else next(turns), emit, lambda: False)
+            plan = self.executor.begun or (Plan() if has_prompts else next(turns))
+            record = self.executor.execute(plan, emit, lambda: False)
             num_beside += sum(run.count for run, _ in record.beside)
             self.training.publish()
         assert not [update for update in self.updates if isinstance(update, JobFailed)]

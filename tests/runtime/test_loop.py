@@ -10,7 +10,7 @@ from typing import TypeVar
 import pytest
 
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
-from cotenant.core.plan import Plan, Slo, Snapshot
+from cotenant.core.plan import Mode, Plan, Slo, Snapshot
 from cotenant.core.request import FinishReason
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
@@ -263,3 +263,35 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
     assert sorted(ended) == sorted(prompts)
     assert isinstance(channel.sent[-1], Drained)
     assert engine.kv_cache_usage == 0
+
+
+class Behind(Policy):
+    """Every other batch has two tasklets behind it."""
+
+    def __init__(self) -> None:
+        self.num_plans = 0
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        self.num_plans += 1
+        if snapshot.batch.empty or snapshot.batch.prefill_tokens or self.num_plans % 2:
+            return Plan(run_online=not snapshot.batch.empty)
+        return Plan(num_tasklets=2, mode=Mode.TEMPORAL)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: Path) -> None:
+    """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them."""
+    channel = Channel(StartJob(support.make_spec(tmp_path / "job")), AddRequest(request("r", [5, 6, 7], 30)))
+    policy = Behind()
+    loop, _ = small_loop(tmp_path, channel, policy, AheadDevice())
+    while not loop.begun:
+        loop.iterate()
+    if comes:
+        channel.inbox.append(AddRequest(request("late", [8, 9, 10], 4)))
+    num_plans, record = policy.num_plans, loop.iterate()
+    num_ended = sum(run.count for run, _ in record.tasklets)
+    assert (policy.num_plans - num_plans, num_ended) == ((1, 0) if comes else (0, 2))
+    assert not loop.begun
+    loop.run()
+    tokens = [output.request_id for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]
+    assert (tokens.count("r"), tokens.count("late")) == (30, 4 if comes else 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
+from cotenant.core.plan import InFlight, IterationRecord, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
@@ -66,7 +66,13 @@ class SideBySide(Bench):
         super().__init__(folder, self.device)
         self.engine.add(request("r", [5, 6, 7], NUM_TOKENS))
         self.execute(Plan())  # its prompt
-        self.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))  # nothing is in flight
+        self.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+        self.finish()  # nothing is in flight
+
+    def finish(self) -> IterationRecord:
+        plan = self.executor.begun
+        assert plan is not None
+        return self.execute(plan)
 
     def execute(self, plan: Plan, interrupted: Callable[[], bool] = lambda: False) -> IterationRecord:
         self.device.launched.clear()
@@ -134,26 +140,60 @@ def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_
     second = side_by_side.execute(spatial(4))
     assert (second.batch.num_decode, second.partition, count(second.beside)) == (1, FEW, 4)
     assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 1, 1)
-    # A batch that had other SMs lands first, with what was planned for it, and is measured.
+    # On other SMs as well: the one in flight goes on with what was planned for it.
     third = side_by_side.execute(spatial(4, partition=MANY))
-    assert side_by_side.device.launched == ["tasklet 48"] * 4 + ["online 48"]
+    assert [each for each in side_by_side.device.launched if each != "online 48"] == [
+        "online 96", "online 96", *["tasklet 48"] * 4
+    ]  # fmt: skip
     assert (third.batch.num_decode, third.partition, count(third.beside)) == (1, FEW, 4)
-    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 0)
-    side_by_side.execute(spatial(4, partition=MANY))
-    assert "online 96" in side_by_side.device.launched
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 1)
     alone = side_by_side.execute(Plan())
-    assert (alone.batch.num_decode, alone.partition) == (1, MANY)
-    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 3, 0)
+    assert "online" in side_by_side.device.launched
+    assert (alone.batch.num_decode, alone.partition, count(alone.beside)) == (1, MANY, 4)
+    assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 3, 1)
 
 
-def test_a_batch_alone_lands_before_tasklets_follow_one_and_the_first_of_them_begins_behind_it(
+def test_behind_a_batch_on_all_sms_the_first_tasklet_beside_the_next_one_waits_for_its_end(
     side_by_side: SideBySide,
 ) -> None:
+    side_by_side.execute(Plan())
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    landed = side_by_side.execute(spatial(4))
+    assert [each for each in side_by_side.device.launched if each != "online"] == [
+        "behind 48", "online 48", "online 48"
+    ]  # fmt: skip
+    assert (landed.batch.num_decode, landed.mode, landed.partition, landed.is_disturbed) == (1, Mode.NONE, None, False)
+    assert side_by_side.engine.num_in_flight == 1
+
+
+def test_a_batch_is_launched_before_one_lands_and_tasklets_follow_it_then(side_by_side: SideBySide) -> None:
     assert side_by_side.execute(Plan()).batch.empty
-    landed = side_by_side.execute(Plan(num_tasklets=3, mode=Mode.TEMPORAL))
-    assert [each for each in side_by_side.device.launched if each != "online"] == ["behind"]
+    plan = Plan(num_tasklets=3, mode=Mode.TEMPORAL)
+    landed = side_by_side.execute(plan)
+    assert side_by_side.executor.begun is plan
+    assert set(side_by_side.device.launched) == {"online"}
     assert (landed.batch.num_decode, landed.mode, landed.partition) == (1, Mode.NONE, None)
-    assert count(side_by_side.execute(Plan(num_tasklets=3, mode=Mode.TEMPORAL)).tasklets) == 3
+    record = side_by_side.finish()
+    assert [each for each in side_by_side.device.launched if each != "online"] == ["behind", "tasklet", "tasklet"]
+    assert (record.batch.num_decode, record.mode, count(record.tasklets)) == (1, Mode.TEMPORAL, 3)
+    assert (side_by_side.executor.begun, side_by_side.engine.num_in_flight) == (None, 0)
+
+
+def test_tasklets_that_were_to_follow_can_be_given_up(side_by_side: SideBySide) -> None:
+    side_by_side.execute(spatial(2))
+    side_by_side.execute(spatial(2, 3))
+    assert side_by_side.executor.in_flight == InFlight(FEW)
+    record = side_by_side.execute(spatial(2))
+    assert side_by_side.executor.begun is None
+    assert (record.batch.num_decode, record.mode, count(record.tasklets)) == (1, Mode.SPATIAL, 0)
+    assert side_by_side.engine.num_in_flight == 1
+
+
+def test_what_cannot_go_on_lets_the_batch_in_flight_land(side_by_side: SideBySide) -> None:
+    side_by_side.execute(Plan())
+    landed = side_by_side.execute(Plan(num_tasklets=3, until_step_end=True, mode=Mode.TEMPORAL))
+    assert [each for each in side_by_side.device.launched if each != "online"] == ["behind"]
+    assert (landed.batch.num_decode, landed.mode, side_by_side.engine.num_in_flight) == (1, Mode.NONE, 0)
 
 
 def test_what_waits_for_the_device_keeps_no_token_waiting(side_by_side: SideBySide) -> None:
@@ -187,7 +227,8 @@ def test_who_shares_how_changes_no_token(side_by_side: SideBySide, tmp_path: Pat
     turn = 0
     while side_by_side.engine.has_work:
         side_by_side.land_after(turn % 4)  # type: ignore[attr-defined]
-        side_by_side.execute(plans[turn % len(plans)])
+        begun = side_by_side.executor.begun if turn % 3 else None
+        side_by_side.execute(begun or plans[turn % len(plans)])
         turn += 1
     tokens = [token for output in side_by_side.emitted for token in output.token_ids]
     plain = Bench(tmp_path / "plain")
@@ -216,6 +257,7 @@ def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measure
         side_by_side.device.trains = False
         landed = side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
         assert (landed.batch.num_decode, landed.mode, landed.is_disturbed) == (1, Mode.NONE, is_training)
+        side_by_side.finish()
 
 
 def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_end(side_by_side: SideBySide) -> None:
@@ -227,8 +269,7 @@ def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_en
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(3, 3))  # the batch in flight lands first, with what was planned for it
     side_by_side.land_after(100)  # type: ignore[attr-defined]
-    device.far_ahead.clear()
-    side_by_side.execute(spatial(3, 3))
+    side_by_side.finish()
     assert device.far_ahead == [False, False, False, True, True], "beside the batch, which they end with, and behind it"
     side_by_side.execute(Plan(run_online=False, num_tasklets=2, mode=Mode.TEMPORAL))
     assert device.far_ahead == [True, True], "until a request that comes is a batch, they have ended"

@@ -1,4 +1,5 @@
-"""A machine of fixed latencies that carries plans out on a clock of its own: what a policy makes of a load.
+"""A machine of fixed latencies that carries plans out on a clock of its own: what a policy makes of a load. As in the
+worker, the next batch is planned as one begins that no tasklets follow.
 
 Latencies are like those of one H200 (Llama-3.1-8B, 32 sequences of about 1,024 tokens, training on 2,048): decode
 beside training on the other SMs, and training's speed there as a share of its speed on all.
@@ -31,7 +32,7 @@ from cotenant.scheduler.margin import Margin
 
 BATCH_SIZE, CONTEXT = 32, 1024
 STEP_MS = 5.7
-HOST_MS = 1.5  # that the device waits for the host where that cannot run ahead
+HOST_MS = 0.5  # that the device waits for the host where that has planned nothing ahead
 # (decode beside training, training's speed)
 CORUN = {
     Partition(16, 116): (18.7, 0.65),
@@ -99,7 +100,7 @@ class Machine:
         self._requests: list[list[float]] = []  # name, first token, tokens, last token, tokens wanted
         self._position, self._done_ms = 0, 0.0  # in the step; of the tasklet there, alone
         self._speed = 1.0  # where that one is
-        self._in_flight: InFlight | None = None
+        self._ahead: Plan | None = None  # for the next batch
         self._last_partition: Partition | None = None
         self.stalls_ms: list[float] = []  # of the next steps beside training
 
@@ -147,20 +148,27 @@ class Machine:
     def _upcoming(self) -> tuple[TaskletCycle, ...]:
         return after(CYCLES, self._position)
 
-    def _iterate(self, outcome: Outcome) -> float:
+    def _plan(self, in_flight: InFlight | None) -> Plan:
         batch = BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT)
+        num_new = 0 if in_flight is None else 1
         views = tuple(
             RequestView(str(int(name)), first_s, first_s, int(count), 0, int(most))
             for name, first_s, count, _, most in self._requests
+            if count + num_new < most
         )
         self._begin_margin(batch)
-        plan = self._policy.plan(
-            Snapshot(
-                self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
-                margin=self._margin.aim(self._now_s), in_flight=self._in_flight,
-            )
+        snapshot = Snapshot(
+            self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
+            margin=self._margin.aim(self._now_s), in_flight=in_flight,
         )  # fmt: skip
-        record, gained_ms, token_ms = self._carry_out(plan, batch)
+        return self._policy.plan(snapshot)
+
+    def _iterate(self, outcome: Outcome) -> float:
+        if self._ahead is None:
+            self._now_s += HOST_MS / 1e3
+        plan = self._ahead or self._plan(None)
+        self._ahead = self._plan(self._flight_of(plan)) if plan.num_tasklets == plan.num_beside else None
+        record, gained_ms, token_ms = self._carry_out(plan, BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT))
         self.predictor.observe(record)
         outcome.modes[plan.mode] = outcome.modes.get(plan.mode, 0) + 1
         outcome.num_changes += plan.partition != self._last_partition
@@ -170,18 +178,13 @@ class Machine:
         self._tokens(outcome, self._now_s + token_ms / 1e3)
         if plan.mode is not Mode.NONE:
             self._margin.trained(max(0.0, record.total_ms - STEP_MS), self._now_s)
-        self._now_s += (record.total_ms + self._host_ms(plan)) / 1e3
+        self._now_s += record.total_ms / 1e3
         while len(self._requests) < BATCH_SIZE:
             self._add()
         return gained_ms
 
-    def _host_ms(self, plan: Plan) -> float:
-        """How long the device waits for the host. Not where that has launched this plan's batch ahead."""
-        is_ahead = self._in_flight is not None and self._in_flight.partition == plan.partition
-        self._in_flight = None
-        if plan.run_online and plan.num_tasklets == plan.num_beside:
-            self._in_flight = InFlight(plan.partition)
-        return 0.0 if is_ahead else HOST_MS
+    def _flight_of(self, plan: Plan) -> InFlight:
+        return InFlight(plan.partition, plan.predicted_ms)
 
     def _tokens(self, outcome: Outcome, at_s: float) -> None:
         for request in list(self._requests):

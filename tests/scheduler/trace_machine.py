@@ -11,12 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    InFlight,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    Plan,
+    RequestView,
+    Slo,
+    Snapshot,
+)
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
-from scheduler.machine import ALONE_MS, Machine
+from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
 MOST_TOKENS = 4096  # of a batch
 _WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS = 4.3, 0.02, 2.35e-5, 0.0235
@@ -50,6 +61,10 @@ class _Request:
     def context(self) -> int:
         return self.arrival.num_prompt - self.num_left + len(self.token_s)
 
+    @property
+    def num_left_of_answer(self) -> int:
+        return self.arrival.num_tokens - len(self.token_s)
+
     def view(self) -> RequestView:
         first_s = self.token_s[0] if self.token_s else None
         return RequestView(self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None)
@@ -60,6 +75,15 @@ class _Request:
         return tpot_ms <= slo.tpot_ms and (self.token_s[0] - self.arrival_s) * 1e3 <= slo.ttft_ms
 
 
+class _Next(NamedTuple):
+    """What is planned for a batch, and who is in it."""
+
+    plan: Plan
+    batch: BatchShape
+    decodes: list[_Request]
+    chunks: list[tuple[_Request, int]]
+
+
 class TraceMachine(Machine):
     """``run_trace`` once: the share of requests that met the SLO, and harvest while they came."""
 
@@ -68,6 +92,7 @@ class TraceMachine(Machine):
         self._begin_s = self._now_s
         self._coming = deque(load)
         self._live: list[_Request] = []
+        self._next: _Next | None = None
         self._answers = AnswerLengths()
         self.done: list[_Request] = []
 
@@ -113,17 +138,38 @@ class TraceMachine(Machine):
             request = _Request(str(next(self._names)), arrival, self._begin_s + arrival.at_s, arrival.num_prompt)
             self._live.append(request)
             self._margin.arrived(request.name, request.arrival_s)
-        decodes = [request for request in self._live if not request.num_left]
-        views = tuple(request.view() for request in self._live)
-        context = sum(request.context for request in decodes)
+        if self._next is None:
+            self._now_s += HOST_MS / 1e3
+        plan, batch, decodes, chunks = self._next or self._plan_batch(None, [])
+        runs, is_live = plan.run_online and not batch.empty, bool(self._live)
+        landing = self._advance(decodes, chunks) if runs else []
+        self._next = None
+        if runs and plan.num_tasklets == plan.num_beside:
+            found = self._plan_batch(self._flight_of(plan), landing)
+            self._next = found if found.plan.run_online and not found.batch.empty else None
+        record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
+        self._tokens_of(landing, self._now_s + token_ms / 1e3)
+        self.predictor.observe(record)
+        if plan.mode is not Mode.NONE and is_live:
+            self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
+        self._now_s += record.total_ms / 1e3
+        return gained_ms
+
+    def _plan_batch(self, in_flight: InFlight | None, landing: Sequence[_Request]) -> _Next:
+        """``landing``: those that get a token with the batch in flight."""
+        coming = {request.name for request in landing}
+        live = [each for each in self._live if each.num_left_of_answer > (each.name in coming)]
+        decodes = [request for request in live if not request.num_left]
+        views = tuple(request.view() for request in live)
+        context = sum(request.context + (request.name in coming) for request in decodes)
         room = MOST_TOKENS - len(decodes)
-        if len(decodes) < len(self._live):
+        if len(decodes) < len(live):
             budget = prompt_budget(
                 self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS, self._answers.short
             )
             room = budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []
-        for request in self._live:
+        for request in live:
             if request.num_left and room > 0:
                 chunks.append((request, min(room, request.num_left)))
                 room -= chunks[-1][1]
@@ -135,23 +181,15 @@ class TraceMachine(Machine):
         snapshot = Snapshot(
             self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
             margin=self.margin, num_ending=sum(count == request.num_left for request, count in chunks),
-            in_flight=self._in_flight,
+            in_flight=in_flight,
         )  # fmt: skip
-        return self._do(self._policy.plan(snapshot), batch, decodes, chunks)
+        return _Next(self._policy.plan(snapshot), batch, decodes, chunks)
 
-    def _do(self, plan: Plan, batch: BatchShape, decodes: list[_Request], chunks: list[tuple[_Request, int]]) -> float:
-        runs, is_live = plan.run_online and not batch.empty, bool(self._live)
-        record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
-        if runs:
-            for request, count in chunks:
-                request.num_left -= count
-            ended = [request for request, _ in chunks if not request.num_left]
-            self._tokens_of([*decodes, *ended], self._now_s + token_ms / 1e3)
-        self.predictor.observe(record)
-        if plan.mode is not Mode.NONE and is_live:
-            self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
-        self._now_s += (record.total_ms + self._host_ms(plan)) / 1e3
-        return gained_ms
+    def _advance(self, decodes: list[_Request], chunks: list[tuple[_Request, int]]) -> list[_Request]:
+        """A batch is launched: those that get a token with it."""
+        for request, count in chunks:
+            request.num_left -= count
+        return [*decodes, *(request for request, _ in chunks if not request.num_left)]
 
     def _tokens_of(self, requests: list[_Request], at_s: float) -> None:
         for request in requests:

@@ -99,9 +99,11 @@ class JobView:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A batch that was launched and has not landed. ``partition``: of the SMs, that it has; None: all."""
+    """A batch that was launched and has not landed. ``partition``: of the SMs, that it has; None: all.
+    ``predicted_ms``: what it takes from its beginning to its end, if that is known."""
 
     partition: Partition | None = None
+    predicted_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Snapshot:
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
     while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
-    if that has not landed; a plan whose batch has other SMs lets it land, and the device waits for the host then."""
+    if that has not landed; a plan with tasklets behind its batch lets it land, and the device waits for the host."""
 
     now_s: float
     slo: Slo

@@ -74,6 +74,7 @@ class Executor:
         self._training = training
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
+        self._begun: tuple[Plan, float] | None = None  # what ``begun`` says, and since when
         self._last_behind_s: float | None = None  # when the last tasklet on all SMs was launched, if no batch was since
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
@@ -81,17 +82,29 @@ class Executor:
 
         On a device that runs behind the host, a plan without tasklets that follow its batch leaves the batch in flight:
         the tokens that go out are those of the batch before, and the record is about that one. Such a batch's time is
-        the device's own. A plan that cannot go on like that lets the batch in flight land, and nothing else: that is
-        the record, and who planned it plans anew.
+        the device's own. So it is with a plan whose batch goes elsewhere or has tasklets behind it, which is then
+        ``begun``. One that cannot go on like that lets the batch in flight land, and nothing else: that is the record,
+        and who planned it plans anew.
         """
+        if plan is not self.begun:
+            self._give_up()
+        if self._begun is None and self._launched:
+            if not plan.run_online or plan.num_fused or plan.until_step_end:
+                return self._land(plan, emit, interrupted)
+            if plan.num_tasklets > plan.num_beside or plan.partition != self._launched[-1].plan.partition:
+                return self._go_on(plan, emit, interrupted)
+        return self._run(plan, emit, interrupted)
+
+    def _run(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
+        """With nothing in flight, or a batch with the same SMs as the plan's and no tasklets behind either, or the
+        plan's own."""
+        begun, self._begun = self._begun, None
         num_behind = plan.num_tasklets - plan.num_beside
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
-        if self._launched and not (runs_ahead and self._launched[-1].plan.partition == plan.partition):
-            return self._land(plan, emit, interrupted)
-        start = time.perf_counter()
-        fused, num_launched, num_left, is_launched = None, 0, 0, False
+        start = time.perf_counter() if begun is None else begun[1]
+        fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
         num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
-        if plan.run_online:
+        if plan.run_online and begun is None:
             fused, is_launched = self._launch_online(plan)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
@@ -127,6 +140,34 @@ class Executor:
         landed = self._collect(emit, 0)
         return self._record(launched, landed, shares=num_beside > 0)
 
+    @property
+    def begun(self) -> Plan | None:
+        """The plan whose batch is in flight and whose tasklets are to follow it: they do if it is the next to
+        ``execute``."""
+        return None if self._begun is None else self._begun[0]
+
+    def _give_up(self) -> None:
+        """What was begun has no tasklets behind its batch."""
+        if self._begun is not None:
+            plan, self._begun = self._begun[0], None
+            mode = Mode.NONE if plan.partition is None else plan.mode
+            plan = replace(plan, num_tasklets=plan.num_beside, mode=mode, predicted_ms=None)
+            self._launched[-1] = self._launched[-1]._replace(plan=plan)
+
+    def _go_on(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
+        """Launch the next batch behind the one in flight, and collect that one, with training beside it as was planned
+        for it. Where it has all SMs, what is to run beside the next one waits for its end."""
+        launched = self._launched[-1].plan
+        if launched.partition is None:
+            self._begin_beside(plan, interrupted, behind_online=True)
+        _, is_launched = self._launch_online(plan)
+        num_left = 1 if is_launched else 0
+        num_beside = self._run_beside(launched, 0, num_left, interrupted)
+        landed = self._collect(emit, num_left)
+        if is_launched and plan.num_tasklets > plan.num_beside:
+            self._begun = plan, time.perf_counter()
+        return self._record(launched, landed, shares=num_beside > 0)
+
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
         """``landed``: the batch, whose time is the device's, and the whole iteration's. ``shares``: tasklets were
         launched with it."""
@@ -155,8 +196,11 @@ class Executor:
 
     @property
     def in_flight(self) -> InFlight | None:
-        """The batch that a plan can be launched ahead of, if it has the same partition."""
-        return InFlight(self._launched[-1].plan.partition) if self._launched else None
+        """The batch that a plan's can be launched ahead of the end of."""
+        if not self._launched:
+            return None
+        plan = self._launched[-1].plan
+        return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None)
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -201,15 +245,15 @@ class Executor:
         self._last_behind_s = None
         return fused, True
 
-    def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
+    def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool], *, behind_online: bool = False) -> int:
         """Launch a tasklet on the SMs that the batch will not have, if they are idle: else they would be until the host
-        has launched the batch. How many, one or none."""
+        has launched the batch. ``behind_online``: it begins as the batch in flight ends. How many, one or none."""
         if plan.num_beside == 0 or self._device.is_training():
             return 0
         if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
             return 0
         self._device.wait_for_room()  # there is: it takes note of what has ended
-        self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
+        self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
     def _run_beside(

@@ -132,6 +132,11 @@ class WorkerLoop:
         """The share of the TPOT target that is aimed at now."""
         return self._margin.aim(time.perf_counter())
 
+    @property
+    def begun(self) -> bool:
+        """Whether the next iteration goes on with the plan of the one before: tasklets follow the batch in flight."""
+        return self._executor.begun is not None
+
     def run(self) -> None:
         """Iterate until there is nothing more to serve."""
         while not self._finished:
@@ -145,7 +150,9 @@ class WorkerLoop:
         snapshot = self._observe()
         begins_s.append(time.perf_counter())
         profile = self._active_profile
-        plan = self._policy.plan(snapshot) if profile is None else profile.plan()
+        plan = self._executor.begun
+        if plan is None or any(request.num_prompt_tokens_left for request in snapshot.requests):
+            plan = self._policy.plan(snapshot) if profile is None else profile.plan()
         begins_s.append(time.perf_counter())
         if profile is None:
             self._note_gap(begins_s[-1], snapshot)

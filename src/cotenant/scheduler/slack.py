@@ -17,9 +17,15 @@ _SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 
 
 def decode_slack_ms(
-    requests: tuple[RequestView, ...], slo: Slo, now_s: float, step_ms: float, margin: float = SAFETY
+    requests: tuple[RequestView, ...],
+    slo: Slo,
+    now_s: float,
+    step_ms: float,
+    margin: float = SAFETY,
+    num_ahead: int = 0,
 ) -> float:
-    """How long tasklets may run between this batch and the next one, for the most urgent request.
+    """How long tasklets may run between this batch and the next one, for the most urgent request. With ``num_ahead``
+    batches in flight ``now_s`` is when they will have landed.
 
     Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that. This iteration's tokens
     leave before its tasklets start, so what the tasklets delay is the token after them. It is ready two steps of
@@ -33,8 +39,8 @@ def decode_slack_ms(
         if first_token_s is None:
             has_new = True
             continue
-        # Two tokens from now a request has num_generated + 2, that is num_generated + 1 gaps.
-        due_s = first_token_s + (request.num_generated + 1) * target_s
+        # Two tokens from then a request has num_generated + 2 and one for each batch in flight, and a gap less.
+        due_s = first_token_s + (request.num_generated + num_ahead + 1) * target_s
         if due_s < first_due_s:
             first_due_s = due_s
     slack_ms = min(slo.max_gap_ms - step_ms, (first_due_s - now_s) * 1e3 - 2 * step_ms)

@@ -17,13 +17,13 @@ from cotenant.scheduler.space import Beside, in_each, in_space
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
 _SLACK_WORTH = 0.9
-# Where a batch has other SMs than the one before, or tasklets behind it, the next cannot be launched ahead of it: the
-# device then waits for the host about as long as this. It takes some tasklets behind a step to be worth that, and some
-# steps in a partition.
+# Tasklets behind a step, and a step on other SMs than the one before, cost about this much: the host has to see the end
+# of one batch before it launches more, and the tasklet in flight is in another's way. It takes some tasklets behind a
+# step to be worth that, and some steps in a partition.
 _LEAVING_MS = 1.5
 _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
-_CATCHING_UP_TOKENS = 4
+_CATCHING_UP_TOKENS = 8
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
@@ -77,18 +77,26 @@ class _Choice:
         self._snapshot = snapshot
         self._job = job
         self._step_ms = step_ms
-        self._slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms, snapshot.margin)
+        in_flight = snapshot.in_flight
+        self._num_ahead = 0 if in_flight is None else 1
+        self._ahead_ms = 0.0 if in_flight is None else in_flight.predicted_ms or step_ms  # until this batch begins
+        begin_s = snapshot.now_s + self._ahead_ms / 1e3
+        self._slack_ms = decode_slack_ms(
+            snapshot.requests, snapshot.slo, begin_s, step_ms, snapshot.margin, self._num_ahead
+        )
         self._behind = fill(self._costs, job.upcoming, self._behind_ms(self._slack_ms))
         speed = self._behind.alone_ms / self._behind.added_ms if self._behind.added_ms > 0 else 1.0
         # Slack that no later iteration can use costs nothing.
         self._price = 0.0 if self._slack_ms >= snapshot.slo.max_gap_ms - step_ms else _SLACK_WORTH * speed
-        # Without partitions all plans but those without tasklets are alike in what it costs that the host does not run
-        # ahead of a batch, and with new requests there is no slack that could be saved up.
-        self._leaving_ms = _LEAVING_MS if snapshot.partitions and not snapshot.batch.prefill_tokens else 0.0
+        # Without partitions all plans but those without tasklets are alike in what they cost besides, and with new
+        # requests there is no slack that could be saved up. The little that is left to the end of a training step has
+        # to be done at some time, whatever that costs.
+        is_free = not snapshot.partitions or snapshot.batch.prefill_tokens > 0 or self._behind.is_all
+        self._leaving_ms = 0.0 if is_free else _LEAVING_MS
 
     def best(self) -> Plan | None:
         """None: nothing that is worth its slack."""
-        best, best_score = None, -self._price * self._waiting_ms(None, has_behind=False)
+        best, best_score = None, -self._price * self._changing_ms(None)
         for make, gained_ms, added_ms in self._candidates():
             if gained_ms is None:
                 return make()
@@ -115,21 +123,20 @@ class _Choice:
             yield partial(in_space, min(unknown, key=lambda each: each.step_ms)), None, 0.0
         elif fitting:
             shared = max(fitting, key=self._worth)
-            added_ms = shared.step_ms - self._step_ms + self._waiting_ms(shared.partition, has_behind=False)
+            added_ms = shared.step_ms - self._step_ms + self._changing_ms(shared.partition)
             yield partial(in_space, shared), shared.alone_ms, added_ms
             yield from self._in_space_and_time(shared)
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
-        return make, filling.alone_ms or None, filling.added_ms + self._waiting_ms(None)
+        return make, filling.alone_ms or None, filling.added_ms + self._leaving_ms
 
     def _fitting(self, found: list[Beside]) -> list[Beside]:
         """Of the steps in partitions those that make no request too late."""
         snapshot, slo = self._snapshot, self._snapshot.slo
         # Behind a step, tasklets delay the next token; beside it, this one.
-        num_ahead = 0 if snapshot.in_flight is None else 1
-        token_ms = token_slack_ms(snapshot.requests, slo, snapshot.now_s, snapshot.margin, num_ahead)
-        most_ms = min(token_ms / (1 + num_ahead), slo.max_gap_ms)
+        token_ms = token_slack_ms(snapshot.requests, slo, snapshot.now_s, snapshot.margin, self._num_ahead)
+        most_ms = min(token_ms - self._ahead_ms, slo.max_gap_ms)
         target_ms = snapshot.margin * slo.tpot_ms
         in_time_ms = self._step_ms + self._slack_ms
 
@@ -160,22 +167,14 @@ class _Choice:
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
-            yield make, gained_ms, added_ms + rest.added_ms + self._waiting_ms(shared.partition)
+            yield make, gained_ms, added_ms + rest.added_ms + self._leaving_ms
 
     def _behind_ms(self, slack_ms: float) -> float:
         """Of this slack, what tasklets behind a batch may take."""
         return slack_ms - _LEAVING_MS if self._snapshot.partitions else slack_ms
 
-    def _waiting_ms(self, partition: Partition | None, *, has_behind: bool = True) -> float:
-        """What it costs that the host does not run ahead of a plan's batch in ``partition``, or of the one after it if
-        tasklets follow. The little that is left to the end of a training step has to be done at some time, whatever
-        that costs."""
-        if self._behind.is_all:
-            return 0.0
-        return self._leaving_ms if has_behind else self._changing_ms(partition)
-
     def _changing_ms(self, partition: Partition | None) -> float:
-        """What it costs that the host does not run ahead of a batch in ``partition``, shared by those that follow."""
+        """What it costs that a batch with other SMs is in flight, shared by those that follow."""
         return self._leaving_ms / _STEPS_IN_PARTITION if self._is_other(partition) else 0.0
 
     def _is_other(self, partition: Partition | None) -> bool:
