@@ -278,6 +278,16 @@ class Behind(Policy):
         return Plan(num_tasklets=2, mode=Mode.TEMPORAL)
 
 
+def test_tasklets_run_while_prompts_wait_that_were_there_before(tmp_path: Path) -> None:
+    """There are more requests than seats."""
+    requests = (AddRequest(request(f"r{index}", [5, 6, 7 + index], 12)) for index in range(32))
+    channel = Channel(StartJob(support.make_spec(tmp_path / "job")), *requests)
+    loop, _ = small_loop(tmp_path, channel, Behind(), AheadDevice())
+    num_ended = sum(run.count for _ in range(20) for run, _ in loop.iterate().tasklets)
+    assert num_ended >= 10
+    loop.run()
+
+
 @pytest.mark.parametrize("comes", [False, True])
 def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: Path) -> None:
     """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them."""

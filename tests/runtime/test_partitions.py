@@ -5,6 +5,7 @@ The lanes are those of a CPU that notes what it is asked for; a batch has not la
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -187,6 +188,50 @@ def test_tasklets_that_were_to_follow_can_be_given_up(side_by_side: SideBySide) 
     assert side_by_side.executor.begun is None
     assert (record.batch.num_decode, record.mode, count(record.tasklets)) == (1, Mode.SPATIAL, 0)
     assert side_by_side.engine.num_in_flight == 1
+
+
+def test_what_was_begun_is_timed_by_the_device(side_by_side: SideBySide) -> None:
+    """Whatever keeps the host between the two iterations."""
+    side_by_side.execute(Plan())
+    side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+    time.sleep(0.3)
+    record = side_by_side.finish()
+    assert count(record.tasklets) == 1
+    assert record.online_ms < 150
+    assert record.total_ms < 250
+
+
+def test_tasklets_behind_what_was_begun_end_when_they_were_to(side_by_side: SideBySide) -> None:
+    """The job was elsewhere in its step when they were counted."""
+    side_by_side.execute(Plan())
+    side_by_side.execute(Plan(num_tasklets=50, mode=Mode.TEMPORAL, predicted_ms=20.0))
+    time.sleep(0.05)
+    record = side_by_side.finish()
+    assert count(record.tasklets) == 1, "the one that was launched behind the batch"
+    assert record.predicted_ms is None
+
+
+def test_training_goes_on_where_each_batch_has_other_sms_than_the_one_before(side_by_side: SideBySide) -> None:
+    """Its optimizer waits for tokens to be on their way."""
+    plans = itertools.cycle([Plan(), spatial(4)])
+    while side_by_side.engine.has_work:
+        side_by_side.land_after(100)  # type: ignore[attr-defined]
+        side_by_side.execute(next(plans))
+    assert side_by_side.training.trained_tokens > 0
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_batch_on_other_sms_is_disturbed_by_what_is_in_flight_as_it_begins(
+    is_training: bool, side_by_side: SideBySide
+) -> None:
+    """Not as it is launched."""
+    device = side_by_side.device
+    side_by_side.execute(spatial(2))
+    looks = iter([not is_training])
+    device.is_training = lambda: next(looks, is_training)  # type: ignore[method-assign]
+    side_by_side.execute(Plan())
+    landed = side_by_side.execute(Plan())
+    assert (landed.batch.num_decode, landed.partition, landed.is_disturbed) == (1, None, is_training)
 
 
 def test_what_cannot_go_on_lets_the_batch_in_flight_land(side_by_side: SideBySide) -> None:

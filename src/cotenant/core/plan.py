@@ -112,7 +112,7 @@ class Snapshot:
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
     while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
-    if that has not landed; a plan with tasklets behind its batch lets it land, and the device waits for the host."""
+    if that has not landed: this one begins as it ends."""
 
     now_s: float
     slo: Slo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
@@ -34,8 +35,8 @@ _ASK_EVERY_S = 100e-6
 
 
 class _Launched(NamedTuple):
-    """A batch that was launched: by which plan, whether a tasklet was in flight then, and whether it shares the device,
-    in a partition or with training tokens in it."""
+    """A batch that was launched: by which plan, whether a tasklet was in flight then (or when the one before landed, if
+    that had other SMs), and whether it shares the device, in a partition or with training tokens in it."""
 
     plan: Plan
     with_tasklet: bool
@@ -115,17 +116,22 @@ class Executor:
         online_end = time.perf_counter()
         if num_behind == 0:
             num_beside += self._run_awaited(plan, num_beside, interrupted)
-        num_launched += self._run_behind(plan, num_launched, interrupted)
+        # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
+        is_timed = begun is not None and plan.predicted_ms is not None
+        until_s = start + (plan.predicted_ms or 0.0) / 1e3 if is_timed else math.inf
+        num_launched += self._run_behind(plan, num_launched, interrupted, until_s)
         end = time.perf_counter()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
             return record
-        # Where tasklets follow the batch, what counts is when its tokens are known, unless they also ran beside it.
-        is_host_timed = landed is not None and plan.partition is None
+        # Where tasklets follow the batch, what counts is when its tokens are known, unless they also ran beside it or
+        # it began in the iteration before.
+        is_host_timed = landed is not None and plan.partition is None and begun is None
+        online_ms = (online_end - start) * 1e3 if is_host_timed else record.online_ms
         return replace(
             record,
-            online_ms=(online_end - start) * 1e3 if is_host_timed else record.online_ms,
-            total_ms=(end - start) * 1e3,
+            online_ms=online_ms,
+            total_ms=online_ms + (end - online_end) * 1e3 if begun is not None else (end - start) * 1e3,
             fused=fused,
             predicted_ms=record.predicted_ms if num_launched == num_behind else None,
         )
@@ -164,8 +170,11 @@ class Executor:
         num_left = 1 if is_launched else 0
         num_beside = self._run_beside(launched, 0, num_left, interrupted)
         landed = self._collect(emit, num_left)
-        if is_launched and plan.num_tasklets > plan.num_beside:
-            self._begun = plan, time.perf_counter()
+        num_beside += self._run_awaited(launched, num_beside, interrupted)
+        if is_launched:  # it begins now
+            self._launched[-1] = self._launched[-1]._replace(with_tasklet=self._device.is_training())
+            if plan.num_tasklets > plan.num_beside:
+                self._begun = plan, time.perf_counter()
         return self._record(launched, landed, shares=num_beside > 0)
 
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
@@ -345,12 +354,13 @@ class Executor:
         self._training.end_fused(output[tape.rows], tape)
         return output[: hidden.shape[0]]
 
-    def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool]) -> int:
-        """Tasklets on all SMs. Some lie ahead, also of requests that may come at any moment: the device would else be
-        idle while the host plans and launches the batch that follows, which is there no sooner for that."""
+    def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool], until_s: float) -> int:
+        """Tasklets on all SMs, none launched after ``until_s``. Some lie ahead, also of requests that may come at any
+        moment: the device would else be idle while the host plans and launches the batch that follows, which is there
+        no sooner for that."""
         count = 0
         while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
-            if not self._training.runnable:
+            if not self._training.runnable or time.perf_counter() > until_s:
                 break
             far_ahead = not self._training.next_waits
             self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)

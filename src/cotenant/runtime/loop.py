@@ -119,6 +119,7 @@ class WorkerLoop:
             if view.first_token_s is not None:
                 self._margin.resume(view.request_id, view.first_token_s + clocks_s, view.num_generated)
         self._idle_since_s = -math.inf
+        self._awaited: set[str] = set()  # requests with prompts left, when the last plan was looked at
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0
         self._next_stats_s = 0.0
@@ -151,8 +152,10 @@ class WorkerLoop:
         begins_s.append(time.perf_counter())
         profile = self._active_profile
         plan = self._executor.begun
-        if plan is None or any(request.num_prompt_tokens_left for request in snapshot.requests):
+        awaited = {request.request_id for request in snapshot.requests if request.num_prompt_tokens_left}
+        if plan is None or awaited - self._awaited:  # prompts that have come since wait for no tasklet
             plan = self._policy.plan(snapshot) if profile is None else profile.plan()
+        self._awaited = awaited
         begins_s.append(time.perf_counter())
         if profile is None:
             self._note_gap(begins_s[-1], snapshot)
