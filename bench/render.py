@@ -101,13 +101,12 @@ SECTIONS = (
     Section(
         "finetune_cut_h200.json",
         "On a GPU: training alone, cut and uncut",
-        "The first row alone on its host, the second beside other measurements on the host's other GPU. Each row is a "
-        "process of its own.",
+        "Each row is a process of its own, alone on its host; the second was measured some versions later, on another.",
     ),
     Section(
         "finetune_suspend_h200.json",
         "On a GPU: how soon training stops and gives memory back",
-        "Micro-batches of 2,048 tokens, two in a step, beside other measurements on the host's other GPU. `stop` and "
+        "Micro-batches of 2,048 tokens, two in a step, alone on its host. `stop` and "
         "`require` come at random moments; what was required counts as given once another arena has mapped and cleared "
         "it.",
     ),
@@ -150,6 +149,14 @@ SECTIONS = (
         "of the same traces, which this window is a part of; and of the conversation at four times its rate and 40 ms, "
         "serving alone met the SLO in two runs (99.6% of 274; `adaptive` 100% in both, with 9.8% and 7.4% of harvest) "
         "and missed it in the one kept here (98.2%), so that what other policies did there is left out.",
+    ),
+    Section(
+        "colocate_profile_h200.json",
+        "On a GPU: where the device's time goes beside the conversation trace",
+        "The grid's loads once more, all targets in one process, until it was cut off at half the conversation's rate. "
+        "In the second table, `rest` is also the time in which the tasklets of a partition go on with no batch beside "
+        "them. From before the next batch was launched ahead on other SMs, and before a request's first token counted "
+        "from when it was there: slack was counted from up to a batch's time too early.",
     ),
     Section(
         "sharing_h200.json",
