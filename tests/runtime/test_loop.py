@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
-from cotenant.core.plan import Mode, Plan, Slo, Snapshot
+from cotenant.core.plan import InFlight, Mode, Plan, Slo, Snapshot
 from cotenant.core.request import FinishReason
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
@@ -190,7 +190,12 @@ Chosen = TypeVar("Chosen")
 
 
 def small_loop(
-    folder: Path, channel: Channel, policy: Chosen, device: CpuDevice | None = None
+    folder: Path,
+    channel: Channel,
+    policy: Chosen,
+    device: CpuDevice | None = None,
+    *,
+    sizes_chunks: bool = False,
 ) -> tuple[WorkerLoop, Chosen]:
     """Without a job. ``policy``: or its name."""
     save_llama(folder / "model")
@@ -200,7 +205,18 @@ def small_loop(
     predictor = LatencyPredictor("test", "test")
     chosen = create_policy(policy, predictor) if isinstance(policy, str) else policy
     executor = Executor(device, decoder, engine, training)
-    loop = WorkerLoop(channel, engine, training, chosen, executor, predictor, Slo(1000.0, 100.0), can_fuse=False)  # type: ignore[arg-type]
+    slo = Slo(1000.0, 100.0)
+    loop = WorkerLoop(
+        channel,
+        engine,
+        training,
+        chosen,
+        executor,
+        predictor,
+        slo,
+        can_fuse=False,
+        sizes_chunks=sizes_chunks,  # type: ignore[arg-type]
+    )
     return loop, policy
 
 
@@ -263,6 +279,24 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
     assert sorted(ended) == sorted(prompts)
     assert isinstance(channel.sent[-1], Drained)
     assert engine.kv_cache_usage == 0
+
+
+def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aheads: list[InFlight | None] = []
+    sized = loop_module.prompt_budget
+
+    def noted(*args: Any) -> int:
+        aheads.append(args[-1])
+        return sized(*args)
+
+    monkeypatch.setattr(loop_module, "prompt_budget", noted)
+    requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]
+    loop, _ = small_loop(tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True)
+    loop.run()
+    assert aheads[0] is None
+    known = [ahead for ahead in aheads if ahead is not None and ahead.predicted_ms]
+    assert known, "the plans say nothing, the predictor does"
+    assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in known)
 
 
 class Behind(Policy):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cotenant.core.plan import InFlight, IterationRecord, Mode, Partition, Plan
+from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
@@ -183,7 +183,9 @@ def test_a_batch_is_launched_before_one_lands_and_tasklets_follow_it_then(side_b
 def test_tasklets_that_were_to_follow_can_be_given_up(side_by_side: SideBySide) -> None:
     side_by_side.execute(spatial(2))
     side_by_side.execute(spatial(2, 3))
-    assert side_by_side.executor.in_flight == InFlight(FEW)
+    in_flight = side_by_side.executor.in_flight
+    assert in_flight is not None
+    assert (in_flight.partition, in_flight.predicted_ms, in_flight.batch.num_decode) == (FEW, None, 1)
     record = side_by_side.execute(spatial(2))
     assert side_by_side.executor.begun is None
     assert (record.batch.num_decode, record.mode, count(record.tasklets)) == (1, Mode.SPATIAL, 0)

@@ -167,8 +167,9 @@ class Machine:
         if self._ahead is None:
             self._now_s += HOST_MS / 1e3
         plan = self._ahead or self._plan(None)
-        self._ahead = self._plan(self._flight_of(plan)) if plan.num_tasklets == plan.num_beside else None
-        record, gained_ms, token_ms = self._carry_out(plan, BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT))
+        batch = BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT)
+        self._ahead = self._plan(self._flight_of(plan, batch)) if plan.num_tasklets == plan.num_beside else None
+        record, gained_ms, token_ms = self._carry_out(plan, batch)
         self.predictor.observe(record)
         outcome.modes[plan.mode] = outcome.modes.get(plan.mode, 0) + 1
         outcome.num_changes += plan.partition != self._last_partition
@@ -183,8 +184,12 @@ class Machine:
             self._add()
         return gained_ms
 
-    def _flight_of(self, plan: Plan) -> InFlight:
-        return InFlight(plan.partition, plan.predicted_ms)
+    def _flight_of(self, plan: Plan, batch: BatchShape) -> InFlight:
+        predicted_ms = plan.predicted_ms
+        if predicted_ms is None:
+            shares = plan.partition is not None
+            predicted_ms = self.predictor.batch_ms(batch, beside_training=shares, partition=plan.partition)
+        return InFlight(plan.partition, predicted_ms, batch)
 
     def _tokens(self, outcome: Outcome, at_s: float) -> None:
         for request in list(self._requests):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo
+from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo
 from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.answers import AnswerLengths
@@ -36,6 +36,14 @@ def test_those_who_were_served_fast_have_time_to_give() -> None:
     assert step_limit_ms((fast, late), SLO, 100.0, LONG) == 36.0  # never less than what every step may take
     between = running(num_generated=20, elapsed_ms=696)
     assert step_limit_ms((fast, between), SLO, 100.0, LONG) == pytest.approx(80.0)
+
+
+def test_a_batch_in_flight_takes_what_it_takes_first() -> None:
+    """And it brings a token: else one chunk after the other would spend the same slack."""
+    one = running(num_generated=20, elapsed_ms=696)
+    ahead = InFlight(None, predicted_ms=60.0)
+    assert step_limit_ms((one,), SLO, 100.0, LONG, ahead) == pytest.approx(80.0 - 60.0 + 0.97 * SLO.tpot_ms)
+    assert step_limit_ms((one,), SLO, 100.0, LONG, InFlight()) == pytest.approx(80.0), "nobody knows how long it takes"
 
 
 def test_waiting_and_new_requests_do_not_count() -> None:

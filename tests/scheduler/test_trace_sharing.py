@@ -14,6 +14,8 @@ THEIRS = (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(4
 # (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, one word each
 CHAT, BUSY = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0)
 SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (150.0, 100, 2, 20.0)
+# Completions: long prompts, a line each.
+LINES = (2.5, 2000, 14, 60.0)
 
 Load = tuple[float, int, int, float]
 
@@ -46,6 +48,15 @@ def test_training_goes_on_where_every_batch_has_prompts() -> None:
     attainment, harvest = outcome("adaptive", CROWD, 40.0)
     assert attainment >= 0.99
     assert harvest > 1.5 * outcome("multitask", CROWD, 40.0)[1]
+
+
+@pytest.mark.parametrize("target_ms", [15.0, 25.0])
+def test_chunks_one_after_the_other_leave_short_answers_in_time(target_ms: float) -> None:
+    """Each is as large as their slack when the one before has ended, not when it began."""
+    attainment, harvest = outcome("adaptive", LINES, target_ms)
+    assert attainment >= outcome("inference-only", LINES, target_ms)[0] - 0.005
+    assert attainment >= 0.99
+    assert harvest > 0.7
 
 
 def test_first_tokens_come_in_time_where_prompts_take_a_third_of_the_device() -> None:

@@ -145,7 +145,7 @@ class TraceMachine(Machine):
         landing = self._advance(decodes, chunks) if runs else []
         self._next = None
         if runs and plan.num_tasklets == plan.num_beside:
-            found = self._plan_batch(self._flight_of(plan), landing)
+            found = self._plan_batch(self._flight_of(plan, batch), landing)
             self._next = found if found.plan.run_online and not found.batch.empty else None
         record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
         self._tokens_of(landing, self._now_s + token_ms / 1e3)
@@ -165,8 +165,9 @@ class TraceMachine(Machine):
         room = MOST_TOKENS - len(decodes)
         if len(decodes) < len(live):
             budget = prompt_budget(
-                self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS, self._answers.short
-            )
+                self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS, self._answers.short,
+                in_flight,
+            )  # fmt: skip
             room = budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []
         for request in live:

@@ -104,6 +104,7 @@ class InFlight:
 
     partition: Partition | None = None
     predicted_ms: float | None = None
+    batch: BatchShape = BatchShape()
 
 
 @dataclass(frozen=True, slots=True)

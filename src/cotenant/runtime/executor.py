@@ -35,10 +35,11 @@ _ASK_EVERY_S = 100e-6
 
 
 class _Launched(NamedTuple):
-    """A batch that was launched: by which plan, whether a tasklet was in flight then (or when the one before landed, if
-    that had other SMs), and whether it shares the device, in a partition or with training tokens in it."""
+    """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then (or when the one before
+    landed, if that had other SMs), and whether it shares the device, in a partition or with training tokens in it."""
 
     plan: Plan
+    shape: BatchShape
     with_tasklet: bool
     shares: bool
 
@@ -208,8 +209,8 @@ class Executor:
         """The batch that a plan's can be launched ahead of the end of."""
         if not self._launched:
             return None
-        plan = self._launched[-1].plan
-        return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None)
+        plan, shape = self._launched[-1].plan, self._launched[-1].shape
+        return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None, shape)
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -247,7 +248,8 @@ class Executor:
         else:
             with self._device.online(plan.partition):
                 self._launch(step)
-        self._launched.append(_Launched(plan, with_tasklet, shares=plan.partition is not None or fused is not None))
+        shares = plan.partition is not None or fused is not None
+        self._launched.append(_Launched(plan, step.shape, with_tasklet, shares))
         # What is not captured is launched while the device works at it.
         if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
             self._device.host_was_away(time.perf_counter() - self._last_behind_s)

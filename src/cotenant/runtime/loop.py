@@ -7,10 +7,11 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan, Slo, Snapshot
+from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -188,10 +189,12 @@ class WorkerLoop:
                 self._self_profile.stop()
             self._handle(message)
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
+        in_flight = self._in_flight()
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             short = self._answers.short
-            self._engine.limit_tokens(prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most, short))
+            budget = prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most, short, in_flight)
+            self._engine.limit_tokens(budget)
         batch = self._engine.next_shape()
         if requests and not is_profiling:
             self._idle_since_s = now_s
@@ -212,8 +215,17 @@ class WorkerLoop:
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
-            in_flight=self._executor.in_flight,
+            in_flight=in_flight,
         )
+
+    def _in_flight(self) -> InFlight | None:
+        """With a time, if its plan had none and the predictor knows one."""
+        found = self._executor.in_flight
+        if found is None or found.predicted_ms is not None:
+            return found
+        shares = found.partition is not None
+        batch_ms = self._predictor.batch_ms(found.batch, beside_training=shares, partition=found.partition)
+        return replace(found, predicted_ms=batch_ms)
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
         """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from cotenant.core.plan import RequestView, Slo
+from cotenant.core.plan import InFlight, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 
 # A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
@@ -33,12 +33,18 @@ _BEYOND = TILE // 4
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
-def step_limit_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int) -> float:
+def step_limit_ms(
+    requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int, ahead: InFlight | None = None
+) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
-    ``AnswerLengths``."""
+    ``AnswerLengths``. ``ahead``: a batch that ends before, and takes what it takes of the same slack."""
     least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
+    ahead_ms = 0.0 if ahead is None else ahead.predicted_ms or 0.0
+    num_ahead = 1 if ahead_ms else 0
     slacks_ms = [
-        (request.first_token_s - now_s) * 1e3 + request.num_generated * _MEAN_SHARE * slo.tpot_ms
+        (request.first_token_s - now_s) * 1e3
+        - ahead_ms
+        + (request.num_generated + num_ahead) * _MEAN_SHARE * slo.tpot_ms
         for request in requests
         if request.first_token_s is not None and request.num_generated >= _counts_from(request, short)
     ]
@@ -66,15 +72,18 @@ def prompt_budget(
     now_s: float,
     most: int,
     short: int,
+    ahead: InFlight | None = None,
 ) -> int:
     """Tokens for one batch, decodes included, at most ``most``: about as many as fit the running requests' slack.
 
     ``num_decode`` and ``context_tokens``: what will decode in it (see ``BatchShape``). ``short``: see
-    ``AnswerLengths``.
+    ``AnswerLengths``. ``ahead``: the batch in flight.
     """
     if num_decode == 0:
         return most
-    tokens = predictor.prompt_tokens_within(num_decode, context_tokens, step_limit_ms(requests, slo, now_s, short))
+    tokens = predictor.prompt_tokens_within(
+        num_decode, context_tokens, step_limit_ms(requests, slo, now_s, short, ahead)
+    )
     if tokens is None:
         return most
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
