@@ -196,11 +196,11 @@ def test_what_was_begun_is_timed_by_the_device(side_by_side: SideBySide) -> None
     """Whatever keeps the host between the two iterations."""
     side_by_side.execute(Plan())
     side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
-    time.sleep(0.3)
+    time.sleep(1.0)
     record = side_by_side.finish()
     assert count(record.tasklets) == 1
-    assert record.online_ms < 150
-    assert record.total_ms < 250
+    assert record.total_ms >= record.online_ms
+    assert record.total_ms < 900
 
 
 def test_tasklets_behind_what_was_begun_end_when_they_were_to(side_by_side: SideBySide) -> None:
@@ -211,6 +211,12 @@ def test_tasklets_behind_what_was_begun_end_when_they_were_to(side_by_side: Side
     record = side_by_side.finish()
     assert count(record.tasklets) == 1, "the one that was launched behind the batch"
     assert record.predicted_ms is None
+    # Also where the time passes while the host waits for room.
+    side_by_side.execute(Plan())
+    plan = Plan(num_tasklets=50, mode=Mode.TEMPORAL, predicted_ms=400.0)
+    side_by_side.execute(plan)
+    side_by_side.device.wait_for_room = lambda *_, **__: time.sleep(0.5)  # type: ignore[method-assign]
+    assert count(side_by_side.execute(plan).tasklets) <= 1
 
 
 def test_training_goes_on_where_each_batch_has_other_sms_than_the_one_before(side_by_side: SideBySide) -> None:

@@ -46,6 +46,12 @@ def test_a_batch_in_flight_takes_what_it_takes_first() -> None:
     assert step_limit_ms((one,), SLO, 100.0, LONG, InFlight()) == pytest.approx(80.0), "nobody knows how long it takes"
 
 
+def test_who_ends_with_the_batch_in_flight_does_not_count() -> None:
+    late = replace(running(num_generated=20, elapsed_ms=5000), max_tokens=21)
+    assert step_limit_ms((late,), SLO, 100.0, LONG) == 36.0
+    assert step_limit_ms((late,), SLO, 100.0, LONG, InFlight()) == 120.0
+
+
 def test_waiting_and_new_requests_do_not_count() -> None:
     new = running(num_generated=15, elapsed_ms=5000)
     waiting = RequestView("w", 99.0)

@@ -171,11 +171,12 @@ class Executor:
         num_left = 1 if is_launched else 0
         num_beside = self._run_beside(launched, 0, num_left, interrupted)
         landed = self._collect(emit, num_left)
-        num_beside += self._run_awaited(launched, num_beside, interrupted)
         if is_launched:  # it begins now
             self._launched[-1] = self._launched[-1]._replace(with_tasklet=self._device.is_training())
             if plan.num_tasklets > plan.num_beside:
                 self._begun = plan, time.perf_counter()
+            else:
+                self._run_awaited(plan, 0, interrupted)
         return self._record(launched, landed, shares=num_beside > 0)
 
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
@@ -357,16 +358,18 @@ class Executor:
         return output[: hidden.shape[0]]
 
     def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool], until_s: float) -> int:
-        """Tasklets on all SMs, none launched after ``until_s``. Some lie ahead, also of requests that may come at any
-        moment: the device would else be idle while the host plans and launches the batch that follows, which is there
-        no sooner for that."""
+        """Tasklets on all SMs, none but the first launched after ``until_s``. Some lie ahead, also of requests that may
+        come at any moment: the device would else be idle while the host plans and launches the batch that follows,
+        which is there no sooner for that."""
         count = 0
         while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
-            if not self._training.runnable or time.perf_counter() > until_s:
+            if not self._training.runnable:
                 break
             far_ahead = not self._training.next_waits
             self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)
             if plan.interruptible and interrupted():
+                break
+            if num_launched + count > 0 and time.perf_counter() > until_s:
                 break
             self._device.run_tasklet(self._training.run_tasklet)
             self._last_behind_s = time.perf_counter()

@@ -40,13 +40,15 @@ def step_limit_ms(
     ``AnswerLengths``. ``ahead``: a batch that ends before, and takes what it takes of the same slack."""
     least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
     ahead_ms = 0.0 if ahead is None else ahead.predicted_ms or 0.0
-    num_ahead = 1 if ahead_ms else 0
+    num_ahead, num_more = (0 if ahead is None else 1), (1 if ahead_ms else 0)
     slacks_ms = [
         (request.first_token_s - now_s) * 1e3
         - ahead_ms
-        + (request.num_generated + num_ahead) * _MEAN_SHARE * slo.tpot_ms
+        + (request.num_generated + num_more) * _MEAN_SHARE * slo.tpot_ms
         for request in requests
-        if request.first_token_s is not None and request.num_generated >= _counts_from(request, short)
+        if request.first_token_s is not None
+        and request.num_generated >= _counts_from(request, short)
+        and (request.max_tokens is None or request.num_generated + num_ahead < request.max_tokens)  # has more to come
     ]
     return max(least_ms, min([most_ms, *slacks_ms]))
 
