@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import statistics
 import threading
 import time
 import weakref
@@ -117,12 +118,15 @@ def test_the_devices_time_of_a_fused_batch_is_that_of_all_its_layers(bench: Benc
     bench.engine.add(request("r", [5] * 40, 30))
     bench.run(Plan())
     time_of = bench.executor.device_time = DeviceTime()
-    by_host_ms = 0.0
-    for _ in range(8):
+    shares: list[float] = []  # of what the host measures
+    for _ in range(12):
+        before_ms = time_of.decode_shared_ms
         plan = Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)
         record = bench.executor.execute(plan, bench.emitted.extend, lambda: False)
-        by_host_ms += record.online_ms if record.fused else 0.0
-    assert 0.7 * by_host_ms < time_of.decode_shared_ms <= by_host_ms
+        if record.fused:
+            shares.append((time_of.decode_shared_ms - before_ms) / record.online_ms)
+    assert max(shares) <= 1.0
+    assert statistics.median(shares) > 0.7, "a machine that is busy may hold some of them up"
     assert time_of.decode_alone_ms > 0, "where the next tasklet was no forward"
 
 
