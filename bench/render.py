@@ -111,6 +111,12 @@ SECTIONS = (
         "it.",
     ),
     Section(
+        "discards_h200.txt",
+        "On a GPU: what discards change in an adapter",
+        "In bfloat16 sums come in another order from run to run.",
+        "python bench/discards.py llama-3.1-8b --load-format dummy --discards 200",
+    ),
+    Section(
         "colocate_h200.json",
         "On a GPU: a job beside requests, policy by policy",
         "Sequences decode steadily, through the worker's own loop in one process, without HTTP. Harvest is training's "
