@@ -130,4 +130,4 @@ def test_the_commands_of_the_catalogue_can_be_run(entry: dict[str, Any]) -> None
         known = (ROOT / rest[0]).read_text()  # some import what only a GPU's machine has
     flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
     assert flags <= set(re.findall(r"--[\w-]+", known))
-    assert f'"{entry["result"]}"' in (ROOT / "bench" / "render.py").read_text()
+    assert (ROOT / "bench" / "results" / entry["result"]).is_file()

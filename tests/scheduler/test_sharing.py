@@ -88,7 +88,7 @@ def test_one_stall_costs_no_more_than_itself(target_ms: float) -> None:
 
 def test_short_answers_meet_a_tight_target_in_space_as_well() -> None:
     found = Machine("adaptive", Slo(500.0, 15.0), PARTITIONS["adaptive"], (2, 8)).run(warm_s=4.0, measured_s=4.0)
-    assert found.attainment(15.0) >= 0.99
+    assert found.attainment(15.0) >= 0.995
 
 
 def test_it_stays_in_a_partition_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

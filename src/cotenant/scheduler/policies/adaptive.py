@@ -136,7 +136,8 @@ class _Choice:
         snapshot, slo = self._snapshot, self._snapshot.slo
         # Behind a step, tasklets delay the next token; beside it, this one.
         token_ms = token_slack_ms(snapshot.requests, slo, snapshot.now_s, snapshot.margin, self._num_ahead)
-        most_ms = min(token_ms - self._ahead_ms, slo.max_gap_ms)
+        # Nor more than an equal share of that: what is in flight may take longer than it was to.
+        most_ms = min(token_ms - self._ahead_ms, token_ms / (1 + self._num_ahead), slo.max_gap_ms)
         target_ms = snapshot.margin * slo.tpot_ms
         in_time_ms = self._step_ms + self._slack_ms
 
