@@ -294,9 +294,9 @@ def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, mon
     loop, _ = small_loop(tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True)
     loop.run()
     assert aheads[0] is None
-    known = [ahead for ahead in aheads if ahead is not None and ahead.predicted_ms]
-    assert known, "the plans say nothing, the predictor does"
-    assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in known)
+    in_flight = [ahead for ahead in aheads if ahead is not None]
+    assert in_flight
+    assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in in_flight)
 
 
 class Behind(Policy):

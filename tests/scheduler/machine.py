@@ -168,7 +168,8 @@ class Machine:
             self._now_s += HOST_MS / 1e3
         plan = self._ahead or self._plan(None)
         batch = BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT)
-        self._ahead = self._plan(self._flight_of(plan, batch)) if plan.num_tasklets == plan.num_beside else None
+        in_flight = InFlight(plan.partition, plan.predicted_ms, batch)
+        self._ahead = self._plan(in_flight) if plan.num_tasklets == plan.num_beside else None
         record, gained_ms, token_ms = self._carry_out(plan, batch)
         self.predictor.observe(record)
         outcome.modes[plan.mode] = outcome.modes.get(plan.mode, 0) + 1
@@ -183,13 +184,6 @@ class Machine:
         while len(self._requests) < BATCH_SIZE:
             self._add()
         return gained_ms
-
-    def _flight_of(self, plan: Plan, batch: BatchShape) -> InFlight:
-        predicted_ms = plan.predicted_ms
-        if predicted_ms is None:
-            shares = plan.partition is not None
-            predicted_ms = self.predictor.batch_ms(batch, beside_training=shares, partition=plan.partition)
-        return InFlight(plan.partition, predicted_ms, batch)
 
     def _tokens(self, outcome: Outcome, at_s: float) -> None:
         for request in list(self._requests):

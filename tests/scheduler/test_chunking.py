@@ -41,15 +41,26 @@ def test_those_who_were_served_fast_have_time_to_give() -> None:
 def test_a_batch_in_flight_takes_what_it_takes_first() -> None:
     """And it brings a token: else one chunk after the other would spend the same slack."""
     one = running(num_generated=20, elapsed_ms=696)
-    ahead = InFlight(None, predicted_ms=60.0)
-    assert step_limit_ms((one,), SLO, 100.0, LONG, ahead) == pytest.approx(80.0 - 60.0 + 0.97 * SLO.tpot_ms)
-    assert step_limit_ms((one,), SLO, 100.0, LONG, InFlight()) == pytest.approx(80.0), "nobody knows how long it takes"
+    limit_ms = step_limit_ms((one,), SLO, 100.0, LONG, ahead_ms=60.0, num_ahead=1)
+    assert limit_ms == pytest.approx(80.0 - 60.0 + 0.97 * SLO.tpot_ms)
+
+
+def test_how_long_a_batch_in_flight_takes_its_plan_says_or_the_predictor() -> None:
+    predictor = taught()
+
+    def budget(ahead: InFlight | None) -> int:
+        one = running(num_generated=20, elapsed_ms=656)  # 120 ms
+        return prompt_budget(predictor, 8, 4000, (one,), SLO, 100.0, 4096, LONG, ahead)
+
+    chunk = BatchShape(8, 4000, 2048, 2048)  # about 59 ms
+    assert budget(InFlight(None, None, chunk)) == budget(InFlight(None, predictor.batch_ms(chunk))) < budget(None)
+    assert budget(InFlight(None, None, BatchShape())) == budget(None), "nobody knows: as long as its tokens may take"
 
 
 def test_who_ends_with_the_batch_in_flight_does_not_count() -> None:
     late = replace(running(num_generated=20, elapsed_ms=5000), max_tokens=21)
     assert step_limit_ms((late,), SLO, 100.0, LONG) == 36.0
-    assert step_limit_ms((late,), SLO, 100.0, LONG, InFlight()) == 120.0
+    assert step_limit_ms((late,), SLO, 100.0, LONG, num_ahead=1) == 120.0
 
 
 def test_waiting_and_new_requests_do_not_count() -> None:

@@ -145,7 +145,7 @@ class TraceMachine(Machine):
         landing = self._advance(decodes, chunks) if runs else []
         self._next = None
         if runs and plan.num_tasklets == plan.num_beside:
-            found = self._plan_batch(self._flight_of(plan, batch), landing)
+            found = self._plan_batch(InFlight(plan.partition, plan.predicted_ms, batch), landing)
             self._next = found if found.plan.run_online and not found.batch.empty else None
         record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
         self._tokens_of(landing, self._now_s + token_ms / 1e3)

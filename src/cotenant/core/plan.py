@@ -100,7 +100,7 @@ class JobView:
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """A batch that was launched and has not landed. ``partition``: of the SMs, that it has; None: all.
-    ``predicted_ms``: what it takes from its beginning to its end, if that is known."""
+    ``predicted_ms``: what it takes from its beginning to its end, if its plan says so. ``batch``: its shape."""
 
     partition: Partition | None = None
     predicted_ms: float | None = None

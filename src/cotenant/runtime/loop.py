@@ -7,11 +7,10 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, Partition, Plan, Slo, Snapshot
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -120,7 +119,7 @@ class WorkerLoop:
             if view.first_token_s is not None:
                 self._margin.resume(view.request_id, view.first_token_s + clocks_s, view.num_generated)
         self._idle_since_s = -math.inf
-        self._awaited: set[str] = set()  # requests with prompts left, when the last plan was looked at
+        self._seen: tuple[RequestView, ...] = ()  # by the last plan
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0
         self._next_stats_s = 0.0
@@ -153,10 +152,11 @@ class WorkerLoop:
         begins_s.append(time.perf_counter())
         profile = self._active_profile
         plan = self._executor.begun
-        awaited = {request.request_id for request in snapshot.requests if request.num_prompt_tokens_left}
-        if plan is None or awaited - self._awaited:  # prompts that have come since wait for no tasklet
+        if plan is None or _awaited(snapshot.requests) - _awaited(
+            self._seen
+        ):  # who has come since waits for none of it
             plan = self._policy.plan(snapshot) if profile is None else profile.plan()
-        self._awaited = awaited
+        self._seen = snapshot.requests
         begins_s.append(time.perf_counter())
         if profile is None:
             self._note_gap(begins_s[-1], snapshot)
@@ -189,7 +189,7 @@ class WorkerLoop:
                 self._self_profile.stop()
             self._handle(message)
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
-        in_flight = self._in_flight()
+        in_flight = self._executor.in_flight
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             short = self._answers.short
@@ -217,15 +217,6 @@ class WorkerLoop:
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=in_flight,
         )
-
-    def _in_flight(self) -> InFlight | None:
-        """With a time, if its plan had none and the predictor knows one."""
-        found = self._executor.in_flight
-        if found is None or found.predicted_ms is not None:
-            return found
-        shares = found.partition is not None
-        batch_ms = self._predictor.batch_ms(found.batch, beside_training=shares, partition=found.partition)
-        return replace(found, predicted_ms=batch_ms)
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
         """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
@@ -358,3 +349,8 @@ class WorkerLoop:
             case Drain():
                 self._draining = True
                 self._training.pause_running()
+
+
+def _awaited(requests: tuple[RequestView, ...]) -> set[str]:
+    """Those with prompts left."""
+    return {request.request_id for request in requests if request.num_prompt_tokens_left}

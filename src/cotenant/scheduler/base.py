@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cotenant.core.plan import FIRST_MARGIN, Mode, Plan, Slo, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, InFlight, Mode, Plan, Slo, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
@@ -50,6 +50,14 @@ def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot, *, beside_t
         return serving_alone(predictor, snapshot)
     step_ms = predictor.batch_ms(snapshot.batch, beside_training=beside_training)
     return serving_alone(predictor, snapshot) if step_ms is None else step_ms
+
+
+def flight_ms(predictor: LatencyPredictor, in_flight: InFlight) -> float | None:
+    """How long a batch in flight takes, by its plan or else by the predictor; None where neither knows."""
+    if in_flight.predicted_ms is not None:
+        return in_flight.predicted_ms
+    partition = in_flight.partition
+    return predictor.batch_ms(in_flight.batch, beside_training=partition is not None, partition=partition)
 
 
 def waits_longer(snapshot: Snapshot) -> bool:

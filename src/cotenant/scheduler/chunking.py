@@ -15,6 +15,7 @@ import math
 
 from cotenant.core.plan import InFlight, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import flight_ms
 
 # A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
 # the worker cannot see. Time that requests are ahead can be measured again before it is spent; a request without any
@@ -34,17 +35,15 @@ _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
 def step_limit_ms(
-    requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int, ahead: InFlight | None = None
+    requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int, ahead_ms: float = 0.0, num_ahead: int = 0
 ) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
-    ``AnswerLengths``. ``ahead``: a batch that ends before, and takes what it takes of the same slack."""
+    ``AnswerLengths``. ``ahead_ms``: what ``num_ahead`` batches in flight take of the same slack before."""
     least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
-    ahead_ms = 0.0 if ahead is None else ahead.predicted_ms or 0.0
-    num_ahead, num_more = (0 if ahead is None else 1), (1 if ahead_ms else 0)
     slacks_ms = [
         (request.first_token_s - now_s) * 1e3
         - ahead_ms
-        + (request.num_generated + num_more) * _MEAN_SHARE * slo.tpot_ms
+        + (request.num_generated + num_ahead) * _MEAN_SHARE * slo.tpot_ms
         for request in requests
         if request.first_token_s is not None
         and request.num_generated >= _counts_from(request, short)
@@ -83,9 +82,11 @@ def prompt_budget(
     """
     if num_decode == 0:
         return most
-    tokens = predictor.prompt_tokens_within(
-        num_decode, context_tokens, step_limit_ms(requests, slo, now_s, short, ahead)
-    )
+    num_ahead = 0 if ahead is None else 1
+    # Where nobody knows: as long as its tokens may take.
+    ahead_ms = 0.0 if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
+    limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead)
+    tokens = predictor.prompt_tokens_within(num_decode, context_tokens, limit_ms)
     if tokens is None:
         return most
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)

@@ -8,7 +8,7 @@ from functools import partial
 from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, serving_alone, training_alone, waits_longer
+from cotenant.scheduler.base import Policy, flight_ms, serving_alone, training_alone, waits_longer
 from cotenant.scheduler.filling import Costs, Filling, after, fill
 from cotenant.scheduler.planner import in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
@@ -79,7 +79,8 @@ class _Choice:
         self._step_ms = step_ms
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
-        self._ahead_ms = 0.0 if in_flight is None else in_flight.predicted_ms or step_ms  # until this batch begins
+        # Until this batch begins.
+        self._ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
         begin_s = snapshot.now_s + self._ahead_ms / 1e3
         self._slack_ms = decode_slack_ms(
             snapshot.requests, snapshot.slo, begin_s, step_ms, snapshot.margin, self._num_ahead
