@@ -152,9 +152,8 @@ class WorkerLoop:
         begins_s.append(time.perf_counter())
         profile = self._active_profile
         plan = self._executor.begun
-        if plan is None or _awaited(snapshot.requests) - _awaited(
-            self._seen
-        ):  # who has come since waits for none of it
+        # Who has come since waits for none of what was begun.
+        if plan is None or _awaited(snapshot.requests) - _awaited(self._seen):
             plan = self._policy.plan(snapshot) if profile is None else profile.plan()
         self._seen = snapshot.requests
         begins_s.append(time.perf_counter())
