@@ -14,17 +14,14 @@ import torch
 
 from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, Partition, Plan
 from cotenant.core.request import SequenceOutput
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletRun, TaskletShape
 from cotenant.device import Device
 from cotenant.device.base import FinishedTasklet
-from cotenant.device.readback import Interval
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Collected, OnlineStep, RanLayers
-from cotenant.finetune.job import FusedInput
-from cotenant.models.batch import AdapterSpan, Batch
 from cotenant.models.decoder import Decoder
-from cotenant.models.tape import LayerTape
 from cotenant.runtime.device_time import DeviceTime
+from cotenant.runtime.fused import FusedForward
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 
@@ -71,9 +68,9 @@ class Executor:
         self._device = device
         self._trace = trace
         self.device_time: DeviceTime | None = None  # told of what has ended, if somebody wants to know
-        self._decoder = decoder
         self._engine = engine
         self._training = training
+        self._fused = FusedForward(decoder, engine, training)
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
         self._begun: tuple[Plan, float] | None = None  # what ``begun`` says, and since when
@@ -244,7 +241,7 @@ class Executor:
         with_tasklet = self._device.is_training()
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
-                ran, fused = self._forward(step, plan.num_fused)
+                ran, fused = self._fused.forward(step, plan.num_fused)
                 self._launch(step, ran)
         else:
             with self._device.online(plan.partition):
@@ -319,44 +316,6 @@ class Executor:
             has_more = self._training.discard()  # what the attempt held is freed with its frames
         self._engine.launch(step, ran)
 
-    def _forward(self, step: OnlineStep, num_fused: int) -> tuple[RanLayers | None, TaskletRun | None]:
-        """All layers of the online batch with training layers in it. What goes wrong because of those ends the job
-        alone: the engine then runs the batch itself, and writes the same rows of the KV cache."""
-        try:
-            return self._forward_fused(step, num_fused)
-        except Exception as error:
-            self._training.fail(error)
-        return None, None
-
-    def _forward_fused(self, step: OnlineStep, num_fused: int) -> tuple[RanLayers, TaskletRun | None]:
-        """All layers of the online batch; the first ``num_fused`` training layers that it meets run inside it.
-
-        LLMStation section 5.2: linear layers run over the tokens of both, attention over each alone.
-        """
-        batch = self._engine.batch_of(step)
-        interval = Interval(self._decoder.device)
-        interval.begin()
-        hidden = self._decoder.embed(batch.token_ids)  # [tokens, hidden]
-        joint: Batch | None = None
-        fused: TaskletRun | None = None
-        for index in range(self._decoder.spec.num_layers):
-            if (fused is None or fused.count < num_fused) and self._training.fusable_layer == index:
-                piece = self._training.begin_fused()
-                joint = joint or join(batch, piece)
-                hidden = self._fused_layer(index, hidden, piece, joint)
-                shape = TaskletShape(TaskletKind.FORWARD, piece.segment.num_tokens, max(piece.segment.lengths))
-                fused = replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
-            else:
-                hidden = self._decoder.layer(index, hidden, batch, self._engine.kv_cache)
-        return RanLayers(hidden, interval), fused
-
-    def _fused_layer(self, index: int, hidden: torch.Tensor, piece: FusedInput, joint: Batch) -> torch.Tensor:
-        rows = torch.cat([hidden, piece.hidden])  # [online + training tokens, hidden]
-        tape = LayerTape(slice(hidden.shape[0], rows.shape[0]))
-        output = self._decoder.layer(index, rows, joint, self._engine.kv_cache, tape)
-        self._training.end_fused(output[tape.rows], tape)
-        return output[: hidden.shape[0]]
-
     def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool], until_s: float) -> int:
         """Tasklets on all SMs, none but the first launched after ``until_s``. Some lie ahead, also of requests that may
         come at any moment: the device would else be idle while the host plans and launches the batch that follows,
@@ -377,19 +336,6 @@ class Executor:
             if plan.until_step_end and self._training.at_step_end:
                 break
         return count
-
-
-def join(batch: Batch, piece: FusedInput) -> Batch:
-    """The online batch with a training micro-batch behind it. Layers read hidden states, so its token ids are zeros."""
-    start = batch.num_tokens
-    stop = start + piece.segment.num_tokens
-    return Batch(
-        token_ids=torch.cat([batch.token_ids, torch.zeros_like(piece.positions)]),
-        positions=torch.cat([batch.positions, piece.positions]),
-        segments=(*batch.segments, piece.segment),
-        spans=(*batch.spans, AdapterSpan(start, stop, piece.adapter)),
-        head=batch,
-    )
 
 
 def _group(finished: list[FinishedTasklet], partition: Partition | None) -> tuple[tuple[TaskletRun, float], ...]:
