@@ -31,6 +31,7 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
         cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
         cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
         assert all(cell.num_failed == 0 for cell in cells)
+        alone = max(alone, bench.alone(1.0))  # a machine that was busy with something else may be faster since
         assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 

@@ -214,14 +214,20 @@ class Machine:
             more_ms, runs = self._train(waited_ms + 1e-6, self._speed, 1)
             gained_ms, beside = gained_ms + more_ms, beside + runs
         for _ in range(num_behind):
+            if self._interrupts(self._now_s + (step_ms + waited_ms + sum(ms for _, ms in behind)) / 1e3):
+                break
             more_ms, runs = self._train(self._noisy(ALONE_MS[STEP[self._position]]), 1.0, 1)
             gained_ms, behind = gained_ms + more_ms, behind + runs
         total_ms = step_ms + waited_ms + sum(ms for _, ms in behind)
         record = IterationRecord(
             batch, plan.mode, step_ms, total_ms, tuple(behind), partition=plan.partition, beside=tuple(beside),
-            predicted_ms=plan.predicted_ms,
+            predicted_ms=plan.predicted_ms if len(behind) == num_behind else None,
         )  # fmt: skip
         return record, gained_ms, step_ms
+
+    def _interrupts(self, now_s: float) -> bool:
+        """Whether somebody has come, for whom tasklets behind a batch end."""
+        return False
 
     def _train(self, time_ms: float, speed: float, most: int) -> tuple[float, list[tuple[TaskletRun, float]]]:
         """So long at this speed, at most so many tasklets: what it would take alone, and those that ended."""

@@ -11,9 +11,9 @@ from scheduler.trace_machine import TraceMachine, arrivals
 
 PARTITIONS = (Partition(32, 100), Partition(48, 84), Partition(64, 68))
 THEIRS = (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68))
-# (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, one word each
+# (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, a word or two about a text
 CHAT, BUSY = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0)
-SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (150.0, 100, 2, 20.0)
+SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (15.0, 1000, 2, 40.0)
 # Completions: long prompts, a line each.
 LINES = (2.5, 2000, 14, 60.0)
 
@@ -72,5 +72,5 @@ def test_answers_of_a_word_or_two_teach_how_closely_they_may_be_aimed_at() -> No
     assert attainment > 0.98, "while it is being learned"
     later = machine.done[len(machine.done) // 2 :]
     assert sum(request.meets(Slo(500.0, 40.0)) for request in later) >= 0.99 * len(later)
-    assert machine.margin < 0.8
-    assert harvest > 0.3
+    assert machine.margin < 0.85
+    assert harvest > 0.5

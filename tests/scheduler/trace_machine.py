@@ -155,6 +155,9 @@ class TraceMachine(Machine):
         self._now_s += record.total_ms / 1e3
         return gained_ms
 
+    def _interrupts(self, now_s: float) -> bool:
+        return bool(self._coming) and self._begin_s + self._coming[0].at_s <= now_s
+
     def _plan_batch(self, in_flight: InFlight | None, landing: Sequence[_Request]) -> _Next:
         """``landing``: those that get a token with the batch in flight."""
         coming = {request.name for request in landing}
