@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".tmp-"
+# What is left of a disk belongs to the database: it has to say of whatever else did not fit that it did not.
+RESERVED_BYTES = 2 * 1024 * 1024
 
 
 def fsync_path(path: Path) -> None:
@@ -21,20 +24,29 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def leave_room(path: Path) -> None:
+    """Raise OSError (ENOSPC) where the disk that ``path`` is on has less than ``RESERVED_BYTES`` left."""
+    disk = os.statvfs(path)
+    if disk.f_blocks and disk.f_bavail * disk.f_frsize < RESERVED_BYTES:  # no blocks: it does not say
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a temporary sibling folder to fill; on success it becomes ``target`` in one rename, all of it on disk.
 
     ``target`` must not exist or is replaced. On any error, a full disk included, the temporary folder is removed and
-    the target is left as it was.
+    the target is left as it was. A disk is full to it where it would take what the database needs.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    leave_room(target.parent)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=target.parent))
     try:
         yield temporary
         for path in sorted(temporary.rglob("*")):
             fsync_path(path)
         fsync_path(temporary)
+        leave_room(temporary)
         if target.exists():
             discarded = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=target.parent))
             os.replace(target, discarded / target.name)

@@ -6,16 +6,16 @@ import logging
 import os
 from pathlib import Path
 
-from cotenant.durable import write_atomically
+from cotenant.durable import RESERVED_BYTES, write_atomically
 
 logger = logging.getLogger(__name__)
 
 BALLAST_NAME = "BALLAST"
-BALLAST_BYTES = 2 * 1024 * 1024
 
 
 class Ballast:
-    """A file that is deleted when the database finds the disk full, so that it can write a job's failure."""
+    """A file that is deleted when the database finds the disk full, so that it can write a job's failure. Whoever else
+    writes much leaves it that space, see ``durable.leave_room``."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / BALLAST_NAME
@@ -41,4 +41,4 @@ class Ballast:
 
 def _fill(path: Path) -> None:
     # Not zeros: a file system that compresses would set nothing aside.
-    path.write_bytes(os.urandom(BALLAST_BYTES))
+    path.write_bytes(os.urandom(RESERVED_BYTES))

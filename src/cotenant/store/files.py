@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from sqlalchemy import Connection, Row, delete, insert, or_, select
 
 from cotenant.core.errors import ConflictError, InvalidInputError, NotFoundError
-from cotenant.durable import TEMPORARY_PREFIX, fsync_path
+from cotenant.durable import TEMPORARY_PREFIX, fsync_path, leave_room
 from cotenant.store import schema
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
@@ -36,11 +36,13 @@ class FileTooLargeError(InvalidInputError):
 class Upload:
     """A file on its way in: ``write`` its content, then ``finish`` or ``discard``. One thread at a time.
 
-    Until ``finish`` it is a temporary file, which a crash leaves for the next start to remove.
+    Until ``finish`` it is a temporary file, which a crash leaves for the next start to remove. ``leaves_room``: the
+    disk is full to it where it would take what the database needs.
     """
 
-    def __init__(self, store: FileStore, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, store: FileStore, folder: Path, limit_bytes: int, *, leaves_room: bool = True) -> None:
         self._store = store
+        self._leaves_room = leaves_room
         self._folder = folder
         self._limit_bytes = limit_bytes
         self.size_bytes = 0
@@ -64,6 +66,8 @@ class Upload:
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
+            if self._leaves_room:
+                leave_room(self._temporary)
         except OSError as error:
             raise store_error(error) from error
 
@@ -122,8 +126,9 @@ class FileStore:
         return Upload(self, self._folder, limit_bytes)
 
     def place(self, content: bytes) -> str:
-        """Put ``content`` on disk under a new id, for a row that the caller inserts. Raises StoreError."""
-        upload = self.begin_upload(len(content))
+        """Put ``content``, the server's own, on disk under a new id, for a row that the caller inserts. Raises
+        StoreError."""
+        upload = Upload(self, self._folder, len(content), leaves_room=False)
         try:
             upload.write(content)
             return upload.place()

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.durable import write_atomically
+from cotenant.durable import leave_room, write_atomically
 from cotenant.text.chat import ChatTemplate
 from cotenant.text.preference_format import Preference
 from cotenant.text.spans import find_assistant_spans
@@ -128,3 +128,4 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.
 
 def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
+    leave_room(path)
