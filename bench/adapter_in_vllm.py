@@ -1,12 +1,13 @@
 """Does an adapter that a job exports give the same tokens here, in PEFT and in vLLM?
 
-python bench/adapter_in_vllm.py --json bench/results/adapter_h200.json [--vllm-site DIR]
+python bench/adapter_in_vllm.py --json bench/results/adapter_h200.json [--patterns] [--vllm-site DIR]
 
 Makes a small random Llama, lets a job memorise a dozen sequences of random tokens, so that no answer hangs on the last
 bits of two nearly equal logits, and has each of the three continue the beginnings of those sequences greedily with the
 exported adapter on. Exits with 1 if a token differs, or if an answer is the one that the model gives without the
-adapter. vLLM runs in a process of its own (bench/vllm_adapter.py), from the environment or from the folder that
---vllm-site names. Without a GPU: `--device cpu --no-vllm`, in float32.
+adapter. With --patterns some modules have another rank and alpha, and the scale is rsLoRA's. vLLM runs in a process of
+its own (bench/vllm_adapter.py), from the environment or from the folder that --vllm-site names. Without a GPU:
+`--device cpu --no-vllm`, in float32.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from cotenant.wire.messages import JobFailed, JobMetrics
 NUM_PROMPTS = 12
 NUM_TOKENS = 24  # of an answer
 RANK = 16
+PATTERNS = {"rank_pattern": {"q_proj": 8, "up_proj": 24}, "alpha_pattern": {"down_proj": 50.0}, "use_rslora": True}
+MAX_RANK = 32
 MODEL = LlamaConfig(
     hidden_size=256,
     intermediate_size=512,
@@ -80,11 +83,11 @@ def main() -> None:
             ServerConfig(
                 ModelConfig(str(model), device=arguments.device),
                 cache=CacheConfig(num_pages=256),
-                lora=LoraConfig(max_loras=1, max_lora_rank=RANK),
+                lora=LoraConfig(max_loras=1, max_lora_rank=MAX_RANK),
             )
         )
         dtype = str(serving.decoder.dtype).removeprefix("torch.")
-        trained = train(serving, Path(scratch) / "job", prompts, continuations, arguments.steps)
+        trained = train(serving, Path(scratch) / "job", prompts, continuations, arguments.steps, arguments.patterns)
         base = answers_here(serving, prompts, None)
         answers = {"cotenant": answers_here(serving, prompts, AdapterRef("memorised", str(trained.folder)))}
         answers["peft"], margin = answers_of_peft(model, trained.folder, prompts, serving)
@@ -102,6 +105,7 @@ def main() -> None:
         "dtype": dtype,
         "model": {name: getattr(MODEL, name) for name in ("hidden_size", "num_hidden_layers", "head_dim")},
         "r": RANK,
+        "patterns": PATTERNS if arguments.patterns else None,
         "num_steps": trained.num_steps,
         "final_loss": round(trained.loss, 5),
         "num_prompts": NUM_PROMPTS,
@@ -126,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the report there")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps, each over all sequences")
+    parser.add_argument("--patterns", action="store_true", help="other ranks and alphas for some modules, and rsLoRA")
     parser.add_argument("--no-vllm", action="store_true")
     parser.add_argument("--vllm-site", default="", help="a folder of packages for vLLM, before all others")
     return parser.parse_args()
@@ -141,7 +146,9 @@ def sequences() -> tuple[Tokens, Tokens]:
     return [tokens(5 + index) for index in range(NUM_PROMPTS)], [tokens(NUM_TOKENS) for _ in range(NUM_PROMPTS)]
 
 
-def train(serving: Serving, folder: Path, prompts: Tokens, continuations: Tokens, num_steps: int) -> Trained:
+def train(
+    serving: Serving, folder: Path, prompts: Tokens, continuations: Tokens, num_steps: int, patterns: bool
+) -> Trained:
     """Run a job as the worker does, on the weights that serve."""
     folder.mkdir()
     examples = [
@@ -162,6 +169,7 @@ def train(serving: Serving, folder: Path, prompts: Tokens, continuations: Tokens
         r=RANK,
         lora_alpha=2.0 * RANK,
         save_steps=num_steps,
+        **(PATTERNS if patterns else {}),
     )
     spec = JobSpec("memorise", "base", str(folder), str(folder / "train.safetensors"), None, "memorised", hyper)
     device = serving.device
@@ -230,7 +238,7 @@ def answers_of_vllm(model: Path, adapter: Path, prompts: Tokens, dtype: str, wor
         environment["PYTHONPATH"] = str(Path(site).resolve())
     script = (Path(__file__).parent / "vllm_adapter.py").resolve()
     command = [sys.executable, str(script), str(model), str(adapter), str(asked), str(answered)]
-    command += ["--dtype", dtype, "--max-tokens", str(NUM_TOKENS), "--max-lora-rank", str(RANK)]
+    command += ["--dtype", dtype, "--max-tokens", str(NUM_TOKENS), "--max-lora-rank", str(MAX_RANK)]
     if subprocess.run(command, env=environment, cwd=work, check=False).returncode != 0:
         raise SystemExit("vLLM gave no answers; what it said stands above")
     found: dict[str, Any] = json.loads(answered.read_text())

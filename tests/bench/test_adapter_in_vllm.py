@@ -35,6 +35,14 @@ def test_an_exported_adapter_answers_in_peft_as_it_does_here(tmp_path: Path) -> 
     assert "**passed**" in page.read_text()
 
 
+def test_an_adapter_with_other_ranks_for_some_modules_answers_so_too() -> None:
+    compared = run("adapter_in_vllm.py", "--device", "cpu", "--no-vllm", "--patterns", "--steps", "20")
+    assert compared.returncode == 0, compared.stderr
+    report = json.loads(compared.stdout)
+    assert report["num_equal"] == {"cotenant": 12, "peft": 12}
+    assert "q_proj" in report["patterns"]["rank_pattern"]
+
+
 def test_an_adapter_that_changes_nothing_is_a_failure() -> None:
     compared = run("adapter_in_vllm.py", "--device", "cpu", "--no-vllm", "--steps", "1")
     assert compared.returncode == 1

@@ -25,6 +25,21 @@ def load(model_folder: Path, adapter_folder: Path) -> peft.PeftModel:
     return peft.PeftModel.from_pretrained(base, adapter_folder, is_trainable=True).eval()
 
 
+def logits(model: peft.PeftModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """[tokens, vocab] of one sequence."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+
+
+def scaled_matrices(model: peft.PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's matrices by the names in its file; each B times its module's factor, as the model multiplies it."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, peft.tuners.lora.LoraLayer)}
+    found = peft.get_peft_model_state_dict(model)
+    for name, layer in layers.items():
+        found[f"{name}.lora_B.weight"] = found[f"{name}.lora_B.weight"] * layer.scaling["default"]
+    return found
+
+
 def log_probs(model: torch.nn.Module, dataset: Dataset, examples: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a padded batch: each next token's log-probability, and its weight; both [examples, longest - 1]."""
     parts = [dataset[index] for index in examples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import peft
@@ -15,7 +16,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import StepMetrics
 from cotenant.finetune.dataset import load_dataset
 from cotenant.models.decoder import Decoder
-from cotenant.models.lora import save_adapter
+from cotenant.models.lora import read_adapter, save_adapter
 from cotenant.wire.messages import JobMetrics
 from finetune import reference, support
 
@@ -58,11 +59,41 @@ def test_trajectory_and_adapter_equal_peft(
     assert max(norm for _, norm, *_ in expected) > hyper.max_grad_norm  # and clipping does happen
     for step, (loss, norm, rate, _) in zip(steps, expected, strict=True):
         assert _figures(step) == pytest.approx((loss, norm, rate), rel=1e-4)
-    trained = safetensors.torch.load_file(tmp_path / "job" / "adapter" / "adapter_model.safetensors")
-    wanted = peft.get_peft_model_state_dict(model)
+    exported = reference.load(model_folder, tmp_path / "job" / "adapter")
+    trained, wanted = reference.scaled_matrices(exported), reference.scaled_matrices(model)
     assert trained.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert float((trained[name] - tensor).norm() / tensor.norm()) < 1e-4, name
+
+
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["plain", "rslora"])
+def test_one_factor_for_all_modules_fits_an_exported_adapter(
+    decoder: Decoder, model_folder: Path, tmp_path: Path, use_rslora: bool
+) -> None:
+    """PEFT takes each module's factor from the patterns, vLLM the same one for all: both get what was trained."""
+    patterns = {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 3, "down_proj": 1, "up_proj": 9},
+        "alpha_pattern": {"up_proj": 18.0, "gate_proj": 2.5, "layers.0.self_attn.q_proj": 0.7},
+    }
+    spec = support.make_spec(tmp_path / "job", use_rslora=use_rslora, **patterns)
+    job = support.make_job(decoder, spec)
+    support.run_to_end(job)
+    job.close()
+    trained = {
+        key: job.adapter.scale_of(*key) * (pair.b @ pair.a).detach() for key, pair in job.adapter.weights.items()
+    }
+    save_adapter(job.adapter, tmp_path / "as-trained", str(model_folder))
+    token_ids = support.random_examples(1)[0][0]
+    wanted = reference.logits(reference.load(model_folder, tmp_path / "as-trained"), token_ids)
+    for folder in (tmp_path / "job" / "adapter", tmp_path / "job" / "checkpoints" / f"step-{job.step:08d}"):
+        found = reference.logits(reference.load(model_folder, folder), token_ids)
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        factor = config["lora_alpha"] / (config["r"] ** 0.5 if use_rslora else config["r"])
+        written = read_adapter(folder, decoder.spec, max_rank=16)
+        for key, (a, b) in written.weights.items():
+            assert torch.allclose(factor * (b @ a), trained[key], rtol=1e-5, atol=1e-7), key
+            assert written.scale_of(*key) == pytest.approx(factor), key
 
 
 def _figures(step: StepMetrics) -> tuple[float, float, float]:

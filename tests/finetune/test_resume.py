@@ -25,6 +25,7 @@ from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobS
 from finetune import run_job, support
 
 VALIDATION = support.random_examples(10, seed=5)
+PATTERNS = {"rank_pattern": {"q_proj": 3, "down_proj": 7}, "alpha_pattern": {"up_proj": 3.0}, "use_rslora": True}
 DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
 PARTS = {*FORWARD_PARTS, *BACKWARD_PARTS}  # of captured layers, which a CPU does not have
 
@@ -79,7 +80,7 @@ class _Undisturbed:
     total_steps: int
 
 
-@pytest.fixture(scope="module", params=[{}, DPO], ids=["supervised", "dpo"])
+@pytest.fixture(scope="module", params=[PATTERNS, DPO], ids=["supervised", "dpo"])
 def undisturbed(
     decoder: Decoder, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> _Undisturbed:

@@ -25,8 +25,11 @@ TOKENIZER_FILES = (
 
 
 def write_adapter_files(adapter: LoraAdapter, folder: Path, base_model: str, tokenizer_folder: Path | None) -> None:
-    """Fill ``folder`` with the adapter and, if there are any, the base model's tokenizer files."""
-    save_adapter(adapter, folder, base_model)
+    """Fill ``folder`` with the adapter and, if there are any, the base model's tokenizer files.
+
+    vLLM applies one factor to all modules, whatever the configuration says of a single one, so the files have one.
+    """
+    save_adapter(adapter.with_one_scale(), folder, base_model)
     if tokenizer_folder is None:
         return
     for name in TOKENIZER_FILES:

@@ -177,6 +177,18 @@ class LoraAdapter:
         weights = {key: LoraPair(copied(a), copied(b)) for key, (a, b) in self.weights.items()}
         return self._frozen(weights, None)
 
+    def with_one_scale(self) -> LoraAdapter:
+        """The same deltas with ``scale`` as every module's factor, for loaders that apply one to all; itself if that is
+        so already. What a module's factor is besides lies in its B, multiplied in float32."""
+        if all(scale == self.scale for scale in self._scales.values()):
+            return self
+        weights, alphas = {}, {}
+        for key, (a, b) in self.weights.items():
+            weights[key] = LoraPair(a, (b.float() * (self._scales[key] / self.scale)).to(b.dtype))
+            if len(a) != self.rank:
+                alphas[key] = self.alpha * self._divisor(len(a)) / self._divisor(self.rank)
+        return self._frozen(weights, None, alphas)
+
     def for_serving(self, device: torch.device, dtype: torch.dtype) -> LoraAdapter:
         """A packed copy in the decoder's dtype: two products per module group."""
         packed = {}
@@ -220,10 +232,16 @@ class LoraAdapter:
         return torch.empty_like(x, requires_grad=False).bernoulli_(keep, generator=generator).div_(keep)
 
     def _scale(self, alpha: float, rank: int) -> float:
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return alpha / self._divisor(rank)
+
+    def _divisor(self, rank: int) -> float:
+        return math.sqrt(rank) if self.use_rslora else rank
 
     def _frozen(
-        self, weights: Mapping[ModuleKey, LoraPair], packed: dict[ModuleKey, PackedGroup] | None
+        self,
+        weights: Mapping[ModuleKey, LoraPair],
+        packed: dict[ModuleKey, PackedGroup] | None,
+        alphas: Mapping[ModuleKey, float] | None = None,
     ) -> LoraAdapter:
         copy = LoraAdapter(
             self.name,
@@ -231,7 +249,7 @@ class LoraAdapter:
             self.rank,
             self.alpha,
             weights,
-            alphas=self.alphas,
+            alphas=self.alphas if alphas is None else alphas,
             use_rslora=self.use_rslora,
             dropout=self.dropout,
         )
