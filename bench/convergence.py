@@ -2,9 +2,9 @@
 
 Trains the built-in model on the CPU with several seeds, each seed twice: undisturbed, and disturbed about once a second
 in one of three ways: the step in flight is discarded, other work runs between two tasklets, or the job is stopped and
-taken up again with another largest micro-batch (with dropout, other masks). Prints the final validation losses of both
-as JSON, with their means, standard deviations and the differences of the pairs. ``--data`` is a JSONL file in OpenAI's
-chat format; its last lines are held out.
+taken up again with another largest micro-batch. Prints the final validation losses of both as JSON, with their means,
+standard deviations and the differences of the pairs. ``--data`` is a JSONL file in OpenAI's chat format; its last lines
+are held out.
 
     python bench/convergence.py --data src/cotenant/assets/demo/train.jsonl
 """

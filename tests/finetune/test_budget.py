@@ -17,10 +17,12 @@ from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from cotenant.models.spec import ModelSpec
+from cotenant.wire.messages import JobMetrics
 from finetune import support
 
 SPEC = ModelSpec("llama", 4, 64, 128, 4, 2, 16, 100, 4096)
-DPO = {"method": "dpo", "batch_size": 3}
+WITH_DROPOUT = {"lora_dropout": 0.1}
+DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
 
 
 @given(st.integers(1, 9000), st.integers(1, 9000))
@@ -74,7 +76,7 @@ def _sizes(job: TrainingJob) -> list[int]:
     return [run.shape.num_tokens for run in runs_of(job.upcoming()) if run.shape.kind is TaskletKind.FORWARD]
 
 
-@pytest.mark.parametrize("changes", [{}, DPO], ids=["supervised", "dpo"])
+@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT, DPO], ids=["supervised", "dropout", "dpo"])
 def test_training_goes_on_in_less_memory_and_learns_the_same(
     decoder: Decoder, tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -104,6 +106,22 @@ def test_training_goes_on_in_less_memory_and_learns_the_same(
         figures.append(job.trained_tokens)
     assert figures[0] == figures[1]
     assert float((adapters[1] - adapters[0]).norm() / adapters[0].norm()) < 1e-4
+
+
+def test_how_a_step_is_split_changes_no_dropout_mask(decoder: Decoder, tmp_path: Path) -> None:
+    examples = support.random_examples(16, shortest=5, longest=14)
+    steps = []
+    for num_tokens in (48, 28, 14):
+        spec = support.make_spec(tmp_path / str(num_tokens), examples, batch_size=16, max_steps=1, lora_dropout=0.1)
+        job = support.make_job(decoder, spec)
+        job.require(_bytes_for(decoder, num_tokens))
+        num_micro_batches = len(_sizes(job))
+        (step,) = (step for each in support.run_to_end(job) if isinstance(each, JobMetrics) for step in each.steps)
+        job.close()
+        steps.append((num_micro_batches, step.train_loss, step.grad_norm))
+    assert len({num for num, *_ in steps}) == 3
+    for _, *figures in steps[1:]:
+        assert figures == pytest.approx(steps[0][1:], rel=1e-5)
 
 
 def test_without_room_for_the_longest_example_training_waits(decoder: Decoder, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from peft import PeftModel
 
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.batch import AdapterSpan, Batch
+from cotenant.models.dropout import DropoutMasks, token_keys
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.linear import linear
 from cotenant.models.lora import LoraAdapter, save_adapter
@@ -35,8 +37,14 @@ def _gradients(pair: Pair, adapter: LoraAdapter) -> list[torch.Tensor]:
 
 def _adapter(pair: Pair, dropout: float = 0.0) -> LoraAdapter:
     adapter = support.random_adapter(pair.decoder, 2, target_modules=LINEAR_MODULES, dropout=dropout)
-    adapter.dropout_seed = 77 if dropout else None
+    adapter.dropout_masks = _masks("abc", dropout=dropout) if dropout else None
     return adapter
+
+
+def _masks(
+    names: Sequence[str], lengths: Sequence[int] = tuple(map(len, SEQUENCES)), dropout: float = 0.4
+) -> DropoutMasks:
+    return DropoutMasks(token_keys(names, lengths), dropout)
 
 
 def test_gradients_are_those_of_peft(pair: Pair, tmp_path: Path) -> None:
@@ -64,14 +72,14 @@ def test_gradients_are_those_of_autograd(pair: Pair, dropout: float) -> None:
         assert (ours - matrix.grad).abs().max() < 1e-5 * matrix.grad.abs().max()
 
 
-def test_dropout_masks_depend_on_the_seed_alone(llama: Pair) -> None:
+def test_dropout_masks_depend_on_the_names_alone(llama: Pair) -> None:
     adapter = _adapter(llama, dropout=0.4)
     first = _gradients(llama, adapter)
     torch.rand(5)  # the global generator has no say
     assert all(map(torch.equal, _gradients(llama, adapter), first))
-    adapter.dropout_seed = 78
+    adapter.dropout_masks = _masks("abd")
     assert not any(map(torch.equal, _gradients(llama, adapter), first))
-    adapter.dropout_seed = None
+    adapter.dropout_masks = None
     plain = _adapter(llama)
     assert all(map(torch.equal, _gradients(llama, adapter), _gradients(llama, plain)))
 
@@ -80,6 +88,7 @@ def test_dropout_masks_depend_on_the_seed_alone(llama: Pair) -> None:
 def test_gradients_through_dropout(llama: Pair, rows: tuple[int, int]) -> None:
     """Against autograd's own, with the same masks, for a span of all the rows and of some."""
     adapter = _adapter(llama, dropout=0.4)
+    adapter.dropout_masks = _masks("a", [rows[1] - rows[0]])
     sizes = tuple(llama.decoder.spec.module_shape(module)[0] for module in QKV)
     base = FusedLinear(QKV, sizes, torch.randn(sum(sizes), 48), torch.randn(sum(sizes)))
     x = torch.randn(12, 48, requires_grad=True)
@@ -108,16 +117,42 @@ def test_gradients_through_dropout(llama: Pair, rows: tuple[int, int]) -> None:
         assert torch.allclose(gradient, exact, atol=1e-3)
 
 
-def test_dropout_masks_are_independent_and_keep_the_mean(llama: Pair) -> None:
-    adapter = _adapter(llama, dropout=0.4)
-    x = torch.ones(200, 300)
-    masks = [adapter.dropout_mask(layer, module, x) for layer in (0, 1) for module in ("q_proj", "k_proj")]
+def test_dropout_masks_are_independent_and_keep_the_mean() -> None:
+    """Of neighbouring layers, modules and sequences, and of a mask's neighbouring tokens and columns."""
+    x = torch.ones(400, 600)
+    masks = [
+        _masks([name], [400]).mask(layer, module, x)
+        for name in ("1/7", "1/8", "2/7")
+        for layer in (0, 1)
+        for module in ("q_proj", "k_proj")
+    ]
     for index, mask in enumerate(masks):
-        assert mask is not None
         assert mask.unique().tolist() == pytest.approx([0.0, 1 / 0.6])
         assert abs(mask.mean() - 1) < 0.01
-        for other in masks[:index]:
-            assert abs(torch.corrcoef(torch.stack([mask.flatten(), other.flatten()]))[0, 1]) < 0.02
+        for other in (mask[1:], mask[:, 1:], *masks[:index]):
+            rows, columns = other.shape
+            pair = torch.stack([mask[:rows, :columns].flatten(), other.flatten()])
+            assert abs(torch.corrcoef(pair)[0, 1]) < 0.02
+        for dim in (0, 1):  # each row's and column's share, too
+            shares = mask.mean(dim)
+            assert shares.std() == pytest.approx((0.4 / 0.6 / mask.shape[dim]) ** 0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("dropout", [0.05, 0.1, 0.5, 0.9])
+def test_dropout_drops_with_its_probability(dropout: float) -> None:
+    mask = _masks("abcd", [300] * 4, dropout).mask(3, "down_proj", torch.ones(1200, 1000))
+    error = (dropout * (1 - dropout) / mask.numel()) ** 0.5
+    assert abs(float((mask == 0).double().mean()) - dropout) < 5 * error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_dropout_mask_in_any_micro_batch(dtype: torch.dtype) -> None:
+    """In batches large enough that masks are made in pieces."""
+    x = torch.ones(900, 1000, dtype=dtype)
+    whole = _masks("abc", [200, 600, 100]).mask(1, "q_proj", x)
+    assert whole.dtype == dtype
+    assert torch.equal(_masks("cb", [100, 600]).mask(1, "q_proj", x[:700]), torch.cat([whole[800:], whole[200:800]]))
+    assert torch.equal(_masks("b", [50]).mask(1, "q_proj", x[:50]), whole[200:250])
 
 
 def _fused_batch(pair: Pair, adapter: LoraAdapter) -> tuple[Batch, PagedCache]:

@@ -60,7 +60,7 @@ class ForwardPasses:
             micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
             self._pass = EvaluationPass(self._decoder, micro_batch)
         if self._adapter is not None:
-            self._adapter.dropout_seed = None
+            self._adapter.dropout_masks = None
         if shape.kind is TaskletKind.EVAL_FORWARD:
             self._pass.forward(self._cursor.within)
         else:

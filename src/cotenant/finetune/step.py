@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
+from cotenant.device.upload import upload
 from cotenant.finetune.activations import Activations, CapturedPass
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, rows_for
 from cotenant.finetune.captured_loss import part_size
@@ -16,8 +17,9 @@ from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
 from cotenant.finetune.objective import Objective
-from cotenant.finetune.tasklets import Cursor, TrainingPass, done_once, dropout_seed, loss_run
+from cotenant.finetune.tasklets import Cursor, TrainingPass, done_once, loss_run
 from cotenant.models.decoder import Decoder
+from cotenant.models.dropout import DropoutMasks, token_keys
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 
@@ -188,11 +190,17 @@ class TrainingStep:
             else:
                 self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
-            self._adapter.dropout_seed = dropout_seed(self._seed, self._step_index, self._num_done)
+            self._adapter.dropout_masks = self._dropout_masks(micro_batch) if self._adapter.dropout > 0.0 else None
         return self._pass
 
     def _build(self, index: int) -> MicroBatch:
         return build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
+
+    def _dropout_masks(self, micro_batch: MicroBatch) -> DropoutMasks:
+        """The same for an example in whatever micro-batch of the step it is, whenever and however often that runs."""
+        names = [f"dropout/{self._seed}/{self._step_index}/{example}" for example in micro_batch.examples]
+        keys = upload(token_keys(names, micro_batch.segment.lengths), self._decoder.device)
+        return DropoutMasks(keys, self._adapter.dropout)
 
     def _prepare_next(self) -> None:
         """Put the next micro-batch's tensors on the device while that has other things to do."""

@@ -7,7 +7,6 @@ coroutines.)
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -213,12 +212,6 @@ class EvaluationPass:
         """The last layer's output [tokens, hidden]."""
         assert self._hidden is not None, "the layers come first"
         return self._hidden
-
-
-def dropout_seed(seed: int, step_index: int, micro_batch_index: int) -> int:
-    """The seed of a micro-batch's dropout masks: the same whenever and however often it runs."""
-    digest = hashlib.sha256(f"dropout/{seed}/{step_index}/{micro_batch_index}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def loss_run(kind: TaskletKind, shape: MicroBatchShape) -> TaskletRun:

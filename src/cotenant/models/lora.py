@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.adapter_files import WEIGHTS_FILE, check_adapter, tensor_names
+from cotenant.models.dropout import DropoutMasks
 from cotenant.models.names import module_name
 from cotenant.models.peft_config import CONFIG_FILE, check_pattern, matched, written_config
 from cotenant.models.spec import ModelSpec
@@ -61,9 +62,8 @@ class LoraAdapter:
     ``rank`` and ``alpha`` are what PEFT calls r and lora_alpha; single modules may have another rank, which their
     matrices show, and another alpha, which ``alphas`` lists.
 
-    Trainable adapters hold float32 master weights that require grad. Dropout acts while ``dropout_seed`` is set; a
-    module's mask depends on (``dropout_seed``, layer, module) and the shape of its input alone, so the same forward run
-    again gives the same bits. None: no dropout.
+    Trainable adapters hold float32 master weights that require grad. Dropout acts while ``dropout_masks`` is set, which
+    is for the rows of one micro-batch; the same forward run again gives the same bits. None: no dropout.
 
     Adapters for serving are frozen and packed: they have no ``weights``, only packed groups.
     """
@@ -91,7 +91,7 @@ class LoraAdapter:
         self.alphas = dict(alphas or {})
         self.use_rslora = use_rslora
         self.dropout = dropout
-        self.dropout_seed: int | None = None
+        self.dropout_masks: DropoutMasks | None = None
         self._scales = {key: self._scale(self.alphas.get(key, alpha), len(a)) for key, (a, _) in self.weights.items()}
         self._packed: dict[ModuleKey, PackedGroup] | None = None
 
@@ -223,13 +223,8 @@ class LoraAdapter:
         return fingerprint(repr(layout), tensors)
 
     def dropout_mask(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor | None:
-        """What to multiply ``x`` [tokens, in] by: 0 or 1 / (1 - p) for each element. None: no dropout to apply."""
-        if self.dropout_seed is None or self.dropout == 0.0:
-            return None
-        digest = hashlib.blake2b(f"{self.dropout_seed}/{layer}/{module}".encode(), digest_size=8).digest()
-        generator = torch.Generator(x.device).manual_seed(int.from_bytes(digest, "little") >> 1)
-        keep = 1.0 - self.dropout
-        return torch.empty_like(x, requires_grad=False).bernoulli_(keep, generator=generator).div_(keep)
+        """What to multiply ``x`` [tokens, in] by; see ``DropoutMasks.mask``. None: no dropout to apply."""
+        return None if self.dropout_masks is None else self.dropout_masks.mask(layer, module, x)
 
     def _scale(self, alpha: float, rank: int) -> float:
         return alpha / self._divisor(rank)
