@@ -333,6 +333,21 @@ def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: 
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
 
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_last_step_that_diverges_fails_on_the_validation_file(decoder: Decoder, tmp_path: Path, method: str) -> None:
+    changes = {"learning_rate": 1e6, "lr_scheduler_type": "constant", "warmup_steps": 0, "method": method}
+    validation = support.random_examples(10, seed=5)
+    job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, max_steps=1, **changes))
+    updates = support.run_to_end(job)
+    job.close()
+    failed = updates[-1]
+    assert isinstance(failed, JobFailed)
+    assert failed.code == "training_diverged"
+    assert "The loss is not finite at step 1: on the validation file it is " in failed.message
+    assert not [update for update in updates if isinstance(update, CheckpointSaved | JobSucceeded)]
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> None:
     spec = support.make_spec(tmp_path)
     leftover = tmp_path / "checkpoints" / ".tmp-abc"

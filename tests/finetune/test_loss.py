@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cotenant.finetune.loss import losses_and_gradient
+from cotenant.finetune.loss import evaluation_loss, losses_and_gradient, token_losses
+from cotenant.finetune.microbatch import MicroBatch
+from cotenant.models.batch import Batch, TrainingSegment
 from cotenant.models.decoder import Decoder
 
 
@@ -22,3 +24,27 @@ def test_a_row_that_has_grown_too_large_for_its_norm_has_no_loss(decoder: Decode
     losses, _, _ = losses_and_gradient(decoder, hidden, targets, scales)
     assert losses.isnan().tolist() == [False, True, False]
     assert torch.equal(losses[::2], expected[::2])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1e25, 1e38])
+def test_such_a_row_has_no_loss_in_an_evaluation_either(decoder: Decoder, size: float) -> None:
+    hidden = torch.randn(3, decoder.spec.hidden_size)
+    micro_batch = _micro_batch(targets=[5, 6, 7])
+    expected = torch.nn.functional.cross_entropy(decoder.logits(hidden), micro_batch.targets, reduction="none")
+    losses, _ = token_losses(decoder, hidden, micro_batch)
+    assert torch.equal(losses, expected)
+    assert float(evaluation_loss(decoder, hidden, micro_batch).weighted_nll) == float(expected.double().sum())
+    hidden[1] = size
+    losses, _ = token_losses(decoder, hidden, micro_batch)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert torch.equal(losses[::2], expected[::2])
+    assert evaluation_loss(decoder, hidden, micro_batch).weighted_nll.isnan()
+
+
+def _micro_batch(targets: list[int]) -> MicroBatch:
+    """One whose every row predicts a target, of weight 1."""
+    count = len(targets)
+    segment, rows = TrainingSegment((count,)), torch.arange(count)
+    batch = Batch(token_ids=rows, positions=rows, segments=(segment,), spans=())
+    return MicroBatch((0,), batch, segment, rows, torch.tensor(targets), torch.ones(count))

@@ -147,17 +147,23 @@ def _chunks(decoder: Decoder, micro_batch: MicroBatch, dtype: torch.dtype) -> li
 
 def _nll(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     logits = decoder.logits(inputs)  # [rows, vocabulary], float32
-    return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
+    nll, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
+    return nll + _overflow(inputs), correct
+
+
+def _overflow(inputs: torch.Tensor) -> torch.Tensor:
+    """0 for each of the rows [rows, hidden], or not a number where its squares overflow: its norm is 0 then, all tokens
+    are as likely, and nothing would be learned from it any more."""
+    return inputs.float().square().mean(dim=-1).mul_(0.0)
 
 
 def losses_and_gradient(
     decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of these rows: each one's loss and whether its target is the most likely token [rows], and the gradient of
-    sum(``scales`` * losses) at ``inputs`` [rows, hidden]. The loss of a row whose squares overflow is not a number: its
-    norm is 0, all tokens are as likely, and nothing would be learned from it any more."""
+    sum(``scales`` * losses) at ``inputs`` [rows, hidden]. The loss of a row whose squares overflow is not a number."""
     logits = decoder.raw_logits(inputs)  # [rows, vocabulary]
-    overflow = inputs.float().square().mean(dim=-1).mul_(0.0)  # 0, or not a number
+    overflow = _overflow(inputs)
     if logits.is_cuda and has_triton():
         from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
 

@@ -49,7 +49,8 @@ _OPTIMIZER_CYCLE = TaskletCycle((TaskletRun(_OPTIMIZER, 1),))
 
 
 class TrainingError(Exception):
-    """Training cannot go on. The training state is that of the step before."""
+    """Training cannot go on: with the weights that there are the loss or its gradient is not finite. No later step has
+    changed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +193,8 @@ class Trainer:
         """Run the next tasklet.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite; the optimizer has not run.
+            TrainingError: the loss or the gradient is not finite, and the optimizer has not run; or the loss of the
+                evaluation that follows a step is not.
         """
         assert not self._fusing, "end_fused or a discard comes first"
         self._upcoming = None
@@ -209,7 +211,10 @@ class Trainer:
         if self._evaluation.done:
             self._progress.evaluated(self._evaluation.num_tokens)
             with done_once():
-                self._finish_step(self._evaluation.add_to(self._pending))
+                metrics = self._evaluation.add_to(self._pending)
+            _check_measured(metrics)
+            with done_once():
+                self._finish_step(metrics)
         return shape
 
     @property
@@ -379,6 +384,15 @@ class Trainer:
             return None
         full = self._order.evaluates(step, self._full_every)
         return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
+
+
+def _check_measured(metrics: StepMetrics) -> None:
+    """Weights whose loss is not a number would be the job's result, were this its last step."""
+    for loss in (metrics.valid_loss, metrics.full_valid_loss):
+        if loss is not None and not math.isfinite(loss):
+            raise TrainingError(
+                f"The loss is not finite at step {metrics.step}: on the validation file it is {loss:.6g}."
+            )
 
 
 def _ignore(metrics: StepMetrics) -> None:
