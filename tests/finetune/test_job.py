@@ -334,16 +334,20 @@ def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_a_last_step_that_diverges_fails_on_the_validation_file(decoder: Decoder, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize("validated", [True, False])
+def test_a_last_step_that_diverges_is_not_exported(
+    decoder: Decoder, tmp_path: Path, method: str, validated: bool
+) -> None:
     changes = {"learning_rate": 1e6, "lr_scheduler_type": "constant", "warmup_steps": 0, "method": method}
-    validation = support.random_examples(10, seed=5)
+    validation = support.random_examples(10, seed=5) if validated else None
     job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, max_steps=1, **changes))
     updates = support.run_to_end(job)
     job.close()
     failed = updates[-1]
     assert isinstance(failed, JobFailed)
     assert failed.code == "training_diverged"
-    assert "The loss is not finite at step 1: on the validation file it is " in failed.message
+    where = "on the validation file" if validated else "with the last step's weights"
+    assert f"The loss is not finite at step 1: {where} it is " in failed.message
     assert not [update for update in updates if isinstance(update, CheckpointSaved | JobSucceeded)]
     assert not (tmp_path / "adapter").exists()
 

@@ -17,13 +17,14 @@ from cotenant.device import Device
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.data import load_training, load_validation, unmeasured
+from cotenant.finetune.divergence import TrainingError
 from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.job_setup import left_for_activations, new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.selection import Selection
 from cotenant.finetune.state import TrainingState, fingerprint
-from cotenant.finetune.trainer import FusedInput, Trainer, TrainingError
+from cotenant.finetune.trainer import FusedInput, Trainer
 from cotenant.finetune.writer import WriteError, as_write_error
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter

@@ -17,6 +17,7 @@ from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, Tasklet
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.budget import ladder
 from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.divergence import FinalCheck, TrainingError, check_measured, example_to_check
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
 from cotenant.finetune.job_setup import make_budget
 from cotenant.finetune.objective import CrossEntropy
@@ -46,11 +47,6 @@ _FORWARD_KINDS = (
 )
 _OPTIMIZER = TaskletShape(TaskletKind.OPTIMIZER, 0)
 _OPTIMIZER_CYCLE = TaskletCycle((TaskletRun(_OPTIMIZER, 1),))
-
-
-class TrainingError(Exception):
-    """Training cannot go on: with the weights that there are the loss or its gradient is not finite. No later step has
-    changed them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +189,8 @@ class Trainer:
         """Run the next tasklet.
 
         Raises:
-            TrainingError: the loss or the gradient is not finite, and the optimizer has not run; or the loss of the
-                evaluation that follows a step is not.
+            TrainingError: the loss or the gradient is not finite, and the optimizer has not run; or the loss that is
+                measured after a step is not.
         """
         assert not self._fusing, "end_fused or a discard comes first"
         self._upcoming = None
@@ -212,7 +208,7 @@ class Trainer:
             self._progress.evaluated(self._evaluation.num_tokens)
             with done_once():
                 metrics = self._evaluation.add_to(self._pending)
-            _check_measured(metrics)
+            check_measured(metrics)
             with done_once():
                 self._finish_step(metrics)
         return shape
@@ -375,24 +371,19 @@ class Trainer:
         self._on_step(metrics)
         self._begin_step()
 
-    def _evaluation_after(self, step: int) -> Evaluation | PreferenceEvaluation | None:
+    def _evaluation_after(self, step: int) -> Evaluation | PreferenceEvaluation | FinalCheck | None:
         """The evaluation due after ``step`` steps: of all of the validation set where an epoch ends, or wherever the
-        best step is looked for."""
+        best step is looked for. Without a validation set the last step's weights are looked at, before they are
+        exported."""
         if self._validation is None:
-            return None
+            if step < self._order.total_steps:
+                return None
+            example = example_to_check(self._dataset, self._order.step(step - 1))
+            return FinalCheck(self._decoder, self._state.adapter, self._dataset, example)
         if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
         full = self._order.evaluates(step, self._full_every)
         return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
-
-
-def _check_measured(metrics: StepMetrics) -> None:
-    """Weights whose loss is not a number would be the job's result, were this its last step."""
-    for loss in (metrics.valid_loss, metrics.full_valid_loss):
-        if loss is not None and not math.isfinite(loss):
-            raise TrainingError(
-                f"The loss is not finite at step {metrics.step}: on the validation file it is {loss:.6g}."
-            )
 
 
 def _ignore(metrics: StepMetrics) -> None:
