@@ -21,6 +21,7 @@ from api_jobs.support import (
 from cotenant.core.errors import InvalidInputError
 from cotenant.wire.messages import (
     CancelJob,
+    CheckpointSaved,
     JobCancelled,
     JobFailed,
     JobPaused,
@@ -149,6 +150,32 @@ def test_a_job_that_ends_without_a_result_keeps_its_checkpoints_as_models(tmp_pa
                 assert checkpoint.metrics is not None
                 assert checkpoint.metrics["step"] == checkpoint.step
                 assert there.store.find_adapter(checkpoint.name) is not None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_checkpoint_that_gave_a_loss_that_is_not_finite_is_not_served(tmp_path: Path, announced: bool) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            await there.say(report(job_id, 1, 2, 3))
+            for step in (2, 3):
+                path = write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+                if announced:
+                    await there.say(CheckpointSaved(job_id, step, path, None))
+            await there.say(JobFailed(job_id, "training_diverged", "The loss is not finite.", 3, bad_step=3))
+            (kept,) = there.store.events.checkpoint_page(job_id).items
+            assert kept.step == 2
+            assert there.store.find_adapter(kept.name) is not None
+            assert there.store.find_adapter(kept.name.replace("step-2", "step-3")) is None
+            *_, withdrawn, failure = await there.events(job_id)
+            assert (failure["level"], failure["message"]) == ("error", "The loss is not finite.")
+            if announced:
+                assert withdrawn["level"] == "warn"
+                assert "The checkpoint of step 3 is not served any more" in withdrawn["message"]
+            else:
+                assert withdrawn["message"] == "Checkpoint created at step 2"
 
     run(scenario)
 

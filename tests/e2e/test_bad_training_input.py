@@ -196,7 +196,7 @@ def test_an_empty_validation_file(client: httpx.Client, good_file: str) -> None:
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_learning_rate_of_a_million(client: httpx.Client, method: str) -> None:
-    """The job fails by itself, what it has saved stays, and nobody else notices."""
+    """The job fails by itself, what it has saved before its weights were lost stays, and nobody else notices."""
     content = lines(12) if method == "supervised" else pair_lines(12)
     settings = {"learning_rate": 1e6, "warmup_steps": 1, "save_steps": 1, "n_epochs": 10}
     fields = {"method": {"type": method, method: {"hyperparameters": settings}}}
@@ -206,7 +206,11 @@ def test_a_learning_rate_of_a_million(client: httpx.Client, method: str) -> None
     assert "The loss is not finite at step " in job["error"]["message"]
     step = int(job["error"]["message"].partition("at step ")[2].partition(",")[0])
     saved = client.get(f"{JOBS}/{job_id}/checkpoints").json()["data"]
-    assert [checkpoint["step_number"] for checkpoint in saved] == list(range(step - 1, 0, -1))
+    assert [checkpoint["step_number"] for checkpoint in saved] == list(range(step - 2, 0, -1))
+    events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
+    assert [event["message"].partition(" is not")[0] for event in events if event["level"] == "warn"] == [
+        f"The checkpoint of step {step - 1}"
+    ]
 
 
 def test_a_batch_larger_than_the_data(client: httpx.Client, good_file: str) -> None:

@@ -324,6 +324,7 @@ def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: 
     failed = updates[-1]
     assert isinstance(failed, JobFailed)
     assert failed.code == "training_diverged"
+    assert failed.bad_step == failed.step  # those weights gave the loss that is not finite
     assert f"The loss is not finite at step {failed.step + 1}" in failed.message
     assert "learning_rate" in failed.message
     steps = [update.step for update in updates if isinstance(update, CheckpointSaved)]
@@ -331,6 +332,21 @@ def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: 
     for path in (tmp_path / "checkpoints").iterdir():
         tensors = safetensors.torch.load_file(path / "adapter_model.safetensors")
         assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+
+
+def test_a_gradient_alone_that_is_not_finite_says_nothing_against_the_last_checkpoint(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
+    support.run_step(job)
+    support.run(job, sum(cycle.num_tasklets for cycle in job.upcoming()) - 1)
+    gradient = job.adapter.parameters()[0].grad
+    assert gradient is not None
+    gradient.fill_(float("inf"))
+    failed = support.run_to_end(job)[-1]
+    job.close()
+    assert isinstance(failed, JobFailed)
+    assert (failed.code, failed.step, failed.bad_step) == ("training_diverged", 1, None)
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
@@ -348,6 +364,7 @@ def test_a_last_step_that_diverges_is_not_exported(
     assert failed.code == "training_diverged"
     where = "on the validation file" if validated else "with the last step's weights"
     assert f"The loss is not finite at step 1: {where} it is " in failed.message
+    assert failed.bad_step == 1
     assert not [update for update in updates if isinstance(update, CheckpointSaved | JobSucceeded)]
     assert not (tmp_path / "adapter").exists()
 

@@ -44,6 +44,7 @@ FROM_WORKER: list[FromWorker] = [
     JobMetrics("j", (STEP,), 640, 12.0),
     CheckpointSaved("j", 3, "/d/c", STEP),
     JobFailed("j", "disk_full", "no space", 3),
+    JobFailed("j", "training_diverged", "not finite", 3, 2),
     Stats(num_running=2, num_tasklets={"forward": 6}, slack_ms=-1.0),
     Drained(),
 ]

@@ -19,7 +19,11 @@ from cotenant.models.lora import LoraAdapter
 
 class TrainingError(Exception):
     """Training cannot go on: with the weights that there are the loss or its gradient is not finite. No later step has
-    changed them."""
+    changed them. ``loss``: the one that was measured."""
+
+    def __init__(self, message: str, loss: float) -> None:
+        super().__init__(message)
+        self.loss = loss
 
 
 def check_measured(metrics: StepMetrics) -> None:
@@ -79,4 +83,4 @@ def example_to_check(dataset: Dataset, examples: tuple[int, ...]) -> int:
 
 def _check(step: int, loss: float, where: str) -> None:
     if not math.isfinite(loss):
-        raise TrainingError(f"The loss is not finite at step {step}: {where} it is {loss:.6g}.")
+        raise TrainingError(f"The loss is not finite at step {step}: {where} it is {loss:.6g}.", loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -191,7 +192,8 @@ class TrainingJob:
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
-            self._fail("training_diverged", f"{error} Checkpoints made before are kept; try a lower learning_rate.")
+            message = f"{error} Earlier checkpoints are kept; try a lower learning_rate."
+            self._fail("training_diverged", message, None if math.isfinite(error.loss) else self.step)
         return shape
 
     @property
@@ -406,10 +408,10 @@ class TrainingJob:
         last = self._running.state.adapter.snapshot()
         self._files.write_result(last, self._best_step, self.total_steps, self.trained_tokens)
 
-    def _fail(self, code: str, message: str) -> None:
+    def _fail(self, code: str, message: str, bad_step: int | None = None) -> None:
         self.discard_step()
         if self._failure is None:
-            self._failure = JobFailed(self._spec.job_id, code, message, self.step)
+            self._failure = JobFailed(self._spec.job_id, code, message, self.step, bad_step)
 
     @property
     def _best_step(self) -> int | None:

@@ -341,7 +341,8 @@ class Trainer:
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise TrainingError(
                 f"The loss is not finite at step {number}, or its gradient is not: "
-                f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}."
+                f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}.",
+                loss,
             )
         preference = step.preference() if isinstance(step, PreferenceStep) else None
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select, update
+from sqlalchemy import Connection, Row, delete, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from cotenant.store import schema
@@ -101,6 +101,19 @@ class EventStore:
         def work(connection: Connection) -> bool:
             statement = insert(schema.checkpoints).values(values).on_conflict_do_nothing(["job_id", "step"])
             if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 0:
+                return False
+            insert_events(connection, job_id, [event])
+            return True
+
+        return self._database.write(work)
+
+    def remove_checkpoint(self, job_id: str, step: int, event: NewEvent) -> bool:
+        """Take a checkpoint off the list, so that it is served no more, and store an event that says so. False, and
+        nothing changes, if there is none of that step. Its files stay. Raises StoreError."""
+        statement = delete(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id, _CHECKPOINTS.step == step)
+
+        def work(connection: Connection) -> bool:
+            if connection.execute(statement).rowcount == 0:
                 return False
             insert_events(connection, job_id, [event])
             return True

@@ -172,10 +172,13 @@ class JobSucceeded(msgspec.Struct, tag="job_succeeded", frozen=True):
 
 
 class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):
+    """``bad_step``: the step whose weights gave a loss that is not finite; its checkpoint is not to be served."""
+
     job_id: str
     code: str
     message: str
     step: int
+    bad_step: int | None = None
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):

@@ -77,6 +77,13 @@ def checkpoint(step_number: int) -> NewEvent:
     return NewEvent(f"Checkpoint created at step {step_number}")
 
 
+def checkpoint_withdrawn(step_number: int) -> NewEvent:
+    return NewEvent(
+        f"The checkpoint of step {step_number} is not served any more: with its weights the loss is not finite",
+        level="warn",
+    )
+
+
 def paused() -> NewEvent:
     return NewEvent("Fine-tuning job paused")
 

@@ -84,11 +84,13 @@ class Recorder:
         """Set a job aside that the worker does not run (any more)."""
         return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
 
-    def fail(self, job: JobRecord, error: JobError) -> None:
+    def fail(self, job: JobRecord, error: JobError, bad_step: int | None = None) -> None:
         """End a running job that cannot go on. What it had reached is kept as with ``cancel``, if the disk has room for
-        saying so: that the job has failed is said in any case."""
+        saying so: that the job has failed is said in any case. ``bad_step``: as in ``JobFailed``."""
+        if bad_step is not None:
+            self._store.events.remove_checkpoint(job.id, bad_step, events.checkpoint_withdrawn(bad_step))
         try:
-            self._keep_checkpoints(job)
+            self._keep_checkpoints(job, bad_step)
         except StoreError as problem:
             logger.warning("job %s has failed, and its last checkpoints are not listed: %s", job.id, problem.message)
         self._store.jobs.fail(job.id, _RUNNING, error)
@@ -177,7 +179,7 @@ class Recorder:
         job = self._job(message.job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return Outcome.NOTHING
-        self.fail(job, JobError(message.code, message.message))
+        self.fail(job, JobError(message.code, message.message), message.bad_step)
         return Outcome.LEFT_WORKER
 
     def _place_results(self, job_id: str) -> FileRecord:
@@ -190,13 +192,14 @@ class Recorder:
         name = f"{job.adapter_name}:ckpt-step-{step}"
         self._store.events.add_checkpoint(job.id, step, name, path, metrics, events.checkpoint(step))
 
-    def _keep_checkpoints(self, job: JobRecord) -> None:
+    def _keep_checkpoints(self, job: JobRecord, bad_step: int | None = None) -> None:
         """The worker has written checkpoints for itself, of the last step and the best one; now that the job is over,
-        announce what is left of them."""
+        announce what is left of them, but for that of ``bad_step``."""
         found = _checkpoints(self._store.jobs.folder(job.id) / "checkpoints")
         metrics = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
         for step, path in found:
-            self._add_checkpoint(job, step, str(path), metrics.get(step))
+            if step != bad_step:
+                self._add_checkpoint(job, step, str(path), metrics.get(step))
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
