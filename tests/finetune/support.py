@@ -111,7 +111,9 @@ def run(job: TrainingJob, num_tasklets: int) -> None:
 
 
 def run_step(job: TrainingJob) -> None:
-    """Up to the end of the current step, its evaluation included."""
+    """Up to the end of the current step, its evaluation included; it waits for the disk if it has to."""
+    if not job.upcoming():
+        job.wait_for_writes()
     run(job, sum(cycle.num_tasklets for cycle in job.upcoming()))
 
 

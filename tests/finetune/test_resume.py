@@ -101,8 +101,10 @@ def test_paused_before_any_kind_of_tasklet(
         for _ in range(40):
             if job.upcoming():
                 job.run_tasklet()
+        job.wait_for_writes()
         while job.upcoming() and job.next_shape.kind is not kind:
             job.run_tasklet()
+            job.wait_for_writes()
         num_pauses += bool(job.upcoming())
         job.checkpoint()
         job.close()

@@ -135,7 +135,7 @@ def test_a_damaged_best_checkpoint_is_not_exported(
     changes = {**OVERFITTING, "n_epochs": 4, "load_best_model_at_end": True}
     job = support.make_job(decoder, support.make_spec(tmp_path, validation=VALIDATION, **changes))
     best = None
-    while job.upcoming():
+    while job.step < job.total_steps:
         support.run_step(job)
         if job.step == 19:
             job.wait_for_writes()

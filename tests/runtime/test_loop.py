@@ -29,13 +29,16 @@ from cotenant.wire.messages import (
     Drain,
     Drained,
     FromWorker,
+    JobMetrics,
     JobPaused,
+    JobSucceeded,
     Outputs,
     StartJob,
     ToWorker,
 )
 from finetune import support
 from finetune.conftest import save_llama
+from finetune.slow_disk import SlowDisk
 from runtime.cotenancy import request
 
 
@@ -339,3 +342,31 @@ def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: P
     loop.run()
     tokens = [output.request_id for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]
     assert (tokens.count("r"), tokens.count("late")) == (30, 4 if comes else 0)
+
+
+class SlowDiskChannel(Channel):
+    """Each wait for a message lets a checkpoint through to the disk; the server ends once the job has."""
+
+    def __init__(self, disk: SlowDisk, *messages: ToWorker) -> None:
+        super().__init__(*messages)
+        self._disk = disk
+        self.num_steps: list[int] = []  # reported before each wait
+
+    def wait(self, timeout_s: float) -> bool:
+        self.num_looks_before_wait = 0
+        self.num_steps.append(sum(len(sent.steps) for sent in self.sent if isinstance(sent, JobMetrics)))
+        self._disk.let_through(1)
+        if any(isinstance(sent, JobSucceeded) for sent in self.sent):
+            self.inbox.append(Drain())
+        return bool(self.inbox)
+
+
+def test_the_loop_rests_while_the_job_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = support.make_spec(tmp_path / "job", batch_size=1, n_epochs=1, save_steps=1, max_steps=6)
+    channel = SlowDiskChannel(SlowDisk(monkeypatch), StartJob(spec), AddRequest(request("r", [5, 6, 7], 20)))
+    loop, _ = small_loop(tmp_path, channel, "adaptive")
+    loop.run()
+    assert channel.num_steps[0] == 2
+    assert channel.num_steps[-1] == 6
+    tokens = [output.request_id for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]
+    assert tokens.count("r") == 20

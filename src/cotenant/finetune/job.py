@@ -61,7 +61,8 @@ class TrainingJob:
     finished adapter, ``finished_path`` is set and there is nothing to run.
 
     Files are written in the background, so ``upcoming()`` may be empty while the job is not ``done`` yet: keep calling
-    ``take_updates()``. ``done`` turns true when a ``JobSucceeded`` or ``JobFailed`` has been handed out.
+    ``take_updates()``. A step that may end with a checkpoint is not begun while two wait for the disk: each is a copy
+    of the training state. ``done`` turns true when a ``JobSucceeded`` or ``JobFailed`` has been handed out.
     """
 
     def __init__(
@@ -171,9 +172,8 @@ class TrainingJob:
 
     def upcoming(self) -> tuple[TaskletCycle, ...]:
         """The tasklets up to the end of the current step, optimizer and evaluation included. Does no tensor work."""
-        if self._training is None or self._failure is not None:
-            return ()
-        return self._training.trainer.upcoming()
+        trainer = self._active
+        return trainer.upcoming() if trainer is not None else ()
 
     @property
     def runnable(self) -> bool:
@@ -183,7 +183,8 @@ class TrainingJob:
     @property
     def next_shape(self) -> TaskletShape | None:
         """The first of what is ``upcoming``."""
-        return self._training.trainer.next_shape if self._training is not None and self._failure is None else None
+        trainer = self._active
+        return trainer.next_shape if trainer is not None else None
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet of ``upcoming()``. A loss that is not finite ends the job with ``JobFailed``."""
@@ -199,7 +200,8 @@ class TrainingJob:
     @property
     def fusable_layer(self) -> int | None:
         """The layer of the next tasklet, if it is a training forward and can run inside another batch."""
-        return self._training.trainer.fusable_layer if self._training and self._failure is None else None
+        trainer = self._active
+        return trainer.fusable_layer if trainer is not None else None
 
     def begin_fused(self) -> FusedInput:
         """Hand the next forward tasklet out to be computed inside another batch, outside inference mode."""
@@ -310,6 +312,16 @@ class TrainingJob:
         assert self._training is not None, "the job is finished"
         return self._training
 
+    @property
+    def _active(self) -> Trainer | None:
+        """None once the job has failed, and while its next step waits for the disk."""
+        training = self._training
+        if training is None or self._failure is not None:
+            return None
+        if self._files.is_behind and self._may_save(training.state.step + (training.trainer.pending is None)):
+            return None
+        return training.trainer
+
     def _mean_step_tokens(self) -> float:
         return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)
 
@@ -390,14 +402,22 @@ class TrainingJob:
         self._files.write_metrics(metrics)
         is_best = self._selection.add(metrics) and hyper.load_best_model_at_end
         is_last = metrics.step == self.total_steps
-        is_due = training.order.ends_epoch(metrics.step) or (
-            hyper.save_steps > 0 and metrics.step % hyper.save_steps == 0
-        )
+        is_due = self._saves(metrics.step)
         if is_due or is_best or is_last:
             self._save(metrics, announced=is_due or is_last, needs_evaluation=False)
         if is_last:
             training.trainer.stop()
             self._finish()
+
+    def _saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after so many steps."""
+        save_steps = self._spec.hyperparameters.save_steps
+        return self._running.order.ends_epoch(step) or (save_steps > 0 and step % save_steps == 0)
+
+    def _may_save(self, step: int) -> bool:
+        """Whether there may be one, for whatever reason: what is measured may be the best, or the end."""
+        hyper = self._spec.hyperparameters
+        return self._saves(step) or (hyper.selects and self._running.order.evaluates(step, hyper.eval_steps))
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
         snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +24,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS_FOLDER = "checkpoints"
 ADAPTER_FOLDER = "adapter"
+# Checkpoints that are being written or wait for it; each is a copy of the training state in memory.
+_MOST_UNWRITTEN = 2
 
 
 class JobFiles:
@@ -34,6 +39,7 @@ class JobFiles:
         self._log = MetricsLog(folder / METRICS_FILE)
         self._checkpoints = CheckpointStore(folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder)
         self._writer = FileWriter(spec.job_id)
+        self._unwritten: deque[Future[Sequence[FromWorker]]] = deque()  # checkpoints, oldest first
 
     # Reading
 
@@ -75,7 +81,14 @@ class JobFiles:
 
     def write_checkpoint(self, snapshot: Snapshot, best_step: int | None) -> None:
         """Write a checkpoint; ``CheckpointStore.write`` says which of the earlier ones stay."""
-        self._writer.submit(partial(self._write_checkpoint, snapshot, best_step))
+        self._unwritten.append(self._writer.submit(partial(self._write_checkpoint, snapshot, best_step)))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so many checkpoints are not written yet that there should not be another one before some are."""
+        while self._unwritten and self._unwritten[0].done():
+            self._unwritten.popleft()
+        return len(self._unwritten) >= _MOST_UNWRITTEN
 
     def write_result(self, last: LoraAdapter, best_step: int | None, total_steps: int, trained_tokens: int) -> None:
         """Export the adapter of checkpoint ``best_step``, or ``last`` where that is None or damaged."""

@@ -36,9 +36,11 @@ class FileWriter:
         self._tasks: deque[Future[Sequence[FromWorker]]] = deque()
         self._failed = False  # owned by the writer's thread
 
-    def submit(self, task: WriteTask) -> None:
-        """Queue a task. It returns the messages that may be sent once it is done; it owns all that it uses."""
+    def submit(self, task: WriteTask) -> Future[Sequence[FromWorker]]:
+        """Queue a task. It returns the messages that may be sent once it is done; it owns all that it uses. What is
+        handed back tells when it is over; ``take`` gives the messages."""
         self._tasks.append(self._executor.submit(self._run, task))
+        return self._tasks[-1]
 
     def take(self) -> list[FromWorker]:
         """The messages of the tasks done since the last call, in order.
