@@ -7,8 +7,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotenant.core.plan import IterationRecord, Mode
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import CoRun
+from cotenant.predictor.records import MIN_COUNT
 from cotenant.scheduler.planner import plan_tasklets, tasklet_budget
 from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
@@ -54,5 +56,8 @@ def test_an_unknown_shape_is_tried_once_and_only_with_slack() -> None:
 def test_only_leading_forward_layers_are_fused() -> None:
     predictor = taught_predictor(step_ms=2.0, forward_ms=1.0, backward_ms=2.0)
     upcoming = in_turn(TaskletRun(FORWARD, 3), TaskletRun(BACKWARD, 6))
+    for _ in range(MIN_COUNT):
+        assert plan_tasklets(predictor, DECODE, upcoming, slack_ms=8.0, fuse=True)[:2] == (1, 1), "not known yet"
+        predictor.observe(IterationRecord(DECODE, Mode.FUSED, 3.0, 3.0, fused=TaskletRun(FORWARD, 1)))
     assert plan_tasklets(predictor, DECODE, upcoming, slack_ms=8.0, fuse=True)[:2] == (5, 3)
     assert plan_tasklets(predictor, DECODE, upcoming[1:], slack_ms=8.0, fuse=True)[:2] == (4, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cotenant.config import POLICIES
@@ -98,6 +100,30 @@ def test_adaptive_fuses_forwards_when_that_gets_training_further(inside_ms: floa
     decided = create_policy("adaptive", predictor).plan(snapshot)
     assert decided.mode is mode
     assert decided.num_tasklets > 0
+
+
+@pytest.mark.parametrize(("inside_ms", "mode"), [(0.2, Mode.FUSED), (4.0, Mode.TEMPORAL)])
+def test_adaptive_finds_out_whether_fusing_pays(inside_ms: float, mode: Mode) -> None:
+    """A few times, and not again for every batch that is a little different."""
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    policy, job = create_policy("adaptive", predictor), JobView("job", in_turn(TaskletRun(FORWARD, 8)))
+    modes = []
+    for number in range(30):
+        batch = replace(DECODE, num_decode=DECODE.num_decode + number % 3)
+        request = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=1)
+        decided = policy.plan(Snapshot(100.0, Slo(100.0, 6.0), batch, (request,), job, can_fuse=True))
+        modes.append(decided.mode)
+        num_fused, num_behind = decided.num_fused, decided.num_tasklets - decided.num_fused
+        online_ms = 2.0 + inside_ms * num_fused
+        predictor.observe(
+            IterationRecord(
+                batch, decided.mode, online_ms, online_ms + num_behind * 1.0,
+                ((TaskletRun(FORWARD, num_behind), num_behind * 1.0),) if num_behind else (),
+                fused=TaskletRun(FORWARD, num_fused) if num_fused else None,
+            )
+        )  # fmt: skip
+    assert Mode.FUSED in modes[:5]
+    assert set(modes[-20:]) == {mode}
 
 
 def test_with_nobody_to_serve_all_but_inference_only_train() -> None:

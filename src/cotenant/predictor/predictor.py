@@ -130,15 +130,22 @@ class LatencyPredictor:
     ) -> float | None:
         """What one tasklet adds to an iteration: beside a batch if that was measured, else alone.
 
-        With ``partition``: what it takes on the best-effort SMs, beside a batch on the others.
+        With ``partition``: what it takes on the best-effort SMs, beside a batch on the others. ``fused``: inside the
+        batch, if that was measured in this or in others, and not long ago; what it takes alone tells nothing of that.
         """
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
         key = tasklet_key(shape)
+        if fused and beside is not None:
+            group, beside_key = self._keys(beside)
+            fresh_ms = self._records.fresh_ms(group, ("fused", beside_key, key), cautious=cautious)
+            if fresh_ms is None:
+                fresh_ms = self._records.fresh_ms(self._base_group, ("fused", key), cautious=cautious)
+            return fresh_ms
         specific: Record | None = None
         if beside is not None and not beside.empty:
             group, beside_key = self._keys(beside)
-            specific_key = ("fused" if fused else "beside", beside_key, key)
+            specific_key = ("beside", beside_key, key)
             fresh_ms = self._records.fresh_ms(group, specific_key, cautious=cautious)
             if fresh_ms is not None:
                 return fresh_ms
@@ -282,12 +289,13 @@ class LatencyPredictor:
                 self._prior.observe_tasklet(shape, each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
-        step_ms = self.batch_ms(record.batch, beside_training=True)
+        step_ms = self.batch_ms(record.batch, beside_training=True, cautious=False)
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        group, key = self._keys(record.batch)
-        self._records.add(group, ("fused", key, tasklet_key(record.fused.shape)), added_ms)
+        (group, key), fused_key = self._keys(record.batch), tasklet_key(record.fused.shape)
+        self._records.add(group, ("fused", key, fused_key), added_ms)
+        self._records.add(self._base_group, ("fused", fused_key), added_ms)
 
     def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
         """Where nothing shared the device with the batch, it is stage 1's measurement."""
