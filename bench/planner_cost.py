@@ -2,9 +2,10 @@
 
 The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
-as the longest gap allows, into which all tasklets fit. "records": each shape was measured beside the batch.
-"models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the roofline
-answers.
+as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
+made anew for each plan, as it mostly is. "256 requests": instead of 32. "records": each shape was measured beside the
+batch. "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the
+roofline answers.
 
     python bench/planner_cost.py
 """
@@ -14,14 +15,17 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
+from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
+from cotenant.scheduler import Policy
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
 
@@ -46,15 +50,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=5000, help="of each kind")
     num_calls = parser.parse_args().calls
-    snapshot, with_much_slack = _snapshot(num_generated=105), _snapshot(num_generated=1000)
+    snapshot = _snapshot(num_generated=105)
+    variants = {
+        "": [snapshot],
+        ", much slack": [_snapshot(num_generated=1000)],
+        ", within a layer": [_within_a_layer(snapshot) for _ in range(256)],
+        ", 256 requests": [_snapshot(num_generated=105, num_requests=256)],
+    }
     predictors = {"records": _with_records(), "models": _with_models(), "prior": _with_prior()}
     for known, predictor in predictors.items():
         for policy in (AdaptivePolicy(predictor), MultitaskPolicy(predictor)):
             name = type(policy).__name__
-            for slack, one in (("", snapshot), (", much slack", with_much_slack)):
-                planned = policy.plan(one)
+            for variant, snapshots in variants.items():
+                planned = policy.plan(snapshots[0])
                 remark = f"plans {planned.num_tasklets} tasklets, {planned.mode.value}"
-                _report(f"{name}, {known}{slack}", num_calls, partial(policy.plan, one), remark)
+                plan = partial(_plan_next, policy, cycle(snapshots))
+                _report(f"{name}, {known}{variant}", num_calls, plan, remark)
         shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH, beside_training=True),
@@ -70,12 +81,23 @@ def _shapes(num_tokens: int) -> list[TaskletShape]:
     return [TaskletShape(kind, num_tokens, num_tokens // 2) for kind in TASKLET_MS]
 
 
-def _snapshot(num_generated: int) -> Snapshot:
+def _plan_next(policy: Policy, snapshots: Iterator[Snapshot]) -> Plan:
+    return policy.plan(next(snapshots))
+
+
+def _within_a_layer(snapshot: Snapshot) -> Snapshot:
+    layer, *after = snapshot.job.upcoming
+    rest = TaskletCycle(tuple(replace(run) for run in layer.runs[1:]))
+    upcoming = (rest, TaskletCycle(layer.runs, layer.count - 1), *after)
+    return replace(snapshot, job=JobView("job", upcoming))
+
+
+def _snapshot(num_generated: int, num_requests: int = NUM_REQUESTS) -> Snapshot:
     runs = {shape.kind: TaskletRun(shape, 1) for shape in _shapes(2048)}
     forward, backward = (tuple(runs[kind] for kind in kinds) for kinds in (FORWARD_MS, BACKWARD_MS))
     loss = TaskletRun(runs[TaskletKind.LOSS].shape, 8)
     upcoming = (TaskletCycle(forward, NUM_LAYERS), TaskletCycle((loss,)), TaskletCycle(backward, NUM_LAYERS))
-    requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, num_generated) for index in range(NUM_REQUESTS))
+    requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, num_generated) for index in range(num_requests))
     job = JobView("job", upcoming)
     return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, job, can_fuse=True, partitions=PARTITIONS)
 
