@@ -228,8 +228,8 @@ def test_what_was_learned_of_partitions_can_be_taken_over() -> None:
 
 
 def test_an_export_of_another_version_is_passed_over() -> None:
-    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":2', b'"version":1')
-    with pytest.raises(ValueError, match="version 1"):
+    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":3', b'"version":2')
+    with pytest.raises(ValueError, match="version 2"):
         LatencyPredictor("test hardware", "test model").restore(exported)
 
 

@@ -37,6 +37,25 @@ def test_nothing_is_known_at_first() -> None:
     assert predictor.batch_ms(BatchShape()) == 0.0
 
 
+def test_what_a_job_trains_has_times_of_its_own() -> None:
+    """Those of another job's tell nothing of it once it was measured, and are still there when that job comes again."""
+    predictor = LatencyPredictor("h", "m")
+    shape = TaskletShape(TaskletKind.FORWARD, 256, 64)
+    ranks = {f"r={rank}": each_ms for rank, each_ms in ((16, 1.0), (256, 1.6))}
+    for trained, each_ms in ranks.items():
+        predictor.trains(trained)
+        for _ in range(20 if trained == "r=16" else 3):
+            predictor.observe(
+                IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, each_ms, ((TaskletRun(shape, 1), each_ms),))
+            )
+    restored = LatencyPredictor("h", "m")
+    restored.restore(predictor.export())
+    for each in (predictor, restored):
+        for trained, each_ms in ranks.items():
+            each.trains(trained)
+            assert each.tasklet_ms(shape) == pytest.approx(each_ms, rel=0.05)
+
+
 def test_the_linear_model_speaks_for_shapes_that_were_never_run() -> None:
     rng = random.Random(0)
     predictor = LatencyPredictor("h", "m")

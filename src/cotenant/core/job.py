@@ -89,6 +89,16 @@ class Hyperparameters:
         """Whether steps are compared on the validation file. Then every evaluation measures all of it."""
         return self.load_best_model_at_end or self.early_stopping_patience > 0
 
+    @property
+    def trained(self) -> str:
+        """What is trained, as far as the time of its tasklets depends on it: jobs of which this is the same may learn
+        from each other's times."""
+        parts = [self.method, f"r={self.r}", "+".join(sorted(self.target_modules))]
+        parts += [f"{name}={rank}" for name, rank in sorted(self.rank_pattern.items())]
+        parts += ["dropout"] if self.lora_dropout > 0 else []
+        parts += ["gradient_checkpointing"] if self.gradient_checkpointing else []
+        return " ".join(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:

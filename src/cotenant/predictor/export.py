@@ -9,7 +9,7 @@ import msgspec
 from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 2
+_VERSION = 3
 _MOST = 1e12  # of any number
 
 

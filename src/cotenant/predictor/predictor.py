@@ -67,6 +67,7 @@ class LatencyPredictor:
 
     def __init__(self, hardware: str, model: str, prior: Prior | None = None) -> None:
         self._base_group = (hardware, model)
+        self._trained = ""
         self._prior = prior
         self._records = RecordCache()
         self._batch_model = OnlineLinearModel(BATCH_SCALES)
@@ -75,6 +76,11 @@ class LatencyPredictor:
         self._last_batch: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         self.error_ratio: float | None = None
         self.last_error_ratio: float | None = None
+
+    def trains(self, what: str) -> None:
+        """Tasklets from now on are those of such a job: what it trains, as far as their times depend on it besides
+        their shape. What was measured of other jobs' tells of them by way of the models alone."""
+        self._trained = what
 
     def batch_ms(
         self,
@@ -135,7 +141,7 @@ class LatencyPredictor:
         """
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
-        key = tasklet_key(shape)
+        key = self._tasklet_key(shape)
         if fused and beside is not None:
             group, beside_key = self._keys(beside)
             fresh_ms = self._records.fresh_ms(group, ("fused", beside_key, key), cautious=cautious)
@@ -276,7 +282,7 @@ class LatencyPredictor:
 
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
         each_ms = self._bounded(shape, each_ms)
-        key = tasklet_key(shape)
+        key = self._tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
             group, beside_key = self._keys(batch)
@@ -293,7 +299,7 @@ class LatencyPredictor:
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        (group, key), fused_key = self._keys(record.batch), tasklet_key(record.fused.shape)
+        (group, key), fused_key = self._keys(record.batch), self._tasklet_key(record.fused.shape)
         self._records.add(group, ("fused", key, fused_key), added_ms)
         self._records.add(self._base_group, ("fused", fused_key), added_ms)
 
@@ -314,7 +320,7 @@ class LatencyPredictor:
             self._observe_tasklet_on_partition(run.shape, elapsed_ms / run.count, partition)
 
     def _observe_tasklet_on_partition(self, shape: TaskletShape, each_ms: float, partition: Partition) -> None:
-        record = self._records.add(self._base_group, ("tasklet", tasklet_key(shape), partition), each_ms)
+        record = self._records.add(self._base_group, ("tasklet", self._tasklet_key(shape), partition), each_ms)
         each_ms = record.bounded(each_ms)
         alone_ms = self._mean_tasklet_ms(shape)
         if alone_ms is not None:
@@ -349,7 +355,7 @@ class LatencyPredictor:
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition, *, cautious: bool) -> float | None:
-        record_key = ("tasklet", tasklet_key(shape), partition)
+        record_key = ("tasklet", self._tasklet_key(shape), partition)
         fresh_ms = self._records.fresh_ms(self._base_group, record_key, cautious=cautious)
         if fresh_ms is not None:
             return fresh_ms
@@ -364,7 +370,7 @@ class LatencyPredictor:
 
     def _mean_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """Alone on all SMs."""
-        record = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
+        record = self._records.find(self._base_group, ("tasklet", self._tasklet_key(shape)))
         return self._modelled_tasklet_ms(shape) if record is None else record.mean_ms
 
     def _modelled_batch_ms(self, batch: BatchShape) -> float | None:
@@ -397,8 +403,11 @@ class LatencyPredictor:
     def _bounded(self, shape: TaskletShape, each_ms: float) -> float:
         """An outlier cut to what this tasklet may take at worst. Uncut, it would rule the tasklet out beside a batch
         where it was never measured before, and so keep it from being measured there again."""
-        known = self._records.find(self._base_group, ("tasklet", tasklet_key(shape)))
+        known = self._records.find(self._base_group, ("tasklet", self._tasklet_key(shape)))
         return each_ms if known is None else known.bounded(each_ms)
+
+    def _tasklet_key(self, shape: TaskletShape) -> tuple[str, int, int, str]:
+        return tasklet_key(shape, self._trained)
 
     def _keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""

@@ -40,8 +40,9 @@ def batch_key(batch: BatchShape) -> BatchKey:
 
 
 @lru_cache(maxsize=1024)
-def tasklet_key(shape: TaskletShape) -> tuple[str, int, int]:
-    return (shape.kind, bucket(shape.num_tokens), bucket(shape.max_length))
+def tasklet_key(shape: TaskletShape, trained: str) -> tuple[str, int, int, str]:
+    """``trained``: what a job trains, see ``LatencyPredictor.trains``."""
+    return (shape.kind, bucket(shape.num_tokens), bucket(shape.max_length), trained)
 
 
 def batch_features(batch: BatchShape) -> tuple[float, ...]:

@@ -341,6 +341,8 @@ class WorkerLoop:
                 self._engine.drop_adapter(name)
             case StartJob(spec):
                 self._training.start(spec)
+                if self._training.job_id == spec.job_id:
+                    self._predictor.trains(spec.hyperparameters.trained)
             case PauseJob(job_id):
                 self._training.pause(job_id)
             case CancelJob(job_id):
