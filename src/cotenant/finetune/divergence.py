@@ -40,7 +40,8 @@ class FinalCheck:
 
     def __init__(self, decoder: Decoder, adapter: LoraAdapter, dataset: Dataset, example: int) -> None:
         self._decoder = decoder
-        self._passes = ForwardPasses(decoder, adapter, dataset, split(dataset, [example], dataset.lengths[example]))
+        micro_batches = split(dataset, [example], dataset.lengths[example])
+        self._passes = ForwardPasses(decoder, adapter, dataset, [micro_batches], split)
         self._sums = LossSums.zero(decoder.device)
         self.num_tokens = dataset.lengths[example]
 
@@ -63,6 +64,9 @@ class FinalCheck:
         """Drop the activations; the example runs again."""
         self._passes.discard()
 
+    def limit(self, max_tokens: int) -> None:
+        """One example is in no smaller pieces."""
+
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics, as they are. Raises TrainingError if the loss is not finite."""
         assert self.done, "the check is not over"
@@ -70,7 +74,7 @@ class FinalCheck:
         _check(metrics.step, weighted_nll, "with the last step's weights")
         return metrics
 
-    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         sums = evaluation_loss(self._decoder, hidden, micro_batch)
         with done_once():
             self._sums += sums

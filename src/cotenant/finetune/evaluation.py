@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -12,33 +13,41 @@ from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums, evaluation_loss
-from cotenant.finetune.microbatch import MicroBatch, split
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, split
 from cotenant.finetune.tasklets import done_once
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
 
 class ValidationSet:
-    """A validation file in micro-batches: those of the fixed batch that ``valid_loss`` is measured on, then the rest.
+    """A validation file in two parts: the fixed batch that ``valid_loss`` is measured on, then the rest.
 
     The batch is ``batch_size`` examples drawn once with the job's seed, so its loss can be followed over the steps.
+    Micro-batches have ``max_tasklet_tokens`` tokens at most, or fewer where an evaluation has less memory.
     """
 
     def __init__(self, dataset: Dataset, *, batch_size: int, seed: int, max_tasklet_tokens: int) -> None:
         order = list(range(len(dataset)))
         random.Random(f"validation/{seed}").shuffle(order)
-        drawn, rest = order[:batch_size], order[batch_size:]
+        drawn = order[:batch_size]
         self.dataset = dataset
-        self.batch = split(dataset, drawn, max_tasklet_tokens)
-        self.rest = split(dataset, rest, max_tasklet_tokens)
+        self.batch_size = len(drawn)
         self.batch_weight = sum(dataset.loss_weights[example] for example in drawn)
         self.full_weight = sum(dataset.loss_weights)
-        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_batch_tokens = sum(dataset.lengths[example] for example in drawn)
         self.num_tokens = sum(dataset.lengths)
+        self._order = order
+        self._max_tokens = max_tasklet_tokens
+        self.parts = lru_cache(maxsize=2)(self._parts)
 
-    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> Evaluation:
-        """A measurement to run."""
-        return Evaluation(decoder, adapter, self, full=full)
+    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool, max_tokens: int) -> Evaluation:
+        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens."""
+        return Evaluation(decoder, adapter, self, full=full, max_tokens=min(max_tokens, self._max_tokens))
+
+    def _parts(self, max_tokens: int) -> tuple[tuple[MicroBatchShape, ...], ...]:
+        """The batch's micro-batches, then the rest's."""
+        parts = self._order[: self.batch_size], self._order[self.batch_size :]
+        return tuple(split(self.dataset, part, max_tokens) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +59,17 @@ class _Figures:
 class Evaluation:
     """One pass over the validation batch, or with ``full`` over the whole set (whose first part is the batch)."""
 
-    def __init__(self, decoder: Decoder, adapter: LoraAdapter, validation: ValidationSet, *, full: bool) -> None:
+    def __init__(
+        self, decoder: Decoder, adapter: LoraAdapter, validation: ValidationSet, *, full: bool, max_tokens: int
+    ) -> None:
         self._decoder = decoder
         self._validation = validation
         self._full = full
-        micro_batches = validation.batch + validation.rest if full else validation.batch
-        self._passes = ForwardPasses(decoder, adapter, validation.dataset, micro_batches)
-        self.num_tokens = sum(shape.num_tokens for shape in micro_batches)
+        parts = validation.parts(max_tokens)
+        self._passes = ForwardPasses(decoder, adapter, validation.dataset, parts if full else parts[:1], split)
+        self.num_tokens = validation.num_tokens if full else validation.num_batch_tokens
         self._sums = LossSums.zero(decoder.device)
+        self._num_measured = 0  # examples
         self._batch_figures: _Figures | None = None
 
     @property
@@ -78,6 +90,10 @@ class Evaluation:
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""
         self._passes.discard()
+
+    def limit(self, max_tokens: int) -> None:
+        """See ``ForwardPasses.limit``."""
+        self._passes.limit(max_tokens)
 
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics with the figures measured here."""
@@ -101,9 +117,10 @@ class Evaluation:
         weighted_nll, accuracy = self._sums.read()
         return _Figures(weighted_nll / weight, accuracy)
 
-    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         sums = evaluation_loss(self._decoder, hidden, micro_batch)
         with done_once():
             self._sums += sums
-            if index + 1 == len(self._validation.batch):
+            self._num_measured += len(micro_batch.examples)
+            if self._num_measured == self._validation.batch_size:
                 self._batch_figures = self._figures(self._validation.batch_weight)

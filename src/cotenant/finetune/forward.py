@@ -15,25 +15,36 @@ from cotenant.models.lora import LoraAdapter
 
 _RUNS_PER_MICRO_BATCH = 2  # forward layers, loss
 
-Take = Callable[[int, MicroBatch, torch.Tensor], None]
+Take = Callable[[MicroBatch, torch.Tensor], None]
+Split = Callable[[Dataset, Sequence[int], int], tuple[MicroBatchShape, ...]]
 
 
 class ForwardPasses:
-    """Runs at least one micro-batch. ``adapter`` None: the base alone. Dropout is off."""
+    """Runs at least one micro-batch. ``adapter`` None: the base alone. Dropout is off.
+
+    ``parts``: micro-batches, in the order in which they run; however they are cut later, by ``split``, none has
+    examples of two parts.
+    """
 
     def __init__(
         self,
         decoder: Decoder,
         adapter: LoraAdapter | None,
         dataset: Dataset,
-        micro_batches: Sequence[MicroBatchShape],
+        parts: Sequence[Sequence[MicroBatchShape]],
+        split: Split,
     ) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._dataset = dataset
-        self._micro_batches = tuple(micro_batches)
-        self._cursor = Cursor(tuple(self._cycle(shape) for shape in self._micro_batches))
+        self._split = split
         self._pass: EvaluationPass | None = None
+        self._set(parts)
+
+    def _set(self, parts: Sequence[Sequence[MicroBatchShape]]) -> None:
+        self._parts = tuple(parts)
+        self._micro_batches = tuple(shape for part in parts for shape in part)
+        self._cursor = Cursor(tuple(self._cycle(shape) for shape in self._micro_batches))
 
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
@@ -53,18 +64,18 @@ class ForwardPasses:
         return self._pass is not None
 
     def run_tasklet(self, take: Take) -> TaskletShape:
-        """``take`` gets a micro-batch's number, tensors and last hidden state [tokens, hidden] in its loss tasklet."""
+        """``take`` gets a micro-batch's tensors and last hidden state [tokens, hidden] in its loss tasklet."""
         shape = self._cursor.shape
-        index = self._cursor.run // _RUNS_PER_MICRO_BATCH
         if self._pass is None:
-            micro_batch = build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
+            current = self._micro_batches[self._num_done]
+            micro_batch = build(self._dataset, current, self._adapter, self._decoder.device)
             self._pass = EvaluationPass(self._decoder, micro_batch)
         if self._adapter is not None:
             self._adapter.dropout_masks = None
         if shape.kind is TaskletKind.EVAL_FORWARD:
             self._pass.forward(self._cursor.within)
         else:
-            take(index, self._pass.micro_batch, self._pass.output)
+            take(self._pass.micro_batch, self._pass.output)
             self._pass = None
         self._cursor.advance()
         return shape
@@ -72,7 +83,31 @@ class ForwardPasses:
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay done."""
         self._pass = None
-        self._cursor.seek(self._cursor.run // _RUNS_PER_MICRO_BATCH * _RUNS_PER_MICRO_BATCH)
+        self._cursor.seek(self._num_done * _RUNS_PER_MICRO_BATCH)
+
+    def limit(self, max_tokens: int) -> None:
+        """Cut what is not done yet into micro-batches of at most so many tokens, in each part where one has more. If
+        that is the one in flight, it starts again, in another cut."""
+        num_kept = self._num_done
+        if self._pass is not None and self._micro_batches[num_kept].num_tokens <= max_tokens:
+            num_kept += 1
+        else:
+            self.discard()
+        parts = []
+        for part in self._parts:
+            kept, rest = part[:num_kept], part[num_kept:]
+            num_kept -= len(kept)
+            if any(shape.num_tokens > max_tokens for shape in rest):
+                rest = self._split(self._dataset, [example for shape in rest for example in shape.examples], max_tokens)
+            parts.append((*kept, *rest))
+        run, within = self._cursor.run, self._cursor.within
+        self._set(parts)
+        self._cursor.seek(run, within)
+
+    @property
+    def _num_done(self) -> int:
+        """Micro-batches done: the index of the one in flight."""
+        return self._cursor.run // _RUNS_PER_MICRO_BATCH
 
     def _cycle(self, shape: MicroBatchShape) -> TaskletCycle:
         forward = TaskletShape(TaskletKind.EVAL_FORWARD, shape.num_tokens, shape.max_length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -13,7 +14,7 @@ from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums
-from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.finetune.preference import PreferenceLoss, Scores, pairs_of, score, split_pairs
 from cotenant.finetune.tasklets import done_once
 from cotenant.models.decoder import Decoder
@@ -21,8 +22,8 @@ from cotenant.models.lora import LoraAdapter
 
 
 class PreferenceValidationSet:
-    """As ``ValidationSet``, in pairs. The base's scores are kept once measured: a validation micro-batch is always the
-    same, and so are its bits."""
+    """As ``ValidationSet``, in pairs. The base's scores are kept once measured: unless memory is short, a validation
+    micro-batch is always the same, and so are its bits."""
 
     def __init__(
         self, dataset: Dataset, loss: PreferenceLoss, *, batch_size: int, seed: int, max_tasklet_tokens: int
@@ -36,35 +37,49 @@ class PreferenceValidationSet:
         self.dataset = dataset
         self.loss = loss
         self.batch_sequences, self.all_sequences = tuple(drawn), tuple(drawn + rest)
-        self.batch = split_pairs(dataset, drawn, max_tasklet_tokens)
-        self.rest = split_pairs(dataset, rest, max_tasklet_tokens)
-        self.num_batch_tokens = sum(shape.num_tokens for shape in self.batch)
+        self.num_batch_tokens = sum(dataset.lengths[sequence] for sequence in drawn)
         self.num_tokens = sum(dataset.lengths)
         self.reference: Scores = {}
+        self._max_tokens = max_tasklet_tokens
+        self.parts = lru_cache(maxsize=2)(self._parts)
 
-    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool) -> PreferenceEvaluation:
-        """A measurement to run."""
-        return PreferenceEvaluation(decoder, adapter, self, full=full)
+    def evaluation(
+        self, decoder: Decoder, adapter: LoraAdapter, *, full: bool, max_tokens: int
+    ) -> PreferenceEvaluation:
+        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens."""
+        return PreferenceEvaluation(decoder, adapter, self, full=full, max_tokens=min(max_tokens, self._max_tokens))
+
+    def _parts(self, max_tokens: int) -> tuple[tuple[MicroBatchShape, ...], ...]:
+        """The batch's micro-batches, then the rest's."""
+        parts = self.batch_sequences, self.all_sequences[len(self.batch_sequences) :]
+        return tuple(split_pairs(self.dataset, part, max_tokens) for part in parts)
 
 
 class PreferenceEvaluation:
     """The base's scores, where they are not known yet, then the adapter's; of the batch, or with ``full`` of all."""
 
     def __init__(
-        self, decoder: Decoder, adapter: LoraAdapter, validation: PreferenceValidationSet, *, full: bool
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        validation: PreferenceValidationSet,
+        *,
+        full: bool,
+        max_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._validation = validation
         self._full = full
-        micro_batches = validation.batch + validation.rest if full else validation.batch
-        unknown = [shape for shape in micro_batches if shape.examples[0] not in validation.reference]
-        dataset = validation.dataset
-        self._reference = ForwardPasses(decoder, None, dataset, unknown) if unknown else None
-        self._policy = ForwardPasses(decoder, adapter, dataset, micro_batches)
+        dataset, parts = validation.dataset, validation.parts(max_tokens)
+        parts = parts if full else parts[:1]
+        unknown = [[shape for shape in part if shape.examples[0] not in validation.reference] for part in parts]
+        self._reference = ForwardPasses(decoder, None, dataset, unknown, split_pairs) if any(unknown) else None
+        self._policy = ForwardPasses(decoder, adapter, dataset, parts, split_pairs)
         self._phases = [phase for phase in (self._reference, self._policy) if phase is not None]
-        self.num_tokens = sum(shape.num_tokens for shape in (*unknown, *micro_batches))
+        self.num_tokens = sum(shape.num_tokens for part in (*unknown, *parts) for shape in part)
         self._scores: Scores = {}
         self._sums = LossSums.zero(decoder.device)
+        self._num_measured = 0  # sequences, under the adapter
         self._batch_accuracy = 0.0
 
     @property
@@ -88,6 +103,11 @@ class PreferenceEvaluation:
         """Drop the activations; the micro-batch in flight runs again, those before it stay counted."""
         for phase in self._phases:
             phase.discard()
+
+    def limit(self, max_tokens: int) -> None:
+        """See ``ForwardPasses.limit``."""
+        for phase in self._phases:
+            phase.limit(max_tokens)
 
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics with the figures measured here."""
@@ -113,14 +133,15 @@ class PreferenceEvaluation:
     def _pairs(self, sequences: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return pairs_of(self._scores, sequences), pairs_of(self._validation.reference, sequences)
 
-    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         scores, sums = score(self._validation.dataset, self._decoder, hidden, micro_batch)
         self._scores.update(scores)
         with done_once():
             self._sums += sums
-            if index + 1 == len(self._validation.batch):
+            self._num_measured += len(micro_batch.examples)
+            if self._num_measured == len(self._validation.batch_sequences):
                 self._batch_accuracy = self._sums.accuracy()
 
-    def _take_reference(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def _take_reference(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         scores, _ = score(self._validation.dataset, self._decoder, hidden, micro_batch)
         self._validation.reference.update(scores)

@@ -47,7 +47,9 @@ class PreferenceStep:
         self._dataset = dataset
         self._examples = tuple(examples)
         self._scores: Scores = {}
-        self._reference = ForwardPasses(decoder, None, dataset, split_pairs(dataset, examples, max_tasklet_tokens))
+        self._reference = ForwardPasses(
+            decoder, None, dataset, [split_pairs(dataset, examples, max_tasklet_tokens)], split_pairs
+        )
         self._objective = PreferenceObjective(loss, dataset, self._scores)
         self._step = TrainingStep(
             decoder,
@@ -111,13 +113,14 @@ class PreferenceStep:
         self._step.discard()
 
     def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
-        """As of ``TrainingStep``. The reference keeps no layer's activations, so its micro-batches stay as they are."""
+        """As of ``TrainingStep``; what is left of the reference is cut as well."""
+        self._reference.limit(max_tasklet_tokens)
         self._step.limit(max_tasklet_tokens, recompute=recompute)
 
     def preference(self) -> PreferenceMetrics | None:
         """The step's rewards. Waits for the device."""
         return self._objective.metrics(self._examples)
 
-    def _take(self, index: int, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
+    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
         scores, _ = score(self._dataset, self._decoder, hidden, micro_batch)
         self._scores.update(scores)

@@ -266,16 +266,13 @@ class Trainer:
         Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
         are kept, and every sample is trained on once. Where there is no room even for the longest example, its layers
         keep their inputs alone and compute the rest again; where that has no room either, nothing is ``upcoming`` until
-        enough is released. Validation and DPO's reference keep their size; what they take is not
-        given away.
+        enough is released. That goes for validation and DPO's reference as well; what they take at their full size is
+        not given away.
         """
         given = self._budget.require(num_bytes)
-        self._upcoming = None
-        limit = self._budget.max_tokens
-        if self._fusing or limit == 0:
+        if self._fusing or self._budget.max_tokens == 0:
             self.discard()
-        if self._step is not None and limit > 0:
-            self._step.limit(limit, recompute=self._recomputes)
+        self._limit()
         if self._activations is not None:
             self._activations.give_back(self._budget.left_bytes)
         return given
@@ -286,8 +283,8 @@ class Trainer:
         had_room = self._budget.max_tokens > 0
         self._budget.release(num_bytes)
         self._upcoming = None
-        if not had_room and self._budget.max_tokens > 0 and self._step is not None:
-            self._step.limit(self._budget.max_tokens, recompute=self._recomputes)
+        if not had_room:
+            self._limit()
 
     def close(self) -> None:
         """Let go of the micro-batch in flight and of whom ``on_step`` belongs to: else the two would keep each other
@@ -296,6 +293,15 @@ class Trainer:
         if self._activations is not None:
             self._activations.close()
         self._on_step = _ignore
+
+    def _limit(self) -> None:
+        """Cut what is not done yet to the memory that there is now, if that has room for anything."""
+        self._upcoming = None
+        limit = self._budget.max_tokens
+        if self._step is not None and limit > 0:
+            self._step.limit(limit, recompute=self._recomputes)
+        if self._evaluation is not None and limit > 0:
+            self._evaluation.limit(limit)
 
     @property
     def _recomputes(self) -> bool:
@@ -384,7 +390,8 @@ class Trainer:
         if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
         full = self._order.evaluates(step, self._full_every)
-        return self._validation.evaluation(self._decoder, self._state.adapter, full=full)
+        limit = self._budget.max_tokens
+        return self._validation.evaluation(self._decoder, self._state.adapter, full=full, max_tokens=limit)
 
 
 def _ignore(metrics: StepMetrics) -> None:
