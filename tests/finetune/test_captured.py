@@ -44,11 +44,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
         free_bytes: int | None = None,
         device: Device | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        validation: support.Examples | None = None,
         **changes: object,
     ) -> TrainingJob:
         monkeypatch.setattr(activations, "can_capture", lambda *_: True)
         monkeypatch.setattr(activations, "CHUNK_BYTES", chunk_bytes)
-        spec = support.make_spec(folder, validation=support.random_examples(10, seed=5), eval_steps=3, **changes)
+        validation = support.random_examples(10, seed=5) if validation is None else validation
+        spec = support.make_spec(folder, validation=validation, eval_steps=3, **changes)
         return support.make_job(decoder, spec, device=device or create_device("cpu"), free_bytes=free_bytes)
 
     return make
@@ -361,3 +363,20 @@ def test_a_job_is_refused_or_trains(decoder: Decoder, captured: Make, tmp_path: 
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
     assert codes == {"insufficient_memory"}
+
+
+def test_a_long_validation_example_has_room_as_well(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    """In one piece beside the arena; what fits without it does not."""
+    changes = {"max_length": 120, "max_steps": 1}
+    long = [([5] * 120, [0.0] + [1.0] * 119)]
+    for kib in range(200, 1400, 100):
+        with suppress(CotenantError):
+            _run_to_end(captured(decoder, tmp_path / str(kib), free_bytes=kib << 10, **changes))
+            break
+    for more_kib, is_refused in ((0, True), (200, True), (1000, False)):
+        folder, free_bytes = tmp_path / f"long-{more_kib}", (kib + more_kib) << 10
+        if is_refused:
+            with pytest.raises(CotenantError, match=r"\(120 in the validation file\)"):
+                captured(decoder, folder, free_bytes=free_bytes, validation=long, **changes)
+        else:
+            _run_to_end(captured(decoder, folder, free_bytes=free_bytes, validation=long, **changes))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cotenant.core.errors import CotenantError
 from cotenant.core.job import StepMetrics
 from cotenant.core.tasklet import TaskletKind, runs_of
 from cotenant.device import create_device
@@ -110,3 +112,38 @@ def test_a_job_goes_on_in_less_memory_whichever_pass_finds_none(
     assert isinstance(sent[-1], JobSucceeded), sent[-1]
     for found, wanted in zip(_figures(tmp_path / "short"), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+
+
+def _needed_bytes(decoder: Decoder, spec: Any) -> int:
+    with pytest.raises(CotenantError) as refused:
+        TrainingJob(decoder, spec, TASKLET_TOKENS, None, free_bytes=1000)
+    assert refused.value.code == "insufficient_memory"
+    return int(re.findall(r"needs (\d+) bytes", refused.value.message)[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_long_validation_example_without_room_is_told_before_the_start(
+    decoder: Decoder, tmp_path: Path, method: str
+) -> None:
+    """It is no part of what is trained on, and has to pass in one piece all the same."""
+    examples = support.random_examples(20)
+    settings = {"max_length": 120, "max_steps": 1, **METHODS[method]}
+    alone = support.make_spec(tmp_path / "alone", examples, **settings)
+    longest = [([5] * 120, [0.0] + [1.0] * 119)] * 2
+    spec = support.make_spec(tmp_path / "job", examples, [*longest, *support.random_examples(8, seed=5)], **settings)
+    needed = _needed_bytes(decoder, spec)
+    assert needed > _needed_bytes(decoder, alone)
+    with pytest.raises(CotenantError, match=rf"\({120 if method == 'supervised' else 240} in the validation file\)"):
+        TrainingJob(decoder, spec, TASKLET_TOKENS, None, free_bytes=needed - 1)
+    job = TrainingJob(decoder, spec, TASKLET_TOKENS, None, free_bytes=needed)
+    assert isinstance(support.run_to_end(job)[-1], JobSucceeded)
+    job.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_little_memory_validation_is_cut_from_the_start(decoder: Decoder, tmp_path: Path, method: str) -> None:
+    spec = _spec(tmp_path / "tight", method)
+    job = TrainingJob(decoder, spec, TASKLET_TOKENS, None, free_bytes=_needed_bytes(decoder, spec))
+    assert job.max_tokens < TASKLET_TOKENS
+    assert 0 < _widest(job) <= job.max_tokens
+    job.close()

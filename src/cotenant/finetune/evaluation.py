@@ -36,6 +36,7 @@ class ValidationSet:
         self.full_weight = sum(dataset.loss_weights)
         self.num_batch_tokens = sum(dataset.lengths[example] for example in drawn)
         self.num_tokens = sum(dataset.lengths)
+        self.longest = max(dataset.lengths)
         self._order = order
         self._max_tokens = max_tasklet_tokens
         self.parts = lru_cache(maxsize=2)(self._parts)

@@ -51,22 +51,26 @@ def state_bytes(num_weights: int) -> int:
     return num_weights * _STATE_BYTES_PER_WEIGHT
 
 
-def require_room(spec: ModelSpec, dtype: torch.dtype, num_weights: int, longest: int, free_bytes: int) -> None:
-    """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batch fits: the longest
-    example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, and an
-    adapter of ``num_weights`` elements."""
-    needed = state_bytes(num_weights) + activation_bytes(spec, longest, dtype, recompute=True)
+def require_room(
+    spec: ModelSpec, dtype: torch.dtype, num_weights: int, longest: int, longest_measured: int, free_bytes: int
+) -> None:
+    """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batches fit: the longest
+    example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, or that of
+    the validation file, ``longest_measured`` tokens (0: there is none); and an adapter of ``num_weights`` elements."""
+    trained = activation_bytes(spec, longest, dtype, recompute=True)
+    needed = state_bytes(num_weights) + max(trained, passing_bytes(spec, longest_measured, dtype))
     if needed > free_bytes:
-        raise lacking_room(needed, free_bytes, longest)
+        raise lacking_room(needed, free_bytes, longest, longest_measured)
 
 
-def lacking_room(needed_bytes: int, free_bytes: int, longest: int) -> CotenantError:
-    """For a job that needs more than there is even to train on its longest example alone."""
+def lacking_room(needed_bytes: int, free_bytes: int, longest: int, longest_measured: int) -> CotenantError:
+    """For a job that needs more than there is even for its longest examples alone."""
     lacking = needed_bytes - free_bytes
+    in_validation = f" ({longest_measured} in the validation file)" if longest_measured > longest else ""
     return CotenantError(
         f"The job needs {needed_bytes} bytes ({_mib(needed_bytes)}) at least for its longest example, {longest} "
-        f"tokens, and its adapter; {free_bytes} are free, so {lacking} ({_mib(lacking)}) are lacking. Lower max_length "
-        "or r, or leave training more memory (--gpu-memory-utilization).",
+        f"tokens{in_validation}, and its adapter; {free_bytes} are free, so {lacking} ({_mib(lacking)}) are lacking. "
+        "Lower max_length or r, or leave training more memory (--gpu-memory-utilization).",
         code="insufficient_memory",
     )
 

@@ -343,12 +343,13 @@ class TrainingJob:
                 f"{len(dataset)} examples: each step takes all of them"
             )
         adapter = new_adapter(self._spec, decoder)
-        available_bytes = None if free_bytes is None else left_for_activations(decoder, adapter, order, free_bytes)
+        validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
+        measured = validation.longest if validation is not None else 0
+        available_bytes = left_for_activations(decoder, adapter, order, measured, free_bytes)
         state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
         pending = self._resume(state)
         self._resumed_step = state.step
         progress = Progress(clock)
-        validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
         if validation is None and self._spec.validation_path is not None:
             self._warnings.append(unmeasured(self._spec, decoder.spec))
         activations = None

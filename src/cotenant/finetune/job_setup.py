@@ -38,11 +38,15 @@ def new_adapter(spec: JobSpec, decoder: Decoder) -> LoraAdapter:
     )
 
 
-def left_for_activations(decoder: Decoder, adapter: LoraAdapter, order: DataOrder, free_bytes: int) -> int:
-    """Of ``free_bytes``, what the adapter's training state leaves. Raises CotenantError, as ``require_room`` does, if
-    not even the smallest micro-batch fits there."""
+def left_for_activations(
+    decoder: Decoder, adapter: LoraAdapter, order: DataOrder, longest_measured: int, free_bytes: int | None
+) -> int | None:
+    """Of ``free_bytes``, what the adapter's training state leaves; None: enough. Raises CotenantError, as
+    ``require_room`` does, if not even the smallest micro-batches fit there."""
+    if free_bytes is None:
+        return None
     num_weights = sum(matrix.numel() for matrix in adapter.parameters())
-    require_room(decoder.spec, decoder.dtype, num_weights, order.longest, free_bytes)
+    require_room(decoder.spec, decoder.dtype, num_weights, order.longest, longest_measured, free_bytes)
     return free_bytes - state_bytes(num_weights)
 
 
@@ -51,12 +55,14 @@ def make_budget(
     activations: Activations | None,
     sizes: Sequence[int],
     widest: int,
+    longest_measured: int,
     available_bytes: int | None,
     *,
     recompute: bool,
 ) -> ActivationBudget:
-    """``sizes``: tokens of micro-batches that train; ``widest``: of any at most. ``activations``: where layers are
-    captured. ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room. Raises
+    """``sizes``: tokens of micro-batches that train; ``widest``: of any at most; ``longest_measured``: of the longest
+    validation example, which is never cut (0: there is none). ``activations``: where layers are captured.
+    ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room. Raises
     CotenantError if nothing has room."""
     spec, dtype = decoder.spec, decoder.dtype
 
@@ -68,12 +74,13 @@ def make_budget(
     usual = {size: needed(size, recompute) for size in sizes}
     recomputing = None if recompute else {size: needed(size, True) for size in sizes}
     # Validation and DPO's reference keep nothing, but pass through the layers with the widest micro-batches.
-    passing = passing_bytes(spec, widest, dtype)
-    if activations is None:
+    if activations is None:  # and never while training keeps something
+        passing = passing_bytes(spec, widest, dtype)
         return ActivationBudget(
             usual, recomputing_bytes=recomputing, kept_back_bytes=passing, available_bytes=available_bytes
         )
     # What passes does not lie in the arena, and each further lane has graphs of its own.
+    passing = passing_bytes(spec, max(widest, longest_measured), dtype)
     passing += (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
     left = None if available_bytes is None else max(0, available_bytes - passing)
     budget = ActivationBudget(
@@ -82,5 +89,5 @@ def make_budget(
     if available_bytes is not None and budget.max_tokens == 0:
         longest = min(sizes)
         chunk, least = activations.chunk_bytes, needed(longest, True)
-        raise lacking_room(passing + -(-least // chunk) * chunk, available_bytes, longest)
+        raise lacking_room(passing + -(-least // chunk) * chunk, available_bytes, longest, longest_measured)
     return budget

@@ -39,6 +39,7 @@ class PreferenceValidationSet:
         self.batch_sequences, self.all_sequences = tuple(drawn), tuple(drawn + rest)
         self.num_batch_tokens = sum(dataset.lengths[sequence] for sequence in drawn)
         self.num_tokens = sum(dataset.lengths)
+        self.longest = max(dataset.lengths[first] + dataset.lengths[first + 1] for first in order)
         self.reference: Scores = {}
         self._max_tokens = max_tasklet_tokens
         self.parts = lru_cache(maxsize=2)(self._parts)

@@ -104,7 +104,13 @@ class Trainer:
         sizes = ladder(max_tasklet_tokens, order.longest, efficiency, most_is_fixed=limit_is_fixed)
         widest = max(max_tasklet_tokens, order.longest)
         self._budget = make_budget(
-            decoder, activations, sizes, widest, available_bytes, recompute=hyper.gradient_checkpointing
+            decoder,
+            activations,
+            sizes,
+            widest,
+            validation.longest if validation is not None else 0,
+            available_bytes,
+            recompute=hyper.gradient_checkpointing,
         )
         self._on_step = on_step
         self._pending = pending
