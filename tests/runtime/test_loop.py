@@ -325,6 +325,42 @@ def test_tasklets_run_while_prompts_wait_that_were_there_before(tmp_path: Path) 
     loop.run()
 
 
+class PatientChannel(Channel):
+    """Nothing comes until the job is done. ``timeouts_s``: what it was asked to wait for."""
+
+    def __init__(self, *messages: ToWorker) -> None:
+        super().__init__(*messages)
+        self.timeouts_s: list[float] = []
+
+    def wait(self, timeout_s: float) -> bool:
+        self.timeouts_s.append(timeout_s)
+        self.num_looks_before_wait = 0
+        if any(isinstance(sent, JobSucceeded) for sent in self.sent):
+            self.inbox.append(Drain())
+        return bool(self.inbox)
+
+
+class CoolingDown(Policy):
+    """Valve's policy with gaps of 10 ms, on a clock that only waiting moves."""
+
+    def __init__(self, channel: PatientChannel) -> None:
+        self._policy = create_policy("lifecycle", LatencyPredictor("test", "test"))
+        self._channel = channel
+
+    def plan(self, snapshot: Snapshot) -> Plan:
+        idle_s = sum(self._channel.timeouts_s)
+        return self._policy.plan(replace(snapshot, idle_s=idle_s, largest_gap_s=0.01))
+
+
+def test_training_goes_on_as_the_cool_down_ends(tmp_path: Path) -> None:
+    channel = PatientChannel(StartJob(support.make_spec(tmp_path / "job")), AddRequest(request("r", [5, 6, 7], 3)))
+    loop, _ = small_loop(tmp_path, channel, CoolingDown(channel))
+    while loop.iterate().num_tasklets == 0:
+        pass
+    assert channel.timeouts_s == [pytest.approx(0.02)]
+    loop.run()
+
+
 @pytest.mark.parametrize("comes", [False, True])
 def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: Path) -> None:
     """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them."""

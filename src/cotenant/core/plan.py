@@ -146,7 +146,7 @@ class Plan:
     ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
     the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
     tasklets in flight when a request arrives. ``until_step_end`` runs the whole training step, however many tasklets it
-    takes.
+    takes. ``look_again_s``: with nothing to run, how long the worker waits at most before it plans anew.
     """
 
     run_online: bool = True
@@ -156,6 +156,7 @@ class Plan:
     partition: Partition | None = None
     interruptible: bool = True
     until_step_end: bool = False
+    look_again_s: float = math.inf
     mode: Mode = Mode.NONE
     predicted_ms: float | None = None
 

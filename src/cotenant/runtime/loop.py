@@ -251,7 +251,7 @@ class WorkerLoop:
             self._channel.send(Drained())
             self._finished = True
         elif idle:
-            self._rest()
+            self._rest(min(_IDLE_WAIT_S, plan.look_again_s))
         else:
             self._busy_s = time.monotonic()
             self._capture_lane(delays_requests=True)
@@ -278,7 +278,7 @@ class WorkerLoop:
         )
         self._channel.send(message)
 
-    def _rest(self) -> None:
+    def _rest(self, wait_s: float) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""
         if self._engine.has_work:  # all that is live waits for an adapter to be read
             self._channel.wait(_BUSY_WAIT_S)
@@ -293,7 +293,7 @@ class WorkerLoop:
             self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         if not self._capture_lane(delays_requests=False) and not self._begin_profile():
-            self._channel.wait(_IDLE_WAIT_S)
+            self._channel.wait(wait_s)
 
     def _capture_lane(self, *, delays_requests: bool) -> bool:
         """Capture something more of what partitions wait for, if it is time for that; whether it was."""

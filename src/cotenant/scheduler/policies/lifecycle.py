@@ -15,6 +15,7 @@ class LifecyclePolicy(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.requests or not snapshot.batch.empty:
             return Plan(run_online=True)
-        if snapshot.idle_s < _COOLDOWN_GAPS * snapshot.largest_gap_s:
-            return Plan(run_online=False)
+        left_s = _COOLDOWN_GAPS * snapshot.largest_gap_s - snapshot.idle_s
+        if left_s > 0:
+            return Plan(run_online=False, look_again_s=left_s)
         return training_alone(snapshot)
