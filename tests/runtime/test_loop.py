@@ -189,6 +189,20 @@ def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) ->
     assert all(each.num_ending == 0 for each in policy.seen if not each.batch.prefill_tokens)
 
 
+def test_idle_time_begins_when_the_last_answer_has_ended(tmp_path: Path) -> None:
+    class Slow(Channel):
+        def send(self, message: FromWorker) -> None:
+            super().send(message)
+            if isinstance(message, Outputs):
+                time.sleep(0.3)
+
+    loop, policy = small_loop(tmp_path, Slow(AddRequest(request("r", [5, 6, 7], 2))), Watching())
+    loop.run()
+    idle_s = [each.idle_s for each in policy.seen]
+    assert idle_s[:2] == [0.0, 0.0], "live"
+    assert 0.0 <= idle_s[2] < 0.3
+
+
 Chosen = TypeVar("Chosen")
 
 

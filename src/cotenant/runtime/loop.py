@@ -163,6 +163,8 @@ class WorkerLoop:
         begins_s.append(time.perf_counter())
         if not record.batch.empty:
             self._last_batch_s = begins_s[-1]
+        if snapshot.requests and profile is None:  # live until now, if no longer
+            self._idle_since_s = time.time()
         self._publish(record, snapshot, plan)
         if self._trace is not None:
             self._trace.iteration([*begins_s, time.perf_counter()], plan, record)
@@ -195,8 +197,6 @@ class WorkerLoop:
             budget = prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most, short, in_flight)
             self._engine.limit_tokens(budget)
         batch = self._engine.next_shape()
-        if requests and not is_profiling:
-            self._idle_since_s = now_s
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
             step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
@@ -210,7 +210,7 @@ class WorkerLoop:
             job=self._training.view(),
             can_fuse=self._can_fuse,
             margin=self.margin,
-            idle_s=now_s - self._idle_since_s,
+            idle_s=0.0 if requests else now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
