@@ -84,7 +84,7 @@ def test_a_request_that_comes_while_the_worker_is_restarted_counts(worker: Worke
 def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     worker.stats = Stats(
         num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
-        trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1,
+        trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1, harvest_ratio=0.7,
         prefix_cache_queries=64, prefix_cache_hits=48, step_gap_us=12.5,
     )  # fmt: skip
     seen = figures(Metrics("m", worker))
@@ -96,6 +96,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
         "trained_tokens_total": 9,
         "slack_ms": 4.5,
         "prediction_error_ratio": 0.1,
+        "harvest_ratio": 0.7,
         "prefix_cache_queries_total": 64,
         "prefix_cache_hits_total": 48,
         "step_gap_microseconds": 12.5,
@@ -110,5 +111,5 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
 
 def test_targets_are_unknown_before_the_model_is_loaded() -> None:
     seen = figures(Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny")))))
-    assert not [name for name in seen if "slo_target_ms" in name or "step_gap" in name]
+    assert not [name for name in seen if any(part in name for part in ("slo_target_ms", "step_gap", "harvest"))]
     assert seen['cotenant:model_ready{model_name="m"}'] == 0

@@ -298,7 +298,7 @@ def test_what_ends_late_counts_and_teaches_nothing(side_by_side: SideBySide) -> 
     side_by_side.device.run_tasklet(side_by_side.training.run_tasklet, partition=MANY)
     record = side_by_side.execute(spatial(0, 1))
     assert (count(record.beside), count(record.tasklets)) == (0, 1)
-    assert [number for _, number in record.num_untimed] == [1]
+    assert [run.count for run in record.untimed] == [1]
 
 
 def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measured_as_alone(

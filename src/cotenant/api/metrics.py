@@ -170,6 +170,11 @@ class _WorkerCollector(Collector):
         yield self._gauge(
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
         )
+        yield self._gauge(
+            "harvest_ratio",
+            "Of late, with a job: time that its tasklets would have taken alone, per time.",
+            stats.harvest_ratio,
+        )
         yield self._counter("num_preemptions", "Sequences pushed out of the cache.", stats.num_preemptions)
         yield self._counter(
             "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_cache_queries

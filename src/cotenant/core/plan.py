@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletRun, TaskletShape
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
 MAX_GAP_TARGETS = 3.0
@@ -168,8 +168,8 @@ class IterationRecord:
     ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
-    ``num_untimed``: by kind, tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned
-    alone, and the last tasklets of the iteration before went on beside it.
+    ``untimed``: tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned alone, and
+    the last tasklets of the iteration before went on beside it.
     """
 
     batch: BatchShape
@@ -180,7 +180,7 @@ class IterationRecord:
     fused: TaskletRun | None = None
     partition: Partition | None = None
     beside: tuple[tuple[TaskletRun, float], ...] = ()
-    num_untimed: tuple[tuple[TaskletKind, int], ...] = ()
+    untimed: tuple[TaskletRun, ...] = ()
     predicted_ms: float | None = None
     is_disturbed: bool = False
 
@@ -189,4 +189,4 @@ class IterationRecord:
         """All that ended in it, wherever they ran."""
         num_fused = 0 if self.fused is None else self.fused.count
         num_timed = sum(run.count for run, _ in (*self.tasklets, *self.beside))
-        return num_fused + num_timed + sum(count for _, count in self.num_untimed)
+        return num_fused + num_timed + sum(run.count for run in self.untimed)

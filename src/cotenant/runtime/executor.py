@@ -184,7 +184,7 @@ class Executor:
             self._trace.tasklets(finished)
         if self.device_time is not None:
             self.device_time.ended(finished, beside=landed is not None or bool(self._launched))
-        others = Counter(each.shape.kind for each in finished if each.partition not in (None, plan.partition))
+        others = Counter(each.shape for each in finished if each.partition not in (None, plan.partition))
         beside = () if plan.partition is None else _group(finished, plan.partition)
         was_alone = not (shares or beside or (landed is not None and landed.with_tasklet))
         device_ms = 0.0 if landed is None else landed.collected.device_ms
@@ -196,7 +196,7 @@ class Executor:
             tasklets=_group(finished, None),
             partition=plan.partition,
             beside=beside,
-            num_untimed=tuple(others.items()),
+            untimed=tuple(TaskletRun(shape, count) for shape, count in others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
             # The tasklets of the iteration before went on beside a batch that was to be alone.
             is_disturbed=plan.mode is Mode.NONE and not was_alone,

@@ -110,7 +110,7 @@ class WorkerLoop:
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
-        self._stats = LoopStats()
+        self._stats = LoopStats(predictor)
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
@@ -232,7 +232,7 @@ class WorkerLoop:
         self._predictor.observe(record)
         is_wanted = self._self_profile is None or not self._self_profile.note(record)
         if is_wanted:
-            self._stats.count(record)
+            self._stats.count(record, time.perf_counter(), has_job=self._training.job_id is not None)
         else:
             self._executor.gaps_ms.clear()
         for request_id, error in self._engine.take_failures():
@@ -273,9 +273,7 @@ class WorkerLoop:
         slack_ms = None
         if has_slack:
             slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0, snapshot.margin)
-        message = self._stats.message(
-            self._engine, self._executor, self._training, self._predictor, slack_ms, self.margin
-        )
+        message = self._stats.message(self._engine, self._executor, self._training, slack_ms, self.margin)
         self._channel.send(message)
 
     def _rest(self, wait_s: float) -> None:

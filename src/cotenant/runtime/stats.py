@@ -9,6 +9,7 @@ from cotenant.core.plan import IterationRecord, Mode
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.harvest import Harvest
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import Stats
 
@@ -16,7 +17,10 @@ from cotenant.wire.messages import Stats
 class LoopStats:
     """Counts iterations; ``message`` joins the counts with the gauges of the moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, predictor: LatencyPredictor) -> None:
+        """``predictor``: has observed each iteration that is counted."""
+        self._predictor = predictor
+        self._harvest = Harvest(predictor)
         self._num_iterations = 0
         self._num_tasklets: Counter[str] = Counter()
         self._num_fused = 0
@@ -24,15 +28,17 @@ class LoopStats:
         self._online_busy_ms = 0.0
         self._mode = Mode.NONE
 
-    def count(self, record: IterationRecord) -> None:
+    def count(self, record: IterationRecord, now_s: float, *, has_job: bool) -> None:
+        """An iteration that ended at ``now_s``."""
+        self._harvest.note(record, now_s, has_job=has_job)
         self._num_iterations += 1
         self._mode = record.mode
         self._online_busy_ms += record.online_ms
         for run, elapsed_ms in (*record.tasklets, *record.beside):
             self._num_tasklets[run.shape.kind.value] += run.count
             self._tasklet_busy_ms += elapsed_ms
-        for kind, count in record.num_untimed:
-            self._num_tasklets[kind.value] += count
+        for run in record.untimed:
+            self._num_tasklets[run.shape.kind.value] += run.count
         if record.fused is not None:
             self._num_tasklets[record.fused.shape.kind.value] += record.fused.count
             self._num_fused += record.fused.count
@@ -42,7 +48,6 @@ class LoopStats:
         engine: OnlineEngine,
         executor: Executor,
         training: TrainingTenant,
-        predictor: LatencyPredictor,
         slack_ms: float | None,
         margin: float,
     ) -> Stats:
@@ -61,7 +66,8 @@ class LoopStats:
             mode=self._mode.value,
             slack_ms=slack_ms,
             margin=margin,
-            prediction_error_ratio=predictor.error_ratio,
+            prediction_error_ratio=self._predictor.error_ratio,
+            harvest_ratio=None if training.job_id is None else self._harvest.ratio,
             job_id=training.job_id,
             prefix_cache_queries=engine.num_queried_tokens,
             prefix_cache_hits=engine.num_hit_tokens,

@@ -187,6 +187,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
     ``margin``: the share of the TPOT target that a policy which learns it aims at.
     ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
+    ``harvest_ratio``: what the tasklets that ended of late would have taken alone, as a share of the time; None without
+    a job.
     """
 
     num_running: int = 0
@@ -206,6 +208,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     slack_ms: float | None = None
     margin: float | None = None
     prediction_error_ratio: float | None = None
+    harvest_ratio: float | None = None
     job_id: str | None = None
 
 

@@ -1,0 +1,75 @@
+"""What the loop counts and reports of its iterations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime import loop as loop_module
+from cotenant.runtime.harvest import Harvest
+from cotenant.wire.messages import AddRequest, StartJob, Stats
+from finetune import support
+from runtime.cotenancy import request
+from runtime.test_loop import Channel, small_loop
+
+DECODE = BatchShape(num_decode=4, context_tokens=400)
+FORWARD = TaskletShape(TaskletKind.FORWARD, 256, 64)
+PARTITION = Partition(48, 84)
+WAYS = {
+    "behind": IterationRecord(DECODE, Mode.TEMPORAL, 3.0, 10.0, tasklets=((TaskletRun(FORWARD, 2), 6.0),)),
+    "beside": IterationRecord(
+        DECODE, Mode.SPATIAL, 9.0, 9.0, partition=PARTITION, beside=((TaskletRun(FORWARD, 2), 9.0),)
+    ),
+    "fused": IterationRecord(DECODE, Mode.FUSED, 9.0, 9.0, fused=TaskletRun(FORWARD, 2)),
+    "late": IterationRecord(DECODE, Mode.NONE, 9.0, 9.0, untimed=(TaskletRun(FORWARD, 2),)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_harvest_is_what_tasklets_would_have_taken_alone(way: str) -> None:
+    """Wherever they ran: two tasklets of 3 ms in each 10 ms."""
+    predictor = LatencyPredictor("test", "test")
+    for _ in range(5):
+        predictor.observe(
+            IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 3.0, tasklets=((TaskletRun(FORWARD, 1), 3.0),))
+        )
+    harvest = Harvest(predictor)
+    assert harvest.ratio is None
+    for turn in range(100):
+        harvest.note(WAYS[way], turn / 100, has_job=True)
+    assert harvest.ratio == pytest.approx(0.6, rel=0.01)
+    for turn in range(100, 10_000):  # requests take all
+        harvest.note(IterationRecord(DECODE, Mode.NONE, 9.0, 9.0), turn / 100, has_job=True)
+    assert harvest.ratio == pytest.approx(0.0, abs=1e-6)
+    harvest.note(IterationRecord(DECODE, Mode.NONE, 9.0, 9.0), 101.0, has_job=False)
+    assert harvest.ratio is None
+
+
+def test_harvest_before_latencies_are_known_is_what_was_measured() -> None:
+    harvest = Harvest(LatencyPredictor("test", "test"))
+    harvest.note(WAYS["behind"], 1.0, has_job=True)
+    harvest.note(WAYS["behind"], 1.01, has_job=True)
+    assert harvest.ratio == pytest.approx(0.6)
+
+
+def test_the_loop_tells_the_harvest_while_there_is_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = _stats_of_a_job(tmp_path, monkeypatch)
+    with_job = [each.harvest_ratio for each in stats if each.job_id is not None]
+    assert max(ratio for ratio in with_job if ratio is not None) > 0
+    assert {each.harvest_ratio for each in stats if each.job_id is None} == {None}
+
+
+def _stats_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
+    """One for each iteration: some without a job, and a job with a request beside it."""
+    monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
+    channel = Channel(AddRequest(request("alone", [5, 6, 7], 8)))
+    loop, _ = small_loop(folder, channel, "adaptive")
+    for _ in range(3):
+        loop.iterate()
+    channel.inbox += [StartJob(support.make_spec(folder / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 6))]
+    loop.run()
+    return [message for message in channel.sent if isinstance(message, Stats)]
