@@ -81,8 +81,9 @@ class FinalCheck:
 
 
 def example_to_check(dataset: Dataset, examples: tuple[int, ...]) -> int:
-    """The first of a step's examples that counts in the loss, if one does."""
-    return next((example for example in examples if dataset.num_targets[example]), examples[0])
+    """The shortest of a step's examples, of those that count in the loss if one does."""
+    counting = [example for example in examples if dataset.num_targets[example]]
+    return min(counting or examples, key=lambda example: dataset.lengths[example])
 
 
 def _check(step: int, loss: float, where: str) -> None:
