@@ -318,7 +318,7 @@ class TrainingJob:
         training = self._training
         if training is None or self._failure is not None:
             return None
-        if self._files.is_behind and self._may_save(training.state.step + (training.trainer.pending is None)):
+        if self._files.is_behind and training.order.may_save(training.state.step + (training.trainer.pending is None)):
             return None
         return training.trainer
 
@@ -403,22 +403,12 @@ class TrainingJob:
         self._files.write_metrics(metrics)
         is_best = self._selection.add(metrics) and hyper.load_best_model_at_end
         is_last = metrics.step == self.total_steps
-        is_due = self._saves(metrics.step)
+        is_due = training.order.saves(metrics.step)
         if is_due or is_best or is_last:
             self._save(metrics, announced=is_due or is_last, needs_evaluation=False)
         if is_last:
             training.trainer.stop()
             self._finish()
-
-    def _saves(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps."""
-        save_steps = self._spec.hyperparameters.save_steps
-        return self._running.order.ends_epoch(step) or (save_steps > 0 and step % save_steps == 0)
-
-    def _may_save(self, step: int) -> bool:
-        """Whether there may be one, for whatever reason: what is measured may be the best, or the end."""
-        hyper = self._spec.hyperparameters
-        return self._saves(step) or (hyper.selects and self._running.order.evaluates(step, hyper.eval_steps))
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
         snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)

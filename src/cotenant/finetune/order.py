@@ -83,6 +83,15 @@ class DataOrder:
         """Whether to evaluate after ``num_steps`` steps: at the end of an epoch, and ``every`` so many (0: not)."""
         return self.ends_epoch(num_steps) or (every > 0 and num_steps % every == 0)
 
+    def saves(self, num_steps: int) -> bool:
+        """Whether a checkpoint is due after ``num_steps`` steps: at the end of an epoch, and every ``save_steps``."""
+        return self.evaluates(num_steps, self._hyper.save_steps)
+
+    def may_save(self, num_steps: int) -> bool:
+        """Whether there may be one for whatever reason: a step that is compared may be the best, or the last."""
+        compared = self._hyper.selects and self.evaluates(num_steps, self._hyper.eval_steps)
+        return compared or self.saves(num_steps)
+
     def num_evaluations(self, every: int, num_steps: int | None = None) -> int:
         """How often ``evaluates`` is true in the first ``num_steps`` steps (None: of all)."""
         stop = self.total_steps if num_steps is None else num_steps
