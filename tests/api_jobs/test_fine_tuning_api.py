@@ -21,7 +21,7 @@ from api_jobs.support import (
     success,
     write_adapter,
 )
-from cotenant.wire.messages import CheckpointSaved, JobStarted, JobSucceeded, JobWarning, StartJob
+from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobSucceeded, JobWarning, StartJob
 
 
 def test_a_jobs_whole_life(tmp_path: Path) -> None:
@@ -68,6 +68,10 @@ def test_a_jobs_whole_life(tmp_path: Path) -> None:
             running = await there.job(job_id)
             assert running["trained_tokens"] == 120
             assert running["estimated_finish"] == pytest.approx(running["created_at"] + 60, abs=5)
+            await there.say(JobMetrics(job_id, (), 120, 600.0))
+            running = await there.job(job_id)
+            assert running["trained_tokens"] == 120
+            assert running["estimated_finish"] == pytest.approx(running["created_at"] + 600, abs=5)
             await there.say(report(job_id, 4, 5, 6), path)
 
             job = await there.job(job_id)

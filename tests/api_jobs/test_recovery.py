@@ -103,7 +103,8 @@ def test_a_job_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
             for deaths in range(1, manager.MAX_FRUITLESS_DEATHS):
                 await die(there)
                 await there.wait_started(*[bad] * (manager.MAX_FRUITLESS_DEATHS + deaths))
-                await there.say(report(bad, 1))  # the same step again is no progress
+                await there.say(report(bad, 1))  # the same step again is no progress, nor is an estimate
+                await there.say(JobMetrics(bad, (), 40, 60.0))
             await die(there)
             failed = await there.wait(bad, "failed")
             assert failed["error"]["code"] == "worker_died"

@@ -80,6 +80,53 @@ def test_steps_are_reported_in_one_message(decoder: Decoder, tmp_path: Path) -> 
     job.close()
 
 
+def test_the_time_left_is_said_again_without_new_steps(decoder: Decoder, tmp_path: Path) -> None:
+    """While a step waits for requests, and in a long evaluation, of which what is done counts."""
+    now_s = 0.0
+    examples = [([5, 6, 7, 8], [0.0, 1.0, 1.0, 1.0])] * 20
+    spec = support.make_spec(tmp_path, examples, [([5] * 40, [1.0] * 40)] * 8, n_epochs=1, batch_size=4)
+    job = support.make_job(decoder, spec, clock=lambda: now_s)
+
+    def again(after_s: float) -> JobMetrics | None:
+        nonlocal now_s
+        now_s += after_s
+        found = job.take_updates()
+        assert len(found) <= 1
+        update = found[0] if found else None
+        assert update is None or (isinstance(update, JobMetrics) and update.steps == ())
+        return update
+
+    def train(num_steps: int) -> None:
+        nonlocal now_s
+        while job.step < num_steps:
+            now_s += 1.0
+            job.run_tasklet()
+
+    job.run_tasklet()
+    assert again(60.0) is None, "nobody knows yet"
+    train(4)
+    (first,) = job.take_updates()
+    assert isinstance(first, JobMetrics)
+    assert again(1.0) is None
+    job.run_tasklet()
+    waited = again(600.0)
+    assert waited is not None
+    assert waited.remaining_s == first.remaining_s
+    assert waited.trained_tokens == job.trained_tokens
+    assert again(1.0) is None
+    train(5)
+    left = []
+    while job.upcoming():
+        update = again(10.0)
+        assert update is not None
+        left.append(update.remaining_s)
+        job.run_tasklet()
+    assert left == sorted(left, reverse=True)
+    assert len(set(left)) == 8
+    assert left[-1] == pytest.approx(left[0] / 8)
+    job.close()
+
+
 def test_validation_loss_is_a_weighted_mean_whatever_the_micro_batches(decoder: Decoder, tmp_path: Path) -> None:
     figures = []
     for tokens in (16, 64, 1000):

@@ -107,16 +107,28 @@ def test_within_a_fifth_after_the_first_tenth(decoder: Decoder, tmp_path: Path, 
     now_s = 0.0
     spec = make_spec(tmp_path / "job", hyper, num_examples=40, num_validation=40)
     job = TrainingJob(decoder, spec, 300, None, clock=lambda: now_s)
-    estimates: list[tuple[float, float, float]] = []  # (share of the steps done, when, seconds left)
-    while job.upcoming():
-        shape = job.run_tasklet()
-        took_s = SECONDS[shape.kind] * shape.num_tokens if shape.kind in SECONDS else OPTIMIZER_SECONDS
-        now_s += took_s * (noise.uniform(0.7, 1.3) + others * noise.uniform(0.0, 2.0))
+    estimates: list[tuple[float, float, float]] = []  # with a step: (share of the steps done, when, seconds left)
+    between: list[tuple[float, float]] = []  # without: (when, seconds left)
+    while not job.done:
+        if job.upcoming():
+            shape = job.run_tasklet()
+            took_s = SECONDS[shape.kind] * shape.num_tokens if shape.kind in SECONDS else OPTIMIZER_SECONDS
+            now_s += took_s * (noise.uniform(0.7, 1.3) + others * noise.uniform(0.0, 2.0))
+        else:
+            job.wait_for_writes()
         for update in job.take_updates():
             if isinstance(update, JobMetrics) and update.remaining_s is not None:
-                estimates.append((job.step / job.total_steps, now_s, update.remaining_s))
-    job.wait_for_writes()
+                if update.steps:
+                    estimates.append((job.step / job.total_steps, now_s, update.remaining_s))
+                else:
+                    between.append((now_s, update.remaining_s))
     job.close()
-    errors = [abs(left_s / (now_s - when_s) - 1.0) for share, when_s, left_s in estimates if 0.1 <= share <= 0.8]
+    *_, (share, when_s, left_s) = estimates
+    assert (share, when_s, left_s) == (1.0, now_s, pytest.approx(0.0, abs=1e-6))
+    errors = [abs(left_s / (now_s - when_s) - 1.0) for share, when_s, left_s in estimates[:-1] if share >= 0.1]
     assert len(errors) > 10
     assert max(errors) < 0.2
+    step_s = now_s / job.total_steps  # what is begun counts micro-batch by micro-batch
+    assert len(between) > 10
+    late = [(when_s, left_s) for when_s, left_s in between if when_s >= 0.1 * now_s]
+    assert all(abs(left_s - (now_s - when_s)) < 0.2 * (now_s - when_s) + step_s for when_s, left_s in late)

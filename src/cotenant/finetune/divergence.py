@@ -57,6 +57,10 @@ class FinalCheck:
     def started(self) -> bool:
         return self._passes.started
 
+    @property
+    def num_tokens_left(self) -> int:
+        return self._passes.num_tokens_left
+
     def run_tasklet(self) -> TaskletShape:
         return self._passes.run_tasklet(self._take)
 

@@ -85,6 +85,11 @@ class Evaluation:
     def started(self) -> bool:
         return self._passes.started
 
+    @property
+    def num_tokens_left(self) -> int:
+        """Of ``num_tokens``, those whose micro-batches are not done."""
+        return self._passes.num_tokens_left
+
     def run_tasklet(self) -> TaskletShape:
         return self._passes.run_tasklet(self._take)
 

@@ -59,6 +59,11 @@ class ForwardPasses:
         return self._cursor.done
 
     @property
+    def num_tokens_left(self) -> int:
+        """Of the micro-batches that are not done."""
+        return sum(shape.num_tokens for shape in self._micro_batches[self._num_done :])
+
+    @property
     def started(self) -> bool:
         """Whether there are activations that a discard would free."""
         return self._pass is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,9 @@ from cotenant.wire.messages import (
 __all__ = ["FusedInput", "TrainingJob"]
 
 logger = logging.getLogger(__name__)
+
+# The time left is said again after so long at most: while a step waits for requests, or an evaluation is long.
+_ESTIMATE_EVERY_S = 5.0
 
 
 @dataclass(slots=True)
@@ -90,6 +93,8 @@ class TrainingJob:
             CotenantError: the job's folder cannot be read or written, or belongs to a different job.
         """
         self._spec = spec
+        self._clock = clock
+        self._estimated_s = clock()  # when the time left was reported, the last time
         self._files = JobFiles(spec, tokenizer_folder)
         self._recorded: list[StepMetrics] = []  # the steps before this object
         self._new_steps: list[StepMetrics] = []
@@ -248,11 +253,7 @@ class TrainingJob:
 
     def take_updates(self) -> list[FromWorker]:
         """What happened since the last call, in order. A checkpoint or the end is reported once it is on disk."""
-        updates: list[FromWorker] = []
-        if self._new_steps and self._training is not None:
-            remaining_s = self._training.progress.remaining_s(self._training.trainer.work_left())
-            updates.append(JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s))
-            self._new_steps.clear()
+        updates: list[FromWorker] = [*self._measured()]
         try:
             updates.extend(self._files.take())
         except WriteError as error:
@@ -321,6 +322,18 @@ class TrainingJob:
         if self._files.is_behind and training.order.may_save(training.state.step + (training.trainer.pending is None)):
             return None
         return training.trainer
+
+    def _measured(self) -> Iterator[JobMetrics]:
+        """The new steps; without any, now and then what is known of the time left."""
+        training, now_s = self._training, self._clock()
+        is_due = self._failure is None and now_s - self._estimated_s >= _ESTIMATE_EVERY_S
+        if training is None or not (self._new_steps or is_due):
+            return
+        remaining_s = training.progress.remaining_s(training.trainer.work_left())
+        if self._new_steps or remaining_s is not None:
+            yield JobMetrics(self._spec.job_id, tuple(self._new_steps), self.trained_tokens, remaining_s)
+        self._new_steps.clear()
+        self._estimated_s = now_s
 
     def _mean_step_tokens(self) -> float:
         return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)

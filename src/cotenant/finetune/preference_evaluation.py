@@ -95,6 +95,11 @@ class PreferenceEvaluation:
     def started(self) -> bool:
         return any(phase.started for phase in self._phases)
 
+    @property
+    def num_tokens_left(self) -> int:
+        """Of ``num_tokens``, those whose micro-batches are not done."""
+        return sum(phase.num_tokens_left for phase in self._phases)
+
     def run_tasklet(self) -> TaskletShape:
         if self._reference is not None and not self._reference.done:
             return self._reference.run_tasklet(self._take_reference)

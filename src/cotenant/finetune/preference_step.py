@@ -72,6 +72,11 @@ class PreferenceStep:
         return 2 * self.num_tokens
 
     @property
+    def num_tokens_done(self) -> int:
+        """Of ``num_tokens``, those whose training micro-batches are done."""
+        return self._step.num_tokens_done
+
+    @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
         return (*self._reference.upcoming, *self._step.upcoming)
 

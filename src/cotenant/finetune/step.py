@@ -82,6 +82,11 @@ class TrainingStep:
         return self.num_tokens
 
     @property
+    def num_tokens_done(self) -> int:
+        """Of ``num_tokens``, those whose micro-batches are done."""
+        return sum(shape.num_tokens for shape in self._micro_batches[: self._num_done])
+
+    @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
         return self._cursor.remaining
 

@@ -138,10 +138,14 @@ class Trainer:
         return self._pending
 
     def work_left(self) -> Work:
-        """What is still to be computed, the evaluation that is due included, if the job does not stop early."""
+        """What is still to be computed, the evaluation that is due included, if the job does not stop early. Counted in
+        whole micro-batches."""
         order, step = self._order, self._state.step
-        trained = order.total_steps * order.mean_step_tokens - self._state.trained_tokens
-        evaluated = float(self._evaluation.num_tokens) if self._evaluation is not None and self._step is None else 0.0
+        trained, evaluated = order.total_steps * order.mean_step_tokens - self._state.trained_tokens, 0.0
+        if self._step is not None:
+            trained -= self._step.num_tokens_done
+        elif self._evaluation is not None:
+            evaluated += self._evaluation.num_tokens_left
         if self._validation is not None:
             full = order.num_evaluations(self._full_every) - order.num_evaluations(self._full_every, step)
             every = order.num_evaluations(self._hyper.eval_steps) - order.num_evaluations(self._hyper.eval_steps, step)

@@ -127,7 +127,8 @@ class JobWarning(msgspec.Struct, tag="job_warning", frozen=True):
 
 
 class JobMetrics(msgspec.Struct, tag="job_metrics", frozen=True):
-    """Steps that were taken, oldest first. May repeat steps that were reported before a crash, with equal figures.
+    """Steps that were taken, oldest first; without any, an estimate anew. May repeat steps that were reported before a
+    crash, with equal figures.
 
     ``trained_tokens``: all tokens trained on so far; ``remaining_s``: an estimate from measured progress.
     """
