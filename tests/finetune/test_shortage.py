@@ -147,3 +147,12 @@ def test_with_little_memory_validation_is_cut_from_the_start(decoder: Decoder, t
     assert job.max_tokens < TASKLET_TOKENS
     assert 0 < _widest(job) <= job.max_tokens
     job.close()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_memory_is_tight_there_is_still_some_to_give(decoder: Decoder, tmp_path: Path, method: str) -> None:
+    """However much micro-batches would take that there is no room for anyway."""
+    spec = _spec(tmp_path / "tight", method)
+    job = TrainingJob(decoder, spec, 1 << 14, None, free_bytes=_needed_bytes(decoder, spec))
+    assert job.require(job.left_bytes // 4) > 0
+    job.close()

@@ -73,11 +73,11 @@ def make_budget(
 
     usual = {size: needed(size, recompute) for size in sizes}
     recomputing = None if recompute else {size: needed(size, True) for size in sizes}
-    # Validation and DPO's reference keep nothing, but pass through the layers with the widest micro-batches.
-    if activations is None:  # and never while training keeps something
-        passing = passing_bytes(spec, widest, dtype)
+    if activations is None:
+        # Validation and DPO's reference never run while training keeps something, and are cut as it is.
+        uncut = passing_bytes(spec, longest_measured, dtype)
         return ActivationBudget(
-            usual, recomputing_bytes=recomputing, kept_back_bytes=passing, available_bytes=available_bytes
+            usual, recomputing_bytes=recomputing, kept_back_bytes=uncut, available_bytes=available_bytes
         )
     # What passes does not lie in the arena, and each further lane has graphs of its own.
     passing = passing_bytes(spec, max(widest, longest_measured), dtype)

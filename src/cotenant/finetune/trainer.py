@@ -276,8 +276,8 @@ class Trainer:
         Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
         are kept, and every sample is trained on once. Where there is no room even for the longest example, its layers
         keep their inputs alone and compute the rest again; where that has no room either, nothing is ``upcoming`` until
-        enough is released. That goes for validation and DPO's reference as well; what they take at their full size is
-        not given away.
+        enough is released. That goes for validation and DPO's reference as well; what validation's longest example
+        takes is not given away.
         """
         given = self._budget.require(num_bytes)
         if self._fusing or self._budget.max_tokens == 0:
