@@ -93,6 +93,7 @@ class TraceMachine(Machine):
         self._coming = deque(load)
         self._live: list[_Request] = []
         self._next: _Next | None = None
+        self._was_overtaken = False  # who came since the batch was planned waits for no tasklets behind it
         self._answers = AnswerLengths()
         self.done: list[_Request] = []
 
@@ -133,7 +134,8 @@ class TraceMachine(Machine):
 
     def _serve(self) -> float:
         """An iteration: what it got training, as milliseconds alone."""
-        while self._coming and self._begin_s + self._coming[0].at_s <= self._now_s:
+        self._was_overtaken = self._next is not None and self._has_come(self._now_s)
+        while self._has_come(self._now_s):
             arrival = self._coming.popleft()
             request = _Request(str(next(self._names)), arrival, self._begin_s + arrival.at_s, arrival.num_prompt)
             self._live.append(request)
@@ -156,6 +158,9 @@ class TraceMachine(Machine):
         return gained_ms
 
     def _interrupts(self, now_s: float) -> bool:
+        return self._was_overtaken or self._has_come(now_s)
+
+    def _has_come(self, now_s: float) -> bool:
         return bool(self._coming) and self._begin_s + self._coming[0].at_s <= now_s
 
     def _plan_batch(self, in_flight: InFlight | None, landing: Sequence[_Request]) -> _Next:
