@@ -10,6 +10,7 @@ from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import (
     BatchShape,
+    InFlight,
     IterationRecord,
     JobView,
     Mode,
@@ -197,6 +198,19 @@ def test_prompts_and_those_who_wait_have_all_sms(policy: str) -> None:
         snapshot = Snapshot(100.0, Slo(100.0, 20.0), batch, requests, JOB, partitions=IN_SPACE)
         decided = create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
         assert (decided.partition, decided.num_tasklets) == (None, 0)
+
+
+@pytest.mark.parametrize("policy", ["multitask", "llmstation", "harli", "adaptive"])
+def test_who_has_its_first_token_with_the_batch_in_flight_waits_no_longer(policy: str) -> None:
+    """The next batch is planned before that token is known."""
+    prompts = InFlight(batch=BatchShape(num_decode=3, context_tokens=300, prefill_tokens=64, prefill_context_tokens=64))
+    landing = RequestView("w", arrival_s=99.9)
+    partitions = IN_SPACE if policy == "harli" else ()
+    for requests, trains in (((RUNNING, landing), True), ((RUNNING, landing, WAITING), False)):
+        snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, requests, JOB, partitions=partitions, in_flight=prompts)
+        decided = create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+        assert decided.run_online
+        assert (decided.num_tasklets > 0) == trains
 
 
 def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:

@@ -50,6 +50,14 @@ def test_training_goes_on_where_every_batch_has_prompts() -> None:
     assert harvest > 1.5 * outcome("multitask", CROWD, 40.0)[1]
 
 
+def test_a_prompt_costs_training_its_own_batches_and_not_the_step_behind_them() -> None:
+    """That one is planned while they are in flight."""
+    for policy, load, least in (("harli", SHORT, 0.3), ("harli", CROWD, 0.08), ("multitask", SHORT, 0.18)):
+        attainment, harvest = outcome(policy, load, 40.0)
+        assert attainment == 1.0
+        assert harvest > least
+
+
 @pytest.mark.parametrize("target_ms", [15.0, 25.0])
 def test_chunks_one_after_the_other_leave_short_answers_in_time(target_ms: float) -> None:
     """Each is as large as their slack when the one before has ended, not when it began."""

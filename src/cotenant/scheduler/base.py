@@ -39,14 +39,15 @@ def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
 
 
 def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot, *, beside_training: bool = True) -> Plan | float:
-    """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request waits for its
-    first token or has its prompt in the batch, which nothing delays, or nobody knows yet what the batch takes.
-    Otherwise tasklets may run beside its decodes: what it takes, in milliseconds (see ``LatencyPredictor.batch_ms``).
+    """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request has its prompt
+    in the batch or waits for a place in one, which nothing delays, or nobody knows yet what the batch takes. Otherwise
+    tasklets may run beside its decodes: what it takes, in milliseconds (see ``LatencyPredictor.batch_ms``).
+
+    A prompt that ends with the batch in flight waits no longer, though its first token is not known yet.
     """
     if snapshot.batch.empty:
         return training_alone(snapshot)
-    is_awaited = snapshot.batch.prefill_tokens > 0 or any(each.first_token_s is None for each in snapshot.requests)
-    if snapshot.job is None or is_awaited:
+    if snapshot.job is None or snapshot.batch.prefill_tokens > 0 or waits_longer(snapshot):
         return serving_alone(predictor, snapshot)
     step_ms = predictor.batch_ms(snapshot.batch, beside_training=beside_training)
     return serving_alone(predictor, snapshot) if step_ms is None else step_ms

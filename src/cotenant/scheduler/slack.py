@@ -29,8 +29,8 @@ def decode_slack_ms(
 
     Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that. This iteration's tokens
     leave before its tasklets start, so what the tasklets delay is the token after them. It is ready two steps of
-    ``step_ms`` and the tasklets' time from now. A request that has none yet is one that has its first with this batch:
-    its second is due a target later. Negative when some request is behind already.
+    ``step_ms`` and the tasklets' time from now. A request that has none yet is one that has its first with this batch,
+    or with one in flight: its second is due a target later. Negative when some request is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
     first_due_s, has_new = math.inf, False
