@@ -30,10 +30,21 @@ class FineInferPolicy(Policy):
             request.first_token_s is not None or request.num_prompt_tokens_left == 0 for request in snapshot.requests
         ):
             return False
-        prompts_ms = self._predictor.batch_ms(snapshot.batch)
+        prompts_ms = self._prompts_ms(snapshot)
         tasklet_ms = self._predictor.tasklet_ms(snapshot.job.next_shape)
         if prompts_ms is None or tasklet_ms is None:
             return False
         first_s = min((request.arrival_s for request in snapshot.requests), default=snapshot.now_s)
         left_ms = SAFETY * snapshot.slo.ttft_ms - (snapshot.now_s - first_s) * 1e3
         return left_ms > prompts_ms + tasklet_ms
+
+    def _prompts_ms(self, snapshot: Snapshot) -> float | None:
+        """Until all prompts are done: batches like the next one, as many as have room for their tokens."""
+        batch = snapshot.batch
+        batch_ms = self._predictor.batch_ms(batch)
+        if batch_ms is None or batch.prefill_tokens == 0:
+            return batch_ms
+        num_tokens = sum(request.num_prompt_tokens_left for request in snapshot.requests)
+        # Its prompts have just begun: with the tokens that are cached for them, these are the batch's.
+        num_beyond = max(0, num_tokens - batch.prefill_context_tokens)
+        return batch_ms * (1.0 + num_beyond / batch.prefill_tokens)
