@@ -9,8 +9,8 @@ import pytest
 from cotenant.api.metrics import Metrics, attains, time_per_output_token_s
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ModelConfig, ServerConfig
-from cotenant.core.plan import Slo
-from cotenant.wire.messages import Ready, Stats
+from cotenant.core.plan import Mode, Slo
+from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 SLO = Slo(ttft_ms=100, tpot_ms=10)
 
@@ -85,7 +85,8 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     worker.stats = Stats(
         num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
         trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1, harvest_ratio=0.7,
-        prefix_cache_queries=64, prefix_cache_hits=48, step_gap_us=12.5,
+        prefix_cache_queries=64, prefix_cache_hits=48, step_gap_us=12.5, num_iterations={"none": 5, "fused": 2},
+        prediction_errors={"alone": ErrorCounts((3, 1, *[0] * (len(ERROR_BOUNDS) - 2), 1), 7.5)},
     )  # fmt: skip
     seen = figures(Metrics("m", worker))
     for name, value in {
@@ -103,6 +104,12 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     }.items():
         assert seen[f'cotenant:{name}{{model_name="m"}}'] == value
     assert seen['cotenant:tasklets_total{kind="forward",model_name="m"}'] == 7
+    assert [seen[f'cotenant:iterations_total{{mode="{mode}",model_name="m"}}'] for mode in Mode] == [5, 2, 0, 0]
+    error = "cotenant:iteration_prediction_error"
+    within = [seen[f'{error}_bucket{{kind="alone",le="{bound}",model_name="m"}}'] for bound in (*ERROR_BOUNDS, "+Inf")]
+    assert within == [3, *[4] * (len(ERROR_BOUNDS) - 1), 5]
+    assert seen[f'{error}_count{{kind="alone",model_name="m"}}'] == 5
+    assert seen[f'{error}_sum{{kind="alone",model_name="m"}}'] == 7.5
     assert seen['cotenant:mode{mode="temporal",model_name="m"}'] == 1
     assert seen['cotenant:mode{mode="none",model_name="m"}'] == 0
     assert seen['cotenant:slo_target_ms{kind="ttft",model_name="m"}'] == 100

@@ -11,10 +11,10 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
 from cotenant.runtime.harvest import Harvest
-from cotenant.wire.messages import AddRequest, StartJob, Stats
+from cotenant.wire.messages import ERROR_BOUNDS, AddRequest, StartJob, Stats
 from finetune import support
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, small_loop
+from runtime.test_loop import Behind, Channel, small_loop
 
 DECODE = BatchShape(num_decode=4, context_tokens=400)
 FORWARD = TaskletShape(TaskletKind.FORWARD, 256, 64)
@@ -63,13 +63,35 @@ def test_the_loop_tells_the_harvest_while_there_is_a_job(tmp_path: Path, monkeyp
     assert {each.harvest_ratio for each in stats if each.job_id is None} == {None}
 
 
+def test_the_loop_counts_each_iteration_and_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By mode; and of all that could be predicted, alone and together."""
+    errors: list[float] = []
+    observe = LatencyPredictor.observe
+
+    def noted(self: LatencyPredictor, record: IterationRecord) -> None:
+        observe(self, record)
+        if self.last_error_ratio is not None:
+            errors.append(self.last_error_ratio)
+
+    monkeypatch.setattr(LatencyPredictor, "observe", noted)
+    stats = _stats_of_a_job(tmp_path, monkeypatch)
+    totals = [sum(each.num_iterations.values()) for each in stats]
+    assert totals == list(range(1, len(stats) + 1))
+    assert {"none", "temporal"} <= set(stats[-1].num_iterations)
+    found = stats[-1].prediction_errors
+    assert sum(sum(kind.counts) for kind in found.values()) == len(errors) > 0
+    assert sum(kind.total for kind in found.values()) == pytest.approx(sum(errors))
+    assert found["corun"].total > 0
+    assert found["alone"].counts[-1] == sum(error > ERROR_BOUNDS[-1] for error in errors) - found["corun"].counts[-1]
+
+
 def _stats_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
-    """One for each iteration: some without a job, and a job with a request beside it."""
+    """One for each iteration: some without a job, and then a job with a request beside it."""
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
     channel = Channel(AddRequest(request("alone", [5, 6, 7], 8)))
-    loop, _ = small_loop(folder, channel, "adaptive")
+    loop, _ = small_loop(folder, channel, Behind())
     for _ in range(3):
         loop.iterate()
-    channel.inbox += [StartJob(support.make_spec(folder / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 6))]
+    channel.inbox += [StartJob(support.make_spec(folder / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 60))]
     loop.run()
     return [message for message in channel.sent if isinstance(message, Stats)]

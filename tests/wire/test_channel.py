@@ -16,6 +16,7 @@ from cotenant.wire.messages import (
     CheckpointSaved,
     Drain,
     Drained,
+    ErrorCounts,
     FromWorker,
     JobFailed,
     JobMetrics,
@@ -46,6 +47,7 @@ FROM_WORKER: list[FromWorker] = [
     JobFailed("j", "disk_full", "no space", 3),
     JobFailed("j", "training_diverged", "not finite", 3, 2),
     Stats(num_running=2, num_tasklets={"forward": 6}, slack_ms=-1.0),
+    Stats(prediction_errors={"alone": ErrorCounts((1, 0), 0.5)}),
     Drained(),
 ]
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cotenant.api.tallies import LatencyTally, Tally
+from cotenant.api.tallies import LatencyTally, Tally, cumulative
 from cotenant.core.plan import Mode, Slo
+from cotenant.wire.messages import ERROR_BOUNDS
 
 if TYPE_CHECKING:
     from cotenant.api.worker_client import WorkerClient
@@ -183,7 +184,6 @@ class _WorkerCollector(Collector):
         yield self._gauge(
             "step_gap_microseconds", "Median time of late without work for the device between steps.", stats.step_gap_us
         )
-        yield self._counter("iterations", "Iterations of the worker loop.", stats.num_iterations)
         yield self._counter("fused_tasklets", "Tasklets that ran inside an online batch.", stats.num_fused_tasklets)
         yield self._counter("trained_tokens", "Tokens trained on.", stats.trained_tokens)
         yield self._counter("tasklet_busy_seconds", "Device time spent on tasklets.", stats.tasklet_busy_s)
@@ -198,6 +198,20 @@ class _WorkerCollector(Collector):
         for kind, count in sorted(stats.num_tasklets.items()):
             tasklets.add_metric([*self._labels, kind], count)
         yield tasklets
+        iterations = CounterMetricFamily(
+            PREFIX + "iterations", "Iterations of the worker loop, by mode.", labels=["model_name", "mode"]
+        )
+        for name in Mode:
+            iterations.add_metric([*self._labels, name], stats.num_iterations.get(name, 0))
+        yield iterations
+        errors = HistogramMetricFamily(
+            PREFIX + "iteration_prediction_error",
+            "Relative error of each iteration's predicted latency.",
+            labels=["model_name", "kind"],
+        )
+        for kind, found in stats.prediction_errors.items():
+            errors.add_metric([*self._labels, kind], cumulative(ERROR_BOUNDS, found.counts), found.total)
+        yield errors
         mode = GaugeMetricFamily(
             PREFIX + "mode", "How the last iteration shared the device.", labels=["model_name", "mode"]
         )

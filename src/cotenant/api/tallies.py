@@ -49,7 +49,11 @@ class LatencyTally(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=[_LABEL])
-        bounds = [*map(repr, self._bounds_s), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum_s)
+        family.add_metric([self._model_name], cumulative(self._bounds_s, self._counts), self._sum_s)
         yield family
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: each holds those below it, too. ``counts``: one more than ``bounds``, for what is
+    beyond the last."""
+    return list(zip([*map(repr, bounds), "+Inf"], accumulate(counts), strict=True))

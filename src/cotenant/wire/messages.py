@@ -182,14 +182,27 @@ class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):
     bad_step: int | None = None
 
 
+# Upper bounds of the buckets that relative errors are counted in, without the last one's, which has none.
+ERROR_BOUNDS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0)
+
+
+class ErrorCounts(msgspec.Struct, frozen=True):
+    """Relative errors since the worker started: ``counts`` in each bucket of ``ERROR_BOUNDS`` and beyond, and their
+    ``total``."""
+
+    counts: tuple[int, ...]
+    total: float
+
+
 class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and running totals since the worker started, sent a few times a second.
 
     ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
     ``margin``: the share of the TPOT target that a policy which learns it aims at.
     ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
-    ``harvest_ratio``: what the tasklets that ended of late would have taken alone, as a share of the time; None without
-    a job.
+    ``num_iterations``: by mode. ``prediction_errors``: of iterations, by "alone", in which one tenant had the device to
+    itself, and "corun". ``harvest_ratio``: what the tasklets that ended of late would have taken alone, as a share of
+    the time; None without a job.
     """
 
     num_running: int = 0
@@ -199,7 +212,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     step_gap_us: float | None = None
-    num_iterations: int = 0
+    num_iterations: dict[str, int] = {}
     num_tasklets: dict[str, int] = {}
     num_fused_tasklets: int = 0
     trained_tokens: int = 0
@@ -209,6 +222,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     slack_ms: float | None = None
     margin: float | None = None
     prediction_error_ratio: float | None = None
+    prediction_errors: dict[str, ErrorCounts] = {}
     harvest_ratio: float | None = None
     job_id: str | None = None
 
