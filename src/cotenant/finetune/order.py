@@ -49,6 +49,7 @@ class DataOrder:
         self._lengths = tuple(lengths)
         self._hyper = hyper
         self._rows = _units(lengths, hyper)
+        self._row_lengths = [sum(lengths[example] for example in row) for row in self._rows]
         self.steps_per_epoch = -(-len(self._rows) // hyper.batch_size)
         self.total_steps = hyper.max_steps if hyper.max_steps > 0 else hyper.n_epochs * self.steps_per_epoch
         self.batches = lru_cache(maxsize=2)(self._batches)
@@ -67,7 +68,7 @@ class DataOrder:
     def longest(self) -> int:
         """Tokens of the longest example, or pair: what no micro-batch can be smaller than."""
         if self._hyper.method == DPO:
-            return max(map(self._length, range(len(self._rows))))
+            return max(self._row_lengths)
         return max(self._lengths)
 
     def step(self, index: int) -> tuple[int, ...]:
@@ -104,9 +105,6 @@ class DataOrder:
         )
         return count + is_extra
 
-    def _length(self, unit: int) -> int:
-        return sum(self._lengths[example] for example in self._rows[unit])
-
     def _batches(self, epoch: int) -> tuple[tuple[int, ...], ...]:
         """The example indices of each step of an epoch, in order."""
         generator = random.Random(f"order/{self._hyper.seed}/{epoch}")
@@ -118,7 +116,7 @@ class DataOrder:
             units = [
                 unit
                 for start in range(0, len(units), window)
-                for unit in sorted(units[start : start + window], key=lambda unit: -self._length(unit))
+                for unit in sorted(units[start : start + window], key=self._row_lengths.__getitem__, reverse=True)
             ]
         batches = [units[start : start + size] for start in range(0, len(units), size)]
         num_full = len(units) // size
