@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,13 +29,18 @@ from cotenant.scheduler.margin import Margin
 from cotenant.wire.messages import (
     AbortRequests,
     AddRequest,
+    CancelJob,
     Drain,
     Drained,
     FromWorker,
+    JobCancelled,
+    JobFailed,
     JobMetrics,
     JobPaused,
+    JobStarted,
     JobSucceeded,
     Outputs,
+    PauseJob,
     StartJob,
     ToWorker,
 )
@@ -213,12 +221,15 @@ def small_loop(
     device: CpuDevice | None = None,
     *,
     sizes_chunks: bool = False,
+    with_job: bool = False,
 ) -> tuple[WorkerLoop, Chosen]:
-    """Without a job. ``policy``: or its name."""
+    """``policy``: or its name. ``with_job``: one is ready to train."""
     save_llama(folder / "model")
     decoder, device = support.load(folder / "model"), device or CpuDevice()
     engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    if with_job:
+        training.start(support.make_spec(folder / "job"))
     predictor = LatencyPredictor("test", "test")
     chosen = create_policy(policy, predictor) if isinstance(policy, str) else policy
     executor = Executor(device, decoder, engine, training)
@@ -267,12 +278,12 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
         f"r{index}": [5 + (index + 3 * place) % 90 for place in range(4 + 11 * (index % 7))] for index in range(24)
     }
     channel = Channel(
-        StartJob(support.make_spec(tmp_path / "job")),
         *(AddRequest(request(name, prompt, 2 + len(prompt) % 9)) for name, prompt in prompts.items()),
     )
     engine = OnlineEngine(support.load(tmp_path / "model"), 96, 4, BatchConfig(12, 96), 128, LoraConfig(), ())
     device, decoder = AheadDevice(), support.load(tmp_path / "model")
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    training.start(support.make_spec(tmp_path / "job"))
     predictor = LatencyPredictor("test", "test")
     loop = WorkerLoop(
         channel,
@@ -332,8 +343,7 @@ class Behind(Policy):
 def test_tasklets_run_while_prompts_wait_that_were_there_before(tmp_path: Path) -> None:
     """There are more requests than seats."""
     requests = (AddRequest(request(f"r{index}", [5, 6, 7 + index], 12)) for index in range(32))
-    channel = Channel(StartJob(support.make_spec(tmp_path / "job")), *requests)
-    loop, _ = small_loop(tmp_path, channel, Behind(), AheadDevice())
+    loop, _ = small_loop(tmp_path, Channel(*requests), Behind(), AheadDevice(), with_job=True)
     num_ended = sum(run.count for _ in range(20) for run, _ in loop.iterate().tasklets)
     assert num_ended >= 10
     loop.run()
@@ -378,9 +388,8 @@ def test_training_goes_on_as_the_cool_down_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("comes", [False, True])
 def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: Path) -> None:
     """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them."""
-    channel = Channel(StartJob(support.make_spec(tmp_path / "job")), AddRequest(request("r", [5, 6, 7], 30)))
-    policy = Behind()
-    loop, _ = small_loop(tmp_path, channel, policy, AheadDevice())
+    channel, policy = Channel(AddRequest(request("r", [5, 6, 7], 30))), Behind()
+    loop, _ = small_loop(tmp_path, channel, policy, AheadDevice(), with_job=True)
     while not loop.begun:
         loop.iterate()
     if comes:
@@ -420,3 +429,94 @@ def test_the_loop_rests_while_the_job_waits_for_the_disk(tmp_path: Path, monkeyp
     assert channel.num_steps[-1] == 6
     tokens = [output.request_id for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]
     assert tokens.count("r") == 20
+
+
+class SlowFile:
+    """A job whose training file says nothing before ``feed``: whoever reads it until then waits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spec = support.make_spec(folder, n_epochs=1)
+        self._path = Path(self.spec.dataset_path)
+        self.content = self._path.read_bytes()
+        self._path.unlink()
+        os.mkfifo(self._path)
+        self.is_read = threading.Event()
+        self._may_feed = threading.Event()
+        self._begin()
+
+    def feed(self) -> None:
+        """To the one who reads or the next who will."""
+        self._may_feed.set()
+        self._feeder.join()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._feeder = threading.Thread(target=self._run, daemon=True)
+        self._feeder.start()
+
+    def _run(self) -> None:
+        with self._path.open("wb") as file:  # once there is a reader
+            self.is_read.set()
+            self._may_feed.wait(20)  # a loop that reads the file itself fails the test, late
+            self._may_feed.clear()
+            file.write(self.content)
+
+
+def kinds(channel: Channel) -> set[type[FromWorker]]:
+    return {type(message) for message in channel.sent}
+
+
+def iterate_until_answered(loop: WorkerLoop, channel: Channel, name: str) -> None:
+    def is_answered() -> bool:
+        outputs = [output for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]
+        return any(output.request_id == name and output.finish_reason is not None for output in outputs)
+
+    while not is_answered():
+        loop.iterate()
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_requests_are_answered_while_a_jobs_file_is_read(is_good: bool, tmp_path: Path) -> None:
+    job = SlowFile(tmp_path / "job")
+    if not is_good:
+        job.content = b"nothing"
+    channel = Channel(StartJob(job.spec), AddRequest(request("r", [5, 6, 7], 10)))
+    loop, _ = small_loop(tmp_path, channel, "adaptive")
+    iterate_until_answered(loop, channel, "r")
+    assert not kinds(channel) & {JobStarted, JobFailed}
+    job.feed()
+    loop.run()
+    codes = [message.code for message in channel.sent if isinstance(message, JobFailed)]
+    assert codes == ([] if is_good else ["invalid_training_file"])
+    assert (kinds(channel) >= {JobStarted, JobSucceeded}) == is_good
+    assert isinstance(channel.sent[-1], Drained)
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [(PauseJob, JobPaused), (CancelJob, JobCancelled), (Drain, JobPaused)],
+    ids=["pause", "cancel", "drain"],
+)
+def test_a_job_whose_file_is_being_read_can_be_stopped(
+    message: Callable[..., ToWorker], answer: type[FromWorker], tmp_path: Path
+) -> None:
+    job = SlowFile(tmp_path / "job")
+    channel = Channel(StartJob(job.spec), StartJob(job.spec))  # said twice
+    loop, _ = small_loop(tmp_path, channel, "adaptive")
+    for _ in range(3):
+        loop.iterate()
+    assert job.is_read.wait(20)
+    channel.inbox.append(Drain() if message is Drain else message(job.spec.job_id))
+    loop.iterate()
+    assert answer in kinds(channel)
+    assert not kinds(channel) & {JobStarted, JobFailed}
+    assert (Drained in kinds(channel)) == (message is Drain)
+    job.feed()
+    if message is Drain:
+        return
+    channel.inbox += [StartJob(job.spec), AddRequest(request("r", [5, 6, 7], 10))]
+    iterate_until_answered(loop, channel, "r")
+    assert JobStarted not in kinds(channel), "the file is read again"
+    job.feed()
+    loop.run()
+    assert {JobStarted, JobSucceeded} <= kinds(channel)

@@ -19,7 +19,7 @@ from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.trace import Trace, Track
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
-from cotenant.wire.messages import AddRequest, StartJob
+from cotenant.wire.messages import AddRequest
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
@@ -29,9 +29,10 @@ from runtime.test_loop import Channel
 def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     save_llama(tmp_path / "model")
     decoder, device = support.load(tmp_path / "model"), create_device("cpu")
-    channel = Channel(StartJob(support.make_spec(tmp_path / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 4)))
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 4)))
     engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    training.start(support.make_spec(tmp_path / "job", n_epochs=1))
     predictor = LatencyPredictor("test", "test")
     trace = Trace(tmp_path / "trace.json")
     executor = Executor(device, decoder, engine, training, trace)

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import torch
 
-from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.device import Device
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.activations import Activations
-from cotenant.finetune.data import load_training, load_validation, unmeasured
+from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.divergence import TrainingError
 from cotenant.finetune.job_files import JobFiles
-from cotenant.finetune.job_setup import left_for_activations, new_adapter
+from cotenant.finetune.job_setup import left_for_activations
 from cotenant.finetune.order import DataOrder
+from cotenant.finetune.preparation import Prepared, as_job_error, prepare
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.selection import Selection
-from cotenant.finetune.state import TrainingState, fingerprint
+from cotenant.finetune.state import TrainingState
 from cotenant.finetune.trainer import FusedInput, Trainer
-from cotenant.finetune.writer import WriteError, as_write_error
+from cotenant.finetune.writer import WriteError
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
@@ -79,6 +79,7 @@ class TrainingJob:
         free_bytes: int | None = None,
         device: Device | None = None,
         limit_is_fixed: bool = True,
+        prepared: Prepared | None = None,
     ) -> None:
         """
         ``max_tasklet_tokens``: tokens of a micro-batch at most (a longer example still is one).
@@ -87,6 +88,7 @@ class TrainingJob:
         ``free_bytes``: memory of the device that the job may take; None: enough.
         ``device``: the decoder's, whose graphs the job may make use of, and whose multiprocessors its micro-batches
         are made to fit; None: its layers run eagerly.
+        ``prepared``: what ``prepare`` gave for the same job; None: that is done here.
 
         Raises:
             InvalidInputError: the data or the settings cannot be used.
@@ -106,22 +108,25 @@ class TrainingJob:
         self.done = self.finished_path is not None
         self._training: _Training | None = None
         self._resumed_step = 0
-        self._warnings: list[str] = []
+        self._warnings: tuple[str, ...] = ()
         try:
             remove_leftovers(Path(spec.folder))
             if self.finished_path is not None:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
-                self._training = self._load(decoder, max_tasklet_tokens, limit_is_fixed, clock, free_bytes, device)
+                prepared = prepared or prepare(spec, decoder.spec, max_tasklet_tokens)
+                assert prepared is not None, "the job is not finished"
+                self._training = self._load(
+                    decoder, prepared, max_tasklet_tokens, limit_is_fixed, clock, free_bytes, device
+                )
             for step in self._recorded:
                 self._selection.add(step)
             if self._training is not None:
                 self._begin(self._training)
         except OSError as error:
             self.close()
-            failure = as_write_error(error)
-            raise CotenantError(failure.message, code=failure.code) from error
+            raise as_job_error(error) from error
         except BaseException:
             self.close()
             raise
@@ -341,30 +346,22 @@ class TrainingJob:
     def _load(
         self,
         decoder: Decoder,
+        prepared: Prepared,
         max_tasklet_tokens: int,
         limit_is_fixed: bool,
         clock: Callable[[], float],
         free_bytes: int | None,
         device: Device | None,
     ) -> _Training:
-        hyper = self._spec.hyperparameters
-        dataset = load_training(self._spec, decoder.spec)
-        order = DataOrder(dataset.lengths, hyper)
-        if hyper.packing and hyper.batch_size > order.num_units:
-            self._warnings.append(
-                f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
-                f"{len(dataset)} examples: each step takes all of them"
-            )
-        adapter = new_adapter(self._spec, decoder)
-        validation = load_validation(self._spec, decoder.spec, max_tasklet_tokens)
-        measured = validation.longest if validation is not None else 0
+        hyper, order = self._spec.hyperparameters, prepared.order
+        self._warnings = prepared.warnings
+        adapter = prepared.adapter.trainable_on(decoder.device)
+        measured = prepared.validation.longest if prepared.validation is not None else 0
         available_bytes = left_for_activations(decoder, adapter, order, measured, free_bytes)
-        state = TrainingState(adapter, self._spec, fingerprint(self._spec, dataset))
-        pending = self._resume(state)
+        state = TrainingState(adapter, self._spec, prepared.fingerprint)
+        pending = self._resume(state, prepared.checkpoint)
         self._resumed_step = state.step
         progress = Progress(clock)
-        if validation is None and self._spec.validation_path is not None:
-            self._warnings.append(unmeasured(self._spec, decoder.spec))
         activations = None
         if device is not None:
             most = max(max_tasklet_tokens, order.longest)
@@ -372,9 +369,9 @@ class TrainingJob:
         trainer = Trainer(
             decoder,
             state,
-            dataset,
+            prepared.dataset,
             order,
-            validation,
+            prepared.validation,
             hyper,
             max_tasklet_tokens=max_tasklet_tokens,
             pending=pending,
@@ -387,9 +384,10 @@ class TrainingJob:
         )
         return _Training(state, trainer, order, progress)
 
-    def _resume(self, state: TrainingState) -> StepMetrics | None:
+    def _resume(
+        self, state: TrainingState, newest: tuple[TrainerState, dict[str, torch.Tensor]] | None
+    ) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
-        newest = self._files.newest_checkpoint()
         if newest is None:
             self._recorded = self._files.keep_steps(0)
             return None

@@ -18,13 +18,15 @@ from cotenant.finetune.footprint import (
 from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.spec import ModelSpec
 
 
-def new_adapter(spec: JobSpec, decoder: Decoder) -> LoraAdapter:
-    """As PEFT makes it from the job's settings. Raises InvalidInputError as ``LoraAdapter.trainable`` does."""
+def new_adapter(spec: JobSpec, model: ModelSpec) -> LoraAdapter:
+    """As PEFT makes it from the job's settings, on the CPU. Raises InvalidInputError, as ``LoraAdapter.trainable``
+    does."""
     hyper = spec.hyperparameters
     return LoraAdapter.trainable(
-        decoder.spec,
+        model,
         r=hyper.r,
         alpha=hyper.lora_alpha,
         target_modules=hyper.target_modules,
@@ -33,7 +35,6 @@ def new_adapter(spec: JobSpec, decoder: Decoder) -> LoraAdapter:
         use_rslora=hyper.use_rslora,
         rank_pattern=hyper.rank_pattern,
         alpha_pattern=hyper.alpha_pattern,
-        device=decoder.device,
         name=spec.adapter_name,
     )
 

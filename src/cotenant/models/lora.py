@@ -168,6 +168,14 @@ class LoraAdapter:
             if (layer, module) in self.weights
         }
 
+    def trainable_on(self, device: torch.device) -> LoraAdapter:
+        """A trainable adapter with the same weights there, which on a CPU are the same tensors."""
+
+        def moved(matrix: torch.Tensor) -> torch.Tensor:
+            return matrix.detach().to(device).requires_grad_()
+
+        return self._copy({key: LoraPair(moved(a), moved(b)) for key, (a, b) in self.weights.items()}, None)
+
     def snapshot(self) -> LoraAdapter:
         """A copy on the CPU that later training steps leave alone, and that does not require grad."""
 
@@ -175,7 +183,7 @@ class LoraAdapter:
             return matrix.detach().to(device="cpu", copy=True)
 
         weights = {key: LoraPair(copied(a), copied(b)) for key, (a, b) in self.weights.items()}
-        return self._frozen(weights, None)
+        return self._copy(weights, None)
 
     def with_one_scale(self) -> LoraAdapter:
         """The same deltas with ``scale`` as every module's factor, for loaders that apply one to all; itself if that is
@@ -187,7 +195,7 @@ class LoraAdapter:
             weights[key] = LoraPair(a, (b.float() * (self._scales[key] / self.scale)).to(b.dtype))
             if len(a) != self.rank:
                 alphas[key] = self.alpha * self._divisor(len(a)) / self._divisor(self.rank)
-        return self._frozen(weights, None, alphas)
+        return self._copy(weights, None, alphas)
 
     def for_serving(self, device: torch.device, dtype: torch.dtype) -> LoraAdapter:
         """A packed copy in the decoder's dtype: two products per module group."""
@@ -196,14 +204,14 @@ class LoraAdapter:
             for modules in MODULE_GROUPS:
                 if any((layer, module) in self.weights for module in modules):
                     packed[layer, modules[0]] = self._pack_group(layer, modules, device, dtype)
-        return self._frozen({}, packed)
+        return self._copy({}, packed)
 
     def on_device(self, device: torch.device) -> LoraAdapter:
         """A packed adapter there; itself if that is where it is."""
         assert self._packed is not None
         if all(group.a.device == device for group in self._packed.values()):
             return self
-        return self._frozen({}, {key: group.to(device) for key, group in self._packed.items()})
+        return self._copy({}, {key: group.to(device) for key, group in self._packed.items()})
 
     @property
     def is_packed(self) -> bool:
@@ -232,7 +240,7 @@ class LoraAdapter:
     def _divisor(self, rank: int) -> float:
         return math.sqrt(rank) if self.use_rslora else rank
 
-    def _frozen(
+    def _copy(
         self,
         weights: Mapping[ModuleKey, LoraPair],
         packed: dict[ModuleKey, PackedGroup] | None,

@@ -80,7 +80,7 @@ class FinetuneBench:
         dataset = random_dataset(workload, resolved.spec.vocab_size)
         self._order = DataOrder(dataset.lengths, hyper)
         spec = JobSpec("bench", resolved.name, "", "", None, "bench", hyper)
-        adapter = new_adapter(spec, decoder)
+        adapter = new_adapter(spec, resolved.spec).trainable_on(decoder.device)
         most = max(self._tasklet_tokens, self._order.longest)
         self._state = TrainingState(adapter, spec, fingerprint(spec, dataset))
         self._activations = Activations.for_job(

@@ -189,6 +189,7 @@ class WorkerLoop:
             if self._self_profile is not None and isinstance(message, AddRequest | StartJob | Drain):
                 self._self_profile.stop()
             self._handle(message)
+        self._training.start_prepared()
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
         in_flight = self._executor.in_flight
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
@@ -290,7 +291,9 @@ class WorkerLoop:
             self._save()
             self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        if not self._capture_lane(delays_requests=False) and not self._begin_profile():
+        if self._capture_lane(delays_requests=False) or self._begin_profile():
+            return
+        if not self._training.wait_prepared(_BUSY_WAIT_S):
             self._channel.wait(wait_s)
 
     def _capture_lane(self, *, delays_requests: bool) -> bool:
@@ -338,7 +341,7 @@ class WorkerLoop:
             case UnloadAdapter(name):
                 self._engine.drop_adapter(name)
             case StartJob(spec):
-                self._training.start(spec)
+                self._training.prepare(spec)
                 if self._training.job_id == spec.job_id:
                     self._predictor.trains(spec.hyperparameters.trained)
             case PauseJob(job_id):

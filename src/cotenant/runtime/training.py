@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,7 @@ from cotenant.core.plan import JobView
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device
 from cotenant.finetune.job import FusedInput, TrainingJob
+from cotenant.finetune.preparation import Prepared, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
@@ -29,6 +32,13 @@ _MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the oth
 # Their launch waits for the device: it reads the gradient's norm, or the loss.
 _WAITING = (TaskletKind.OPTIMIZER, TaskletKind.EVAL_LOSS)
 _NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
+
+
+class _Preparation(NamedTuple):
+    """What a job that is to start needs from its files, being read."""
+
+    spec: JobSpec
+    result: Future[Prepared | None]  # None: the job is finished, and needs nothing
 
 
 class TrainingTenant:
@@ -58,6 +68,8 @@ class TrainingTenant:
         self._serving_bytes = serving_bytes
         self._clock = clock
         self._send = send
+        self._preparer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="job-preparer")
+        self._preparation: _Preparation | None = None  # of the next job; then there is no other
         self._job: TrainingJob | None = None
         self._job_id = ""
         self._tokens_before = 0
@@ -76,6 +88,9 @@ class TrainingTenant:
 
     @property
     def job_id(self) -> str | None:
+        """Of the job that runs, stops or is being prepared."""
+        if self._preparation is not None:
+            return self._preparation.spec.job_id
         return self._job_id if self._job is not None else None
 
     @property
@@ -106,23 +121,33 @@ class TrainingTenant:
         upcoming = self._job.upcoming()
         return JobView(self._job_id, upcoming) if upcoming else None
 
-    def start(self, spec: JobSpec) -> None:
-        """Begin a job, or go on with it from its newest checkpoint."""
+    def prepare(self, spec: JobSpec) -> None:
+        """Begin to read what a job needs on a thread, for ``start_prepared``."""
         if self._job is not None and self._ending is not None:
             self._job.wait_for_writes()
             self.publish()
-        if self._job is not None:
-            if self._job_id == spec.job_id:
-                return
-            self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self._job_id}", 0))
+        if self.job_id is not None:
+            if self.job_id != spec.job_id:
+                self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))
             return
+        result = self._preparer.submit(prepare, spec, self._decoder.spec, self._max_tasklet_tokens)
+        self._preparation = _Preparation(spec, result)
+
+    def start_prepared(self) -> None:
+        """Begin the job that ``prepare`` was called for, or go on with it from its newest checkpoint, if what it needs
+        has been read."""
+        if self._preparation is None or not self._preparation.result.done():
+            return
+        spec, result = self._preparation
+        self._preparation = None
         job = None
         try:
+            prepared = result.result()
             with suppress(torch.OutOfMemoryError):
-                job = self._make_job(spec)
+                job = self._make_job(spec, prepared)
             if job is None:  # memory that arenas have kept is free, but torch does not know of it
                 self._device.release_kept_memory()
-                job = self._make_job(spec)
+                job = self._make_job(spec, prepared)
         except Exception as error:
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
             self._send(JobFailed(spec.job_id, *_code_and_message(error), step=0))
@@ -135,7 +160,20 @@ class TrainingTenant:
         self._job, self._job_id = job, spec.job_id
         self._tokens_at_start = job.trained_tokens
 
-    def _make_job(self, spec: JobSpec) -> TrainingJob:
+    def start(self, spec: JobSpec) -> None:
+        """``prepare`` and ``start_prepared``, and wait between them."""
+        self.prepare(spec)
+        self.wait_prepared(None)
+        self.start_prepared()
+
+    def wait_prepared(self, timeout_s: float | None) -> bool:
+        """Wait for a job that is being prepared, at most so long (None: to the end). False if there is none."""
+        if self._preparation is None:
+            return False
+        wait([self._preparation.result], timeout_s)
+        return True
+
+    def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
         # On a CPU other programs' memory comes and goes, and so does what counts as free.
         free_bytes = None
         if self._device.torch_device.type == "cuda":
@@ -148,11 +186,15 @@ class TrainingTenant:
             free_bytes=free_bytes,
             device=self._device,
             limit_is_fixed=self._limit_is_fixed,
+            prepared=prepared,
         )
 
     def pause(self, job_id: str) -> None:
-        """Discard the step in flight and begin a checkpoint; ``publish`` answers ``JobPaused`` when it is on disk."""
-        if self._job is not None and self._job_id == job_id:
+        """Discard the step in flight and begin a checkpoint; ``publish`` answers ``JobPaused`` when it is on disk. What
+        is being prepared is forgotten at once."""
+        if self._forget_preparation(job_id):
+            self._send(JobPaused(job_id, 0))
+        elif self._job is not None and self._job_id == job_id:
             self._stop(self._ending or JobPaused)
 
     def cancel(self, job_id: str) -> None:
@@ -160,11 +202,12 @@ class TrainingTenant:
         if self._job is not None and self._job_id == job_id:
             self._stop(JobCancelled)
         else:
+            self._forget_preparation(job_id)
             self._send(JobCancelled(job_id, 0))
 
     def pause_running(self) -> None:
-        if self._job is not None:
-            self.pause(self._job_id)
+        if self.job_id is not None:
+            self.pause(self.job_id)
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
@@ -249,6 +292,14 @@ class TrainingTenant:
         if self._ending is JobCancelled or (self._ending is JobPaused and not self._job.done):
             self._send(self._ending(self._job_id, self._job.step))
         self._forget()
+
+    def _forget_preparation(self, job_id: str) -> bool:
+        """Let nobody have what is being read for this job. False if nothing is."""
+        if self._preparation is None or self._preparation.spec.job_id != job_id:
+            return False
+        self._preparation.result.cancel()
+        self._preparation = None
+        return True
 
     def _stop(self, answer: type[JobPaused] | type[JobCancelled]) -> None:
         """Run no more tasklets and begin a checkpoint. The files are written beside the loop, which goes on serving."""

@@ -1,0 +1,83 @@
+"""What a job begins with that takes no device: reading and checking its files, and laying out its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.errors import CotenantError
+from cotenant.core.job import JobSpec
+from cotenant.finetune.checkpoint import TrainerState
+from cotenant.finetune.data import load_training, load_validation, unmeasured
+from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.evaluation import ValidationSet
+from cotenant.finetune.job_files import JobFiles
+from cotenant.finetune.job_setup import new_adapter
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.preference_evaluation import PreferenceValidationSet
+from cotenant.finetune.state import fingerprint
+from cotenant.finetune.writer import as_write_error
+from cotenant.models.lora import LoraAdapter
+from cotenant.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """``adapter``: fresh, on the CPU. ``checkpoint``: the newest whole one with its tensors; None: there is none.
+    ``validation``: None where nothing is measured. ``warnings``: for the job's owner."""
+
+    dataset: Dataset
+    order: DataOrder
+    fingerprint: str
+    adapter: LoraAdapter
+    checkpoint: tuple[TrainerState, dict[str, torch.Tensor]] | None
+    validation: ValidationSet | PreferenceValidationSet | None
+    warnings: tuple[str, ...]
+
+
+def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepared | None:
+    """For a ``TrainingJob`` of the same arguments; None if it is finished. Takes seconds for a large file, writes
+    nothing, and may run on any thread.
+
+    Raises:
+        InvalidInputError: the data or the settings cannot be used.
+        CotenantError: the job's folder cannot be read.
+    """
+    files = JobFiles(spec, None)
+    if files.finished:
+        return None
+    dataset = load_training(spec, model)
+    order = DataOrder(dataset.lengths, spec.hyperparameters)
+    adapter = new_adapter(spec, model)
+    try:
+        checkpoint = files.newest_checkpoint()
+    except OSError as error:
+        raise as_job_error(error) from error
+    step = 0 if checkpoint is None else checkpoint[0].step
+    if step < order.total_steps:
+        order.step(step)  # which it then has at hand, with the whole epoch's
+    validation = load_validation(spec, model, max_tasklet_tokens)
+    warnings = _warnings(spec, model, order, len(dataset), has_validation=validation is not None)
+    return Prepared(dataset, order, fingerprint(spec, dataset), adapter, checkpoint, validation, warnings)
+
+
+def as_job_error(error: OSError) -> CotenantError:
+    """What went wrong in the job's folder, for its owner."""
+    failure = as_write_error(error)
+    return CotenantError(failure.message, code=failure.code)
+
+
+def _warnings(
+    spec: JobSpec, model: ModelSpec, order: DataOrder, num_examples: int, *, has_validation: bool
+) -> tuple[str, ...]:
+    hyper = spec.hyperparameters
+    warnings = []
+    if hyper.packing and hyper.batch_size > order.num_units:
+        warnings.append(
+            f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
+            f"{num_examples} examples: each step takes all of them"
+        )
+    if not has_validation and spec.validation_path is not None:
+        warnings.append(unmeasured(spec, model))
+    return tuple(warnings)
