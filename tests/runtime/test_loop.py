@@ -185,7 +185,7 @@ def test_how_long_answers_are_is_learned(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(ended) == [(3, FinishReason.LENGTH), (9, FinishReason.LENGTH)]
 
 
-def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) -> None:
+def test_a_policy_is_told_which_prompts_have_begun_and_how_many_end_with_the_batch(tmp_path: Path) -> None:
     channel = Channel(
         AddRequest(request("long", [5 + place % 90 for place in range(100)], 2)),
         AddRequest(request("short", [7, 6, 5], 2)),
@@ -194,6 +194,8 @@ def test_a_policy_is_told_how_many_prompts_end_with_the_batch(tmp_path: Path) ->
     loop.run()
     with_prompts = [(each.batch.prefill_tokens, each.num_ending) for each in policy.seen if each.batch.prefill_tokens]
     assert with_prompts == [(64, 0), (39, 2)], "64 tokens in a batch"
+    begun = [{each.request_id for each in snapshot.requests if each.has_begun} for snapshot in policy.seen[:3]]
+    assert begun == [set(), {"long"}, {"long", "short"}]
     assert all(each.num_ending == 0 for each in policy.seen if not each.batch.prefill_tokens)
 
 

@@ -26,7 +26,7 @@ from cotenant.scheduler import create_policy
 from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
 JOB = JobView("job", in_turn(TaskletRun(BACKWARD, 6), TaskletRun(TaskletShape(TaskletKind.OPTIMIZER, 0), 1)))
-RUNNING = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+RUNNING = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40, has_begun=True)
 WAITING = RequestView("w", arrival_s=99.9, num_prompt_tokens_left=64)
 
 
@@ -173,8 +173,11 @@ def test_fineinfer_counts_all_prompts_that_it_holds(num_prompts: int, is_held: b
 
 
 def test_fineinfer_serves_whoever_has_begun_alone() -> None:
-    for begun in (RUNNING, RequestView("b", arrival_s=99.99)):
-        decided = plan("fineinfer", batch=DECODE, requests=(begun, WAITING))
+    in_flight = RequestView("f", arrival_s=99.99, has_begun=True)
+    long = RequestView("l", arrival_s=99.99, num_prompt_tokens_left=500, has_begun=True)
+    running = replace(RUNNING, arrival_s=99.99)
+    for begun in (running, in_flight, long):
+        decided = plan("fineinfer", batch=DECODE, requests=(begun, replace(WAITING, arrival_s=100.0)))
         assert (decided.run_online, decided.num_tasklets) == (True, 0)
 
 

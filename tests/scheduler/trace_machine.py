@@ -67,7 +67,8 @@ class _Request:
 
     def view(self) -> RequestView:
         first_s = self.token_s[0] if self.token_s else None
-        return RequestView(self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None)
+        has_begun = self.num_left < self.arrival.num_prompt
+        return RequestView(self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None, has_begun)
 
     def meets(self, slo: Slo) -> bool:
         num_gaps = len(self.token_s) - 1

@@ -70,7 +70,7 @@ class RequestView:
     """A live request as a policy sees it.
 
     ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
-    that it may have (None: not known).
+    that it may have (None: not known). ``has_begun``: a batch has had some of its prompt.
     """
 
     request_id: str
@@ -79,6 +79,7 @@ class RequestView:
     num_generated: int = 0
     num_prompt_tokens_left: int = 0
     max_tokens: int | None = None
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,4 +100,5 @@ class Sequence:
             num_generated=self.num_generated - self.num_pending,
             num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
             max_tokens=self.request.sampling.max_tokens,
+            has_begun=self.was_admitted,
         )

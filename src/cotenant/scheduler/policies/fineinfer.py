@@ -26,9 +26,7 @@ class FineInferPolicy(Policy):
     def _may_be_held(self, snapshot: Snapshot) -> bool:
         """Whether no request has begun, and all can still have their first token in time a tasklet later."""
         assert snapshot.job is not None
-        if any(
-            request.first_token_s is not None or request.num_prompt_tokens_left == 0 for request in snapshot.requests
-        ):
+        if any(request.has_begun for request in snapshot.requests):
             return False
         prompts_ms = self._prompts_ms(snapshot)
         tasklet_ms = self._predictor.tasklet_ms(snapshot.job.next_shape)
