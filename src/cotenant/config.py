@@ -5,6 +5,7 @@ Environment variables are read here and nowhere else.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,6 +39,12 @@ _BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 def _require(condition: bool, flag: str, problem: str) -> None:
     if not condition:
         raise InvalidInputError(f"--{flag}: {problem}", param=flag)
+
+
+def _require_target(value_ms: float | None, flag: str) -> None:
+    # The worker gets the configuration as JSON, in which what is not finite would be null, which is the default.
+    is_target = value_ms is None or 0 < value_ms < math.inf
+    _require(is_target, flag, "must be positive and finite; leave it out for the default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +182,9 @@ class CoExecutionConfig:
 
     def __post_init__(self) -> None:
         _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
-        _require(self.slo_ttft_ms is None or self.slo_ttft_ms > 0, "slo-ttft-ms", "must be positive")
-        _require(self.slo_tpot_ms is None or self.slo_tpot_ms > 0, "slo-tpot-ms", "must be positive")
-        _require(self.slo_itl_ms is None or self.slo_itl_ms > 0, "slo-itl-ms", "must be positive")
+        _require_target(self.slo_ttft_ms, "slo-ttft-ms")
+        _require_target(self.slo_tpot_ms, "slo-tpot-ms")
+        _require_target(self.slo_itl_ms, "slo-itl-ms")
         _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
         _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")

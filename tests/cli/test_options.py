@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -137,6 +138,15 @@ def test_the_key_comes_from_the_flag_then_the_file_then_the_environment(
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(complaint)):
         build_config("tiny", {}, yaml_file(tmp_path, text))
+
+
+@pytest.mark.parametrize("flag", [flag.name for flag in FLAGS.values() if "float" in str(flag.type)])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_is_refused_by_name(flag: str, value: float) -> None:
+    """The worker would get null for it, which is the default."""
+    with pytest.raises(InvalidInputError, match=f"--{flag}: must be ") as refused:
+        build_config("tiny", {flag.replace("-", "_"): value}, None)
+    assert refused.value.param == flag
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
