@@ -114,6 +114,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     assert seen['cotenant:mode{mode="none",model_name="m"}'] == 0
     assert seen['cotenant:slo_target_ms{kind="ttft",model_name="m"}'] == 100
     assert seen['cotenant:slo_target_ms{kind="tpot",model_name="m"}'] == 10
+    assert seen['cotenant:slo_target_ms{kind="itl",model_name="m"}'] == 30, "three TPOT targets"
 
 
 def test_targets_are_unknown_before_the_model_is_loaded() -> None:

@@ -166,6 +166,19 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert "load_format 'dummy', not 'auto': they cannot be compared" in real.stderr.replace("\n", " ")
 
 
+def test_training_plans_no_longer_gap_than_is_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    arguments += ["--slo-tpot-ms", "10000", "--policies", "multitask", "--json", str(path)]
+    result = bench_colocate(*arguments, "--slo-itl-ms", "0.001")
+    assert result.returncode == 0, result.stderr
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert (set(cell["iterations"]), cell["harvest"]) == ({"none"}, 0.0), "a step alone is a longer gap"
+    other = bench_colocate(*arguments, "--resume")
+    assert other.returncode == 2
+    assert "slo_itl_ms 0.001, not None: they cannot be compared" in other.stderr.replace("\n", " ")
+
+
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)

@@ -87,7 +87,7 @@ def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
         time.sleep(0.05)
     (line,) = lines
     assert server.base_url in line
-    assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms\n$", line)
+    assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms ITL 300\.0 ms\n$", line)
 
 
 def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: RunningServer) -> None:

@@ -248,6 +248,26 @@ def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:
 
 
 @pytest.mark.parametrize("policy", ["chunked", "llmstation"])
+def test_no_iteration_is_planned_longer_than_the_longest_gap(policy: str) -> None:
+    many = JobView("job", in_turn(TaskletRun(BACKWARD, 20)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0, itl_ms=12.0), DECODE, (RUNNING,), many, margin=0.9)
+    decided = create_policy(policy, taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+    assert decided.num_tasklets == (12 - 2) // 2
+
+
+@pytest.mark.parametrize(("itl_ms", "partition"), [(None, Partition(80, 52)), (6.0, None)])
+def test_harli_takes_no_partition_with_longer_gaps_than_are_allowed(
+    itl_ms: float | None, partition: Partition | None
+) -> None:
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    for _ in range(20):
+        beside = ((TaskletRun(BACKWARD, 2), 8.0),)
+        predictor.observe(IterationRecord(DECODE, Mode.SPATIAL, 8.0, 8.0, partition=IN_SPACE[0], beside=beside))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0, itl_ms), DECODE, (RUNNING,), JOB, margin=0.9, partitions=IN_SPACE)
+    assert create_policy("harli", predictor).plan(snapshot).partition == partition
+
+
+@pytest.mark.parametrize("policy", ["chunked", "llmstation"])
 def test_some_take_the_same_time_in_every_iteration_whatever_there_is_to_give(policy: str) -> None:
     fast = RequestView("f", arrival_s=90.0, first_token_s=99.0, num_generated=400)
     slow = RequestView("s", arrival_s=90.0, first_token_s=90.1, num_generated=3)

@@ -223,6 +223,7 @@ class _WorkerCollector(Collector):
         if ready is not None:
             targets.add_metric([*self._labels, "ttft"], ready.slo.ttft_ms)
             targets.add_metric([*self._labels, "tpot"], ready.slo.tpot_ms)
+            targets.add_metric([*self._labels, "itl"], ready.slo.max_gap_ms)
         yield targets
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:

@@ -190,7 +190,7 @@ class _Session:
             ready = await self._worker.wait_ready()
         except CotenantError:
             return  # run() says why
-        slo = f"SLO TTFT {ready.slo.ttft_ms:.1f} ms TPOT {ready.slo.tpot_ms:.1f} ms"
+        slo = f"SLO TTFT {ready.slo.ttft_ms:.1f} ms TPOT {ready.slo.tpot_ms:.1f} ms ITL {ready.slo.max_gap_ms:.1f} ms"
         name = self._state.config.model.name
         self._announce(f"cotenant is ready: {address}  model {name}  policy {ready.policy}  {slo}")
 

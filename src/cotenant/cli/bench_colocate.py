@@ -57,6 +57,14 @@ def colocate(
     ),
     slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
     slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Of requests of a trace.")] = _TTFT_SLO_MS,
+    slo_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Longest gap between two tokens that training may plan for. Default: three TPOT targets.",
+            show_default=False,
+        ),
+    ] = None,
     slo_attainment: Annotated[
         float, typer.Option(min=0.001, max=0.9999, help="Share of requests that must meet both for the SLO to be met.")
     ] = 0.99,
@@ -180,9 +188,9 @@ def colocate(
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     if before is not None:  # what is known without the model, which takes a while to load
         known: dict[str, Any] = {"model": chosen.name, "load_format": load_format}
-        known |= {"training": asdict(workload), "slo_attainment": slo_attainment}
+        known |= {"training": asdict(workload), "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms}
         check_alike(known, before, "--resume: the file of --json")
-    slos = [Slo(slo_ttft_ms, tpot_ms, attainment=slo_attainment) for tpot_ms in tpots_ms]
+    slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     plans = [
         plan_trace(name, traces[name], scale, min_requests, cell_seconds)
         for name, scale in itertools.product(traces, scales)
@@ -198,7 +206,7 @@ def colocate(
             # A seed for each load: what policies are compared under is the same.
             loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
             loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
-            settings = {"load_format": load_format, "slo_attainment": slo_attainment}
+            settings = {"load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms}
             report = {
                 **_report(bench, label), **settings, "train_alone_tokens_per_s": round(alone, 2), "cells": [],
             }  # fmt: skip

@@ -33,6 +33,12 @@ def training_alone(snapshot: Snapshot) -> Plan:
     return Plan(run_online=False, num_tasklets=count, mode=Mode.TEMPORAL if count else Mode.NONE)
 
 
+def iteration_target_ms(snapshot: Snapshot) -> float:
+    """How long an iteration may take where each has to meet the TPOT target by itself, aimed at with the margin, and no
+    gap may be longer than the longest that is allowed."""
+    return min(snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms)
+
+
 def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
     """The batch, and nothing beside it."""
     return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))

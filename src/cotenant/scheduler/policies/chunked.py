@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, serving_alone, training_alone
+from cotenant.scheduler.base import Policy, iteration_target_ms, serving_alone, training_alone
 from cotenant.scheduler.filling import Costs, fill
 from cotenant.scheduler.planner import in_time
 
 
 class ChunkedPolicy(Policy):
     """Every batch, prompts too, takes a chunk of training along: as many layers of a micro-batch, forward or backward,
-    as keep this one iteration within the TPOT target, aimed at with the learned margin. What a request was served
-    faster before is not counted, nor who waits. The chunk's tokens are the micro-batch's (`--tasklet-tokens`). Forward
-    layers that can be are fused into the batch; the others run behind it.
+    as keep this one iteration within the TPOT target, aimed at with the learned margin, and within the longest gap.
+    What a request was served faster before is not counted, nor who waits. The chunk's tokens are the micro-batch's
+    (`--tasklet-tokens`). Forward layers that can be are fused into the batch; the others run behind it.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
@@ -25,7 +25,7 @@ class ChunkedPolicy(Policy):
         batch_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
         if snapshot.job is None or batch_ms is None:
             return serving_alone(self._predictor, snapshot)
-        left_ms = snapshot.margin * snapshot.slo.tpot_ms - batch_ms
+        left_ms = iteration_target_ms(snapshot) - batch_ms
         filling = fill(Costs(self._predictor, snapshot.batch), snapshot.job.upcoming, left_ms, fuse=snapshot.can_fuse)
         if filling.num_tasklets == 0:
             return serving_alone(self._predictor, snapshot)

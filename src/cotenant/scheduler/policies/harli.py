@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, plan_or_step_ms, serving_alone
+from cotenant.scheduler.base import Policy, iteration_target_ms, plan_or_step_ms, serving_alone
 from cotenant.scheduler.filling import Costs
 from cotenant.scheduler.space import Beside, in_each, in_space
 
@@ -26,7 +26,7 @@ class HarliPolicy(Policy):
         assert snapshot.job is not None
         costs = self._costs.of(snapshot.batch)
         found = in_each(costs, snapshot.partitions, snapshot.job.upcoming, step_ms)
-        target_ms, longest_ms = snapshot.margin * snapshot.slo.tpot_ms, snapshot.slo.max_gap_ms
+        target_ms, longest_ms = iteration_target_ms(snapshot), snapshot.slo.max_gap_ms
         # What is not known is tried, if one gap may be so long: Harli has measured it before.
         unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
         fitting = [each for each in found if each.is_known and each.step_ms <= target_ms]
