@@ -179,6 +179,19 @@ def test_training_plans_no_longer_gap_than_is_allowed(tmp_path: Path) -> None:
     assert "slo_itl_ms 0.001, not None: they cannot be compared" in other.stderr.replace("\n", " ")
 
 
+def test_forwards_run_inside_batches_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    arguments += ["--slo-tpot-ms", "10000", "--policies", "adaptive,multitask", "--json", str(path)]
+    result = bench_colocate(*arguments, "--fuse")
+    assert result.returncode == 0, result.stderr
+    for cell in json.loads(path.read_text())["cells"]:
+        assert cell["iterations"]["fused"] > 0, cell["policy"]
+    other = bench_colocate(*arguments, "--resume")
+    assert other.returncode == 2
+    assert "fuse True, not None: they cannot be compared" in other.stderr.replace("\n", " ")
+
+
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)

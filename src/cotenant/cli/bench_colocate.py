@@ -129,6 +129,12 @@ def colocate(
     tasklet_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
     ] = 0,
+    fuse: Annotated[
+        bool | None,
+        typer.Option(
+            "--fuse/--no-fuse", help="Run forward tasklets inside batches. Default: on CUDA.", show_default=False
+        ),
+    ] = None,
     r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter that is trained.")] = 16,
     alone_seconds: Annotated[float, typer.Option(min=0.1, help="How long training is timed by itself.")] = 10.0,
     max_model_len: Annotated[
@@ -184,11 +190,13 @@ def colocate(
             param=flag,
         )
     lengths += [each.input_len + each.output_len for one in traces.values() for each in one.requests]
-    config = _config(replace(chosen, max_model_len=max_model_len or max(lengths)), tasklet_tokens, names)
+    config = _config(replace(chosen, max_model_len=max_model_len or max(lengths)), tasklet_tokens, names, fuse=fuse)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
+    settings = {
+        "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,
+    }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known: dict[str, Any] = {"model": chosen.name, "load_format": load_format}
-        known |= {"training": asdict(workload), "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms}
+        known = {"model": chosen.name, "training": asdict(workload), **settings}
         check_alike(known, before, "--resume: the file of --json")
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     plans = [
@@ -206,7 +214,6 @@ def colocate(
             # A seed for each load: what policies are compared under is the same.
             loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
             loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
-            settings = {"load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms}
             report = {
                 **_report(bench, label), **settings, "train_alone_tokens_per_s": round(alone, 2), "cells": [],
             }  # fmt: skip
@@ -240,13 +247,13 @@ def _policies(text: str, skip_hopeless: bool) -> list[str]:
     return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
 
 
-def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str]) -> ServerConfig:
+def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], *, fuse: bool | None) -> ServerConfig:
     shares = sorted({share for name in policies for share in sm_shares(name)})
     return ServerConfig(
         model=model,
         batch=BatchConfig(max_queue=1_000_000),
         lora=LoraConfig(),
-        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None, sm_shares=tuple(shares)),
+        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=tuple(shares)),
     )
 
 

@@ -11,7 +11,18 @@ from cotenant.bench.comparison import by_place, cell_key
 from cotenant.core.errors import InvalidInputError
 
 KIND = "colocate"
-_SAME = ("model", "load_format", "dtype", "device", "num_sms", "training", "slo_attainment", "slo_itl_ms", "versions")
+_SAME = (
+    "model",
+    "load_format",
+    "dtype",
+    "device",
+    "num_sms",
+    "training",
+    "slo_attainment",
+    "slo_itl_ms",
+    "fuse",
+    "versions",
+)
 
 Report = dict[str, Any]
 
@@ -26,7 +37,7 @@ def read_report(path: Path) -> Report:
         raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
-    return {"slo_attainment": 0.99, "slo_itl_ms": None, "load_format": load_format, **report}
+    return {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "load_format": load_format, **report}
 
 
 def go_on_with(report: Report, before: Report) -> Report:
