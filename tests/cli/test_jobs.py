@@ -12,8 +12,9 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+from cotenant.cli.client import ApiClient
 from cotenant.cli.main import app
-from cotenant.core.errors import CotenantError
+from cotenant.core.errors import CotenantError, InvalidInputError
 from serving import RunningServer, running_server
 
 KEY = "open-sesame"
@@ -103,6 +104,30 @@ def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, train
         with pytest.raises(CotenantError, match=r"\.r'"):
             jobs(server, "create", str(training_file), "--model", "tiny", "--validation-file", str(training_file),
                  "-H", "r=0")  # fmt: skip
+        assert client.get("/v1/files").json()["data"] == before
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", "[0.1, 1e999]"])
+def test_numbers_that_are_not_finite_are_refused_before_anything_is_uploaded(
+    server: RunningServer, training_file: Path, value: str
+) -> None:
+    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        before = client.get("/v1/files").json()["data"]
+        with pytest.raises(InvalidInputError, match=r"-H learning_rate: .* is not a finite number"):
+            jobs(server, "create", str(training_file), "--model", "tiny", "-H", f"learning_rate={value}")
+        assert client.get("/v1/files").json()["data"] == before
+
+
+def test_files_are_deleted_however_the_creation_ends(
+    server: RunningServer, training_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ApiClient, "post", interrupted)
+    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        before = client.get("/v1/files").json()["data"]
+        assert jobs(server, "create", str(training_file), "--model", "tiny").exit_code != 0
         assert client.get("/v1/files").json()["data"] == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -173,13 +174,13 @@ def watch(
 
 
 def _create(client: ApiClient, body: dict[str, Any], files: dict[str, Path]) -> dict[str, Any]:
-    """Upload the files and create the job. Files of one that is refused are deleted: nobody else knows their ids."""
+    """Upload the files and create the job. If that comes to nothing they are deleted: nobody else knows their ids."""
     ids: dict[str, str] = {}
     try:
         for name, path in files.items():
             ids[name] = client.upload(path, "fine-tune")["id"]
         return client.post(JOBS_PATH, {**body, **ids})
-    except CotenantError:
+    except BaseException:
         for file_id in ids.values():
             with suppress(CotenantError):
                 client.delete(f"/v1/files/{file_id}")
@@ -198,12 +199,20 @@ def _act(job_id: str, action: str, url: str, api_key: str) -> None:
 
 
 def _parse_hyperparameter(text: str) -> tuple[str, Any]:
-    """``name=value``, the value as JSON if it is JSON ('3', '0.1', 'true', '["q_proj"]'), else as text."""
+    """``name=value``, the value as JSON if it is JSON ('3', '0.1', 'true', '["q_proj"]'), else as text. Refuses numbers
+    that are not finite: Python reads them, and no request can hold them."""
     name, separator, value = text.partition("=")
     if not separator or not name:
         raise InvalidInputError(f"-H: expected NAME=VALUE, got '{text}'", param="hyperparameter")
+
+    def finite(digits: str) -> float:
+        number = float(digits)
+        if not math.isfinite(number):
+            raise InvalidInputError(f"-H {name}: {digits} is not a finite number; give one", param="hyperparameter")
+        return number
+
     try:
-        return name, json.loads(value)
+        return name, json.loads(value, parse_float=finite, parse_constant=finite)
     except ValueError:
         return name, value
 
