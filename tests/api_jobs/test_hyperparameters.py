@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -157,7 +158,7 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("rank_pattern", {f"layers.{layer}.self_attn.q_proj": 4 for layer in range(65)}),
         ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
         ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
-        ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}),
+        ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}), ("adam_epsilon", 1e-60),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
@@ -193,6 +194,44 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_contradictions_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
         resolved(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "rates", "says"),
+    [
+        ("polynomial", {}, {"learning_rate": 1e-8}, "lr_end=1e-07, which must be below the learning rate of 1e-08"),
+        ("polynomial", {"lr_end": 2e-4}, {}, "ends at lr_end=0.0002"),
+        ("polynomial", {"lr_end": 1e-3}, {"learning_rate_multiplier": 2}, "below the learning rate of 0.0004"),
+        ("cosine_with_min_lr", {"min_lr": 1.0}, {"learning_rate": 1e-4}, "ends at min_lr=1"),
+        ("cosine_with_min_lr", {"min_lr": 2e-4}, {"learning_rate_multiplier": "auto"}, "of 0.0002"),
+        ("cosine_with_min_lr", {"min_lr_rate": 1.5}, {}, "'hyperparameters.lr_scheduler_kwargs.min_lr_rate': expected"),
+        ("warmup_stable_decay", {"num_decay_steps": 2, "min_lr_ratio": 3}, {}, "lr_scheduler_kwargs.min_lr_ratio'"),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_would_not_fall_is_refused_when_the_job_is_created(
+    name: str, settings: dict[str, Any], rates: dict[str, Any], says: str
+) -> None:
+    given = {"lr_scheduler_type": name, "lr_scheduler_kwargs": settings, **rates}
+    with pytest.raises(InvalidInputError, match=re.escape(says)) as refused:
+        check_hyperparameters({"hyperparameters": {name: v for name, v in given.items() if v != {}}}, LIMITS)
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("hyperparameters.lr_scheduler_")
+
+
+def test_schedules_may_fall_to_any_lower_rate() -> None:
+    for settings in ({"min_lr": 1e-4}, {"min_lr": 0}, {"min_lr_rate": 1}, {"min_lr_rate": 0}):
+        assert resolved(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=settings)
+    assert resolved(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1e-4})
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine_with_min_lr"])
+def test_a_multiplier_that_stands_for_no_rate_is_refused(schedule: str) -> None:
+    given: dict[str, Any] = {"learning_rate_multiplier": 1e-320, "lr_scheduler_type": schedule}
+    if schedule == "cosine_with_min_lr":
+        given["lr_scheduler_kwargs"] = {"min_lr": 0}
+    with pytest.raises(InvalidInputError, match="stands for a learning rate of 0") as refused:
+        check_hyperparameters({"hyperparameters": given}, LIMITS)
+    assert refused.value.param == "hyperparameters.learning_rate_multiplier"
 
 
 @pytest.mark.parametrize(

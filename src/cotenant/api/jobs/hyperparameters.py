@@ -32,6 +32,9 @@ _MAX_AUTO_EPOCHS = 25
 _AUTO_BATCH_SIZES = (4, 32)
 _STEPS_PER_EPOCH = 50
 
+# What schedules that fall to a rate call it, and where it lies if nothing is given.
+_END_RATES = {"polynomial": ("lr_end", DEFAULT_LR_END), "cosine_with_min_lr": ("min_lr", 0.0)}
+
 _ALIASES = {"num_train_epochs": "n_epochs"}
 _CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha", "beta")
 
@@ -74,9 +77,8 @@ def check_hyperparameters(
 def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> Hyperparameters:
     """The settings of a job from its checked hyperparameters. Nothing is 'auto' any more."""
     given = {name: value for name, value in requested.items() if value != AUTO}
-    multiplier = given.pop("learning_rate_multiplier", 1.0)
-    given.setdefault("learning_rate", BASE_LEARNING_RATES[given.get("method", SUPERVISED)] * multiplier)
-    _check_end_rate(given)
+    given["learning_rate"] = _learning_rate(given, given.get("method", SUPERVISED))
+    given.pop("learning_rate_multiplier", None)
     given.setdefault("n_epochs", _auto_epochs(size.num_examples))
     given.setdefault("batch_size", _auto_batch_size(size.num_examples))
     given.setdefault("lora_alpha", 2.0 * given.get("r", _DEFAULTS.r))
@@ -112,16 +114,11 @@ def _unknown(name: str, place: str, known: Iterable[str], method: str) -> Invali
     return InvalidInputError(message, code="unknown_parameter", param=place)
 
 
-def _check_end_rate(given: Mapping[str, Any]) -> None:
-    """transformers refuses a polynomial that does not fall."""
-    end = given.get("lr_scheduler_kwargs", {}).get("lr_end", DEFAULT_LR_END)
-    if given.get("lr_scheduler_type") == "polynomial" and end >= given["learning_rate"]:
-        raise InvalidInputError(
-            f"lr_scheduler_type 'polynomial' ends at lr_end={end:g}, which must be below the learning rate of "
-            f"{given['learning_rate']:g}.",
-            code="invalid_hyperparameters",
-            param="lr_scheduler_kwargs",
-        )
+def _learning_rate(given: Mapping[str, Any], method: str) -> float:
+    """What ``learning_rate``, or ``learning_rate_multiplier``, or nothing stands for."""
+    multiplier = given.get("learning_rate_multiplier", AUTO)
+    rate: float = given.get("learning_rate", BASE_LEARNING_RATES[method] * (1.0 if multiplier == AUTO else multiplier))
+    return rate
 
 
 def _auto_epochs(num_examples: int) -> int:
@@ -171,6 +168,7 @@ def _without_contradictions(checked: dict[str, Any], places: Mapping[str, str], 
     for settled in ("assistant_only_loss", "loss_type"):
         checked.pop(settled, None)
     _check_schedule(checked, places)
+    _check_rates(checked, places, method)
     return checked
 
 
@@ -189,6 +187,28 @@ def _check_schedule(checked: Mapping[str, Any], places: Mapping[str, str]) -> No
         raise _conflict(
             "lr_scheduler_type 'cosine_with_min_lr' needs either 'min_lr' or 'min_lr_rate' in lr_scheduler_kwargs",
             place,
+        )
+
+
+def _check_rates(checked: Mapping[str, Any], places: Mapping[str, str], method: str) -> None:
+    """Schedules divide by the learning rate, and one that falls to a rate must begin above it."""
+    rate = _learning_rate(checked, method)
+    if rate == 0.0:
+        raise _conflict(
+            f"'learning_rate_multiplier' {checked['learning_rate_multiplier']:g} stands for a learning rate of 0; give "
+            "a larger one",
+            places["learning_rate_multiplier"],
+        )
+    name, settings = checked.get("lr_scheduler_type"), checked.get("lr_scheduler_kwargs") or {}
+    if name not in _END_RATES:
+        return
+    setting, default = _END_RATES[name]
+    end = settings.get(setting, default)
+    if end >= rate:
+        raise _conflict(
+            f"lr_scheduler_type '{name}' ends at {setting}={end:g}, which must be below the learning rate of {rate:g}; "
+            "lower the one or raise the other",
+            places.get("lr_scheduler_kwargs", places["lr_scheduler_type"]),
         )
 
 

@@ -19,6 +19,7 @@ _MAX_STEPS = 10_000_000
 # Far beyond sense: such a job starts, and fails when its loss is not finite.
 _MAX_LEARNING_RATE = 1e6
 _MAX_MULTIPLIER = 1e12
+_MIN_EPSILON = 1e-30  # one that float32 rounds to 0 would leave a division of 0 by 0
 _MAX_PATTERN = 200  # characters
 _MAX_PATTERNS = 64
 _MAX_REPEATS = 3
@@ -65,7 +66,7 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
         "weight_decay": number(0, 1),
         "adam_beta1": number(0, 1, below=True),
         "adam_beta2": number(0, 1, below=True),
-        "adam_epsilon": number(0, 1, above=True),
+        "adam_epsilon": number(_MIN_EPSILON, 1),
         "max_grad_norm": number(0, 1e6),
         "max_steps": _max_steps,
         "max_length": between(2, limits.max_model_len),
@@ -145,12 +146,17 @@ def _schedule(place: str, value: Any) -> str:
 def _schedule_settings(place: str, value: Any) -> dict[str, float]:
     if not isinstance(value, dict):
         raise bad(place, "an object of the schedule's settings", value)
-    least = {"num_decay_steps": between(1, _MAX_STEPS), "timescale": between(1, _MAX_STEPS)}
+    checks = {
+        "num_decay_steps": between(1, _MAX_STEPS),
+        "timescale": between(1, _MAX_STEPS),
+        "min_lr_rate": number(0, 1),
+        "min_lr_ratio": number(0, 1),
+    }
     known = {name for names in SCHEDULES.values() for name in names}
     for name in value:
         if name not in known:
             raise bad(place, f"settings out of {', '.join(sorted(known))}", name)
-    return {name: least.get(name, number(0, 1e3))(f"{place}.{name}", item) for name, item in value.items()}
+    return {name: checks.get(name, number(0, 1e3))(f"{place}.{name}", item) for name, item in value.items()}
 
 
 def _best_metric(names: Collection[str]) -> Check:
