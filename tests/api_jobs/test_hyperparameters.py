@@ -101,7 +101,29 @@ def test_early_stopping_exports_the_best_step_unless_told_otherwise() -> None:
     assert resolved(early_stopping_patience=2).load_best_model_at_end
     assert not resolved(early_stopping_patience=2, load_best_model_at_end=False).load_best_model_at_end
     assert not resolved().load_best_model_at_end
-    assert resolved(metric_for_best_model="eval_mean_token_accuracy").metric_for_best_model == "mean_token_accuracy"
+    settings = resolved(metric_for_best_model="eval_mean_token_accuracy", early_stopping_patience=2)
+    assert settings.metric_for_best_model == "mean_token_accuracy"
+
+
+@pytest.mark.parametrize(
+    ("given", "lacks"),
+    [
+        ({"early_stopping_threshold": 0.1}, "'early_stopping_patience'"),
+        ({"early_stopping_threshold": 0.1, "load_best_model_at_end": True}, "'early_stopping_patience'"),
+        ({"metric_for_best_model": "mean_token_accuracy"}, "'load_best_model_at_end' or 'early_stopping_patience'"),
+        ({"metric_for_best_model": "mean_token_accuracy", "early_stopping_patience": 0}, "'load_best_model_at_end' or"),
+    ],
+)
+def test_a_setting_of_a_comparison_that_nobody_makes_is_refused(given: dict[str, Any], lacks: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"does nothing without {lacks}") as refused:
+        resolved(**given)
+    assert refused.value.param == f"hyperparameters.{next(iter(given))}"
+
+
+def test_a_comparison_may_be_asked_for_by_either_setting() -> None:
+    assert resolved(metric_for_best_model="mean_token_accuracy", load_best_model_at_end=True)
+    assert resolved(metric_for_best_model="eval_loss", early_stopping_threshold=0.0)  # defaults
+    assert resolved(early_stopping_patience=1, early_stopping_threshold=0.1)
 
 
 def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
@@ -299,7 +321,8 @@ def test_dpo_has_its_own_settings() -> None:
     assert settings.learning_rate == pytest.approx(4e-5)
     assert resolved_dpo(**as_requested(settings)) == settings
     assert resolved_dpo(loss_type=["sigmoid"], packing=False, beta=0.3).beta == 0.3
-    assert resolved_dpo(metric_for_best_model="eval_rewards/accuracies").metric_for_best_model == "rewards/accuracies"
+    settings = resolved_dpo(metric_for_best_model="eval_rewards/accuracies", load_best_model_at_end=True)
+    assert settings.metric_for_best_model == "rewards/accuracies"
     assert not {"beta", "label_smoothing", "method"} & as_requested(resolved()).keys()
 
 

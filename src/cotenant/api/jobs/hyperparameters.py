@@ -169,6 +169,7 @@ def _without_contradictions(checked: dict[str, Any], places: Mapping[str, str], 
         checked.pop(settled, None)
     _check_schedule(checked, places)
     _check_rates(checked, places, method)
+    _check_selection(checked, places)
     return checked
 
 
@@ -209,6 +210,23 @@ def _check_rates(checked: Mapping[str, Any], places: Mapping[str, str], method: 
             f"lr_scheduler_type '{name}' ends at {setting}={end:g}, which must be below the learning rate of {rate:g}; "
             "lower the one or raise the other",
             places.get("lr_scheduler_kwargs", places["lr_scheduler_type"]),
+        )
+
+
+def _check_selection(checked: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """What says how steps are compared needs something that compares them. Defaults, which are echoed, say nothing."""
+    stops = checked.get("early_stopping_patience", 0) > 0
+    if checked.get("early_stopping_threshold", 0.0) > 0.0 and not stops:
+        raise _conflict(
+            "'early_stopping_threshold' does nothing without 'early_stopping_patience'; give that, too",
+            places["early_stopping_threshold"],
+        )
+    metric = checked.get("metric_for_best_model", _DEFAULTS.metric_for_best_model)
+    if metric != _DEFAULTS.metric_for_best_model and not (stops or checked.get("load_best_model_at_end")):
+        raise _conflict(
+            "'metric_for_best_model' does nothing without 'load_best_model_at_end' or 'early_stopping_patience'; give "
+            "one of them, too",
+            places["metric_for_best_model"],
         )
 
 
