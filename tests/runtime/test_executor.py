@@ -28,6 +28,7 @@ from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
 from finetune import support
@@ -38,7 +39,13 @@ from runtime.cotenancy import request
 class Bench:
     """One engine, one job, one executor."""
 
-    def __init__(self, folder: Path, device: Device | None = None, validation: support.Examples | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: Device | None = None,
+        validation: support.Examples | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         save_llama(folder / "model")
         decoder = support.load(folder / "model")
         device = device or create_device("cpu")
@@ -50,7 +57,7 @@ class Bench:
             device, decoder, None, support.TASKLET_TOKENS, self.updates.append, clock=lambda: self.now_s
         )
         self.training.start(support.make_spec(folder / "job", validation=validation, eval_steps=1 if validation else 0))
-        self.executor = Executor(device, decoder, self.engine, self.training)
+        self.executor = Executor(device, decoder, self.engine, self.training, trace)
         self.emitted: list[SequenceOutput] = []
 
     def pause(self) -> None:

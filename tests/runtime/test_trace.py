@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import resource
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import Slo
+from cotenant.core.plan import Mode, Plan, Slo
 from cotenant.device import create_device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -23,7 +24,9 @@ from cotenant.wire.messages import AddRequest
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
+from runtime.test_executor import Bench
 from runtime.test_loop import Channel
+from runtime.test_partitions import FEW, SplitDevice
 
 
 def test_what_the_lanes_did_when(tmp_path: Path) -> None:
@@ -50,6 +53,33 @@ def test_what_the_lanes_did_when(tmp_path: Path) -> None:
         assert all(event["ts"] >= end - 0.5 for event, end in zip(spans[track][1:], ends, strict=False)), track
     modes = {event["args"]["mode"] for event in spans[Track.LOOP] if event["name"] == "execute"}
     assert "temporal" in modes
+
+
+def test_what_shares_a_batch_and_where_is_told(tmp_path: Path) -> None:
+    """Fused tasklets stand at their batch, a batch in a partition has its SMs, tasklets there a row of their own."""
+    trace = Trace(tmp_path / "trace.json")
+    bench = Bench(tmp_path, SplitDevice(), trace=trace)
+    bench.engine.add(request("r", [5, 6, 7], 8))
+    bench.run(Plan())
+    fused = Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)
+    bench.run(fused)  # the prompt's batch lands
+    bench.run(fused)
+    bench.run(Plan(num_tasklets=2, num_beside=1, partition=FEW, mode=Mode.SPATIAL))
+    bench.pause()
+    trace.close()
+    events = _events(tmp_path / "trace.json")
+    batches = [event for event in events if event.get("tid") == Track.ONLINE and event["ph"] == "X"]
+    shared = [{key: event["args"].get(key) for key in ("fused", "sms")} for event in batches]
+    tokens = shared[1]["fused"]["tokens"]
+    assert tokens > 0
+    assert shared == [
+        {"fused": None, "sms": None},
+        {"fused": {"kind": "forward", "tasklets": 2, "tokens": tokens}, "sms": None},
+        {"fused": None, "sms": FEW.online_sms},
+    ]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    rows = [names[event["tid"]] for event in events if event["ph"] == "X" and event["tid"] >= Track.BEST_EFFORT]
+    assert Counter(rows) == {"best-effort lane": 2, f"best-effort lane, {FEW.best_effort_sms} SMs": 1}
 
 
 def test_a_trace_begins_anew_and_the_one_before_is_kept(tmp_path: Path) -> None:

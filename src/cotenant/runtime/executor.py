@@ -33,12 +33,17 @@ _ASK_EVERY_S = 100e-6
 
 class _Launched(NamedTuple):
     """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then (or when the one before
-    landed, if that had other SMs), and whether it shares the device, in a partition or with training tokens in it."""
+    landed, if that had other SMs), and the tasklets that were fused into it."""
 
     plan: Plan
     shape: BatchShape
     with_tasklet: bool
-    shares: bool
+    fused: TaskletRun | None
+
+    @property
+    def shares(self) -> bool:
+        """Whether it shares the device, in a partition or with training tokens in it."""
+        return self.plan.partition is not None or self.fused is not None
 
 
 class _Landed(NamedTuple):
@@ -223,7 +228,8 @@ class Executor:
                 collected = self._engine.collect()
             landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
             if self._trace is not None:
-                self._trace.batch(collected.shape, time.perf_counter(), collected.device_ms)
+                end_s, partition = time.perf_counter(), launched.plan.partition
+                self._trace.batch(collected.shape, end_s, collected.device_ms, partition, launched.fused)
             if self.device_time is not None:
                 self.device_time.batch(collected.shape, collected.device_ms, shared=launched.shares)
             if collected.gap_ms is not None:
@@ -246,8 +252,7 @@ class Executor:
         else:
             with self._device.online(plan.partition):
                 self._launch(step)
-        shares = plan.partition is not None or fused is not None
-        self._launched.append(_Launched(plan, step.shape, with_tasklet, shares))
+        self._launched.append(_Launched(plan, step.shape, with_tasklet, fused))
         # What is not captured is launched while the device works at it.
         if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
             self._device.host_was_away(time.perf_counter() - self._last_behind_s)

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import BatchShape, IterationRecord, Plan
+from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
+from cotenant.core.tasklet import TaskletRun
 from cotenant.device.base import FinishedTasklet
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _IDLE_MS = 0.1  # an iteration without a batch or tasklets that was shorter has 
 
 
 class Track(IntEnum):
-    """A row of the picture."""
+    """A row of the picture. Behind the last one come rows of tasklets on parts of the SMs, by how many those are."""
 
     LOOP = 1
     ONLINE = 2
@@ -54,10 +55,11 @@ class Trace:
         self._buffer = bytearray(b"[\n")
         self._start_s = self._flushed_s = time.perf_counter()
         self._add({"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "cotenant worker"}})
+        self._named: set[int] = set()
         for track, name in _NAMES.items():
-            self._add({"ph": "M", "pid": _PROCESS, "tid": track, "name": "thread_name", "args": {"name": name}})
+            self._name_row(track, name)
 
-    def span(self, track: Track, name: str, start_s: float, end_s: float, **arguments: object) -> None:
+    def span(self, track: int, name: str, start_s: float, end_s: float, **arguments: object) -> None:
         """Something took from ``start_s`` to ``end_s``."""
         self._add(
             {
@@ -84,19 +86,35 @@ class Trace:
         ):
             self.span(Track.LOOP, name, start_s, end_s, **(planned | predicted if name == "execute" else {}))
 
-    def batch(self, shape: BatchShape, end_s: float, device_ms: float) -> None:
-        """A batch whose tokens the host has at ``end_s``."""
+    def batch(
+        self,
+        shape: BatchShape,
+        end_s: float,
+        device_ms: float,
+        partition: Partition | None = None,
+        fused: TaskletRun | None = None,
+    ) -> None:
+        """A batch whose tokens the host has at ``end_s``. ``partition``: whose online SMs it had; None: all.
+        ``fused``: the tasklets that ran in it."""
         parts = [f"prefill {shape.prefill_tokens}"] if shape.prefill_tokens else []
         parts += [f"decode {shape.num_decode}"] if shape.num_decode else []
-        arguments = {"context_tokens": shape.context_tokens, "adapters": shape.num_adapters}
+        arguments: dict[str, object] = {"context_tokens": shape.context_tokens, "adapters": shape.num_adapters}
+        if partition is not None:
+            arguments["sms"] = partition.online_sms
+        if fused is not None:
+            kind, num_tokens = fused.shape.kind.value, fused.shape.num_tokens
+            arguments["fused"] = {"kind": kind, "tasklets": fused.count, "tokens": num_tokens}
         self.span(Track.ONLINE, ", ".join(parts), end_s - device_ms / 1e3, end_s, **arguments)
 
     def tasklets(self, finished: Sequence[FinishedTasklet]) -> None:
         for tasklet in finished:
             start_s, arguments = tasklet.end_s - tasklet.elapsed_ms / 1e3, {"tokens": tasklet.shape.num_tokens}
+            row: int = Track.BEST_EFFORT
             if tasklet.partition is not None:
-                arguments["sms"] = tasklet.partition.best_effort_sms
-            self.span(Track.BEST_EFFORT, tasklet.shape.kind.value, start_s, tasklet.end_s, **arguments)
+                num_sms = arguments["sms"] = tasklet.partition.best_effort_sms
+                row += num_sms
+                self._name_row(row, f"{_NAMES[Track.BEST_EFFORT]}, {num_sms} SMs")
+            self.span(row, tasklet.shape.kind.value, start_s, tasklet.end_s, **arguments)
 
     def flush(self) -> None:
         """Write what has come together, once a second. A full disk ends the trace, and nothing else."""
@@ -114,6 +132,12 @@ class Trace:
             self._buffer += b"\n]\n"
         self._write()
         self._file.close()
+
+    def _name_row(self, row: int, name: str) -> None:
+        """Before its first event."""
+        if row not in self._named:
+            self._named.add(row)
+            self._add({"ph": "M", "pid": _PROCESS, "tid": row, "name": "thread_name", "args": {"name": name}})
 
     def _add(self, event: dict[str, object]) -> None:
         if not self._is_over:
