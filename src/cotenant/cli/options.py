@@ -106,7 +106,7 @@ _ALL_FLAGS = (
     Flag("slo-ttft-ms", CoExecutionConfig, "slo_ttft_ms", "Target for the time to the first token."),
     Flag("slo-tpot-ms", CoExecutionConfig, "slo_tpot_ms", "Target for the time per token after it."),
     Flag("slo-itl-ms", CoExecutionConfig, "slo_itl_ms", "Longest gap between two tokens that training may plan for."),
-    Flag("slo-attainment", CoExecutionConfig, "slo_attainment", "Share of requests that should meet the TPOT target."),
+    Flag("slo-attainment", CoExecutionConfig, "slo_attainment", "Share of requests that should meet both targets."),
     Flag("tasklet-tokens", CoExecutionConfig, "tasklet_tokens", "Training tokens in a micro-batch."),
     Flag("fuse", CoExecutionConfig, "fuse", "Run forward tasklets inside online batches.", "--fuse/--no-fuse"),
     Flag(
