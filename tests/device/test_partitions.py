@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device.cuda import partitions
 
@@ -64,3 +65,38 @@ def test_a_partition_that_the_driver_refuses_costs_no_other(
     assert "48 SMs are refused" in caplog.text
     with pytest.raises(RuntimeError, match="48 SMs are refused"):
         split(48)
+
+
+class Older(Driver):
+    """That of a GPU, or of bindings, without green contexts."""
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        raise RuntimeError(f"{name}: there are no green contexts")
+
+
+class Missing(Driver):
+    def __init__(self) -> None:
+        raise InvalidInputError("there are no bindings", param="device")
+
+
+@pytest.mark.parametrize("chosen", [Older, Missing])
+def test_without_green_contexts_there_are_no_partitions_and_the_log_says_so_once(
+    chosen: type[Driver], driver: type[Driver], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(partitions, "Driver", chosen)
+    made = partitions.Partitions(torch.device("cuda", 0))
+    for _ in range(2):
+        made.split([32, 64])
+        assert made.streams == {}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "no partitions of the SMs" in record.message
+    assert "there are no" in record.message
+
+
+def test_partitions_that_cannot_be_made_take_none_away(driver: type[Driver], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = partitions.Partitions(torch.device("cuda", 0))
+    made.split([32])
+    monkeypatch.setattr(partitions, "Driver", Older)
+    made.split([64])
+    assert list(made.streams) == [Partition(32, 100)]

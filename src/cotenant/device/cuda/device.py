@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.base import FinishedTasklet
 from cotenant.device.cuda.arena import CudaArena
 from cotenant.device.cuda.pacing import TaskletQueue
-from cotenant.device.cuda.partitions import (
-    BEST_EFFORT_PRIORITY,
-    ONLINE_PRIORITY,
-    PartitionStreams,
-    split_multiprocessors,
-)
+from cotenant.device.cuda.partitions import BEST_EFFORT_PRIORITY, ONLINE_PRIORITY, Partitions
 from cotenant.device.cuda.physical_memory import PhysicalMemory
-
-logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
@@ -43,7 +34,7 @@ class CudaDevice:
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.num_multiprocessors: int | None = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
         self.partitions: tuple[Partition, ...] = ()
-        self._partitions: dict[Partition, PartitionStreams] = {}
+        self._partitions = Partitions(self.torch_device)
         self._online = self._last_online = torch.cuda.Stream(self.torch_device, priority=ONLINE_PRIORITY)
         self._best_effort = torch.cuda.Stream(self.torch_device, priority=BEST_EFFORT_PRIORITY)
         self._default = self._current = torch.cuda.default_stream(self.torch_device)
@@ -51,15 +42,12 @@ class CudaDevice:
         self._memory = PhysicalMemory(self.torch_device)
 
     def split(self, online_sms: Iterable[int]) -> None:
-        try:
-            self._partitions = split_multiprocessors(self.torch_device, online_sms)
-        except (InvalidInputError, RuntimeError) as error:
-            logger.warning("no partitions of the SMs on this GPU, its driver or its bindings: %s", error)
-        self.partitions = tuple(self._partitions)
+        self._partitions.split(online_sms)
+        self.partitions = tuple(self._partitions.streams)
 
     @contextmanager
     def online(self, partition: Partition | None = None) -> Iterator[None]:
-        stream = self._online if partition is None else self._partitions[partition].online
+        stream = self._online if partition is None else self._partitions.streams[partition].online
         if stream is not self._last_online:
             stream.wait_stream(self._last_online)
             self._last_online = stream
@@ -116,7 +104,7 @@ class CudaDevice:
         behind_online: bool = False,
         partition: Partition | None = None,
     ) -> None:
-        stream = self._best_effort if partition is None else self._partitions[partition].best_effort
+        stream = self._best_effort if partition is None else self._partitions.streams[partition].best_effort
         waits = self._wait_for_default(stream)
         behind = self._last_online if behind_online else None
         outer = self._current

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device.cuda.driver import Driver
 
@@ -56,6 +57,24 @@ def split_multiprocessors(device: torch.device, online_sms: Iterable[int]) -> di
             raise refusal
         logger.warning("not all partitions of the SMs could be made: %s", refusal)
     return partitions
+
+
+class Partitions:
+    """A device's, by the streams that have their SMs: none where it has no green contexts, which the log says once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._was_told = False
+        self.streams: dict[Partition, PartitionStreams] = {}
+
+    def split(self, online_sms: Iterable[int]) -> None:
+        """See ``split_multiprocessors``. Where that fails, what there was stays."""
+        try:
+            self.streams = split_multiprocessors(self._device, online_sms)
+        except (InvalidInputError, RuntimeError) as error:
+            if not self._was_told:
+                logger.warning("no partitions of the SMs on this GPU, its driver or its bindings: %s", error)
+            self._was_told = True
 
 
 class _Splitter:
