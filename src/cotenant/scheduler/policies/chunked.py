@@ -1,4 +1,4 @@
-"""Training in chunks, co-batched with inference, as in FlexLLM (which LLMStation is compared with, section 7)."""
+"""Training in pieces with every batch, after FlexLLM's chunked training as LLMStation describes it (section 2)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from cotenant.scheduler.planner import in_time
 
 
 class ChunkedPolicy(Policy):
-    """Every batch, prompts too, takes a chunk of training along: as many layers of a micro-batch, forward or backward,
+    """Every batch, prompts too, takes a piece of training along: as many layers of a micro-batch, forward or backward,
     as keep this one iteration within the TPOT target, aimed at with the learned margin, and within the longest gap.
-    What a request was served faster before is not counted, nor who waits. The chunk's tokens are the micro-batch's
-    (`--tasklet-tokens`). Forward layers that can be are fused into the batch; the others run behind it.
+    What a request was served faster before is not counted, nor who waits.
+
+    What differs: FlexLLM divides the training sequence into chunks of tokens, keeps what later chunks need of them, and
+    batches them with the requests' tokens, forward and backward. Here a piece is whole layers, or captured parts of
+    them, over all tokens of a micro-batch (`--tasklet-tokens`), for how a step is cut must not depend on load: the bits
+    of its sums would, too. Only forward layers that are not captured are fused into the batch; others run behind it.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:

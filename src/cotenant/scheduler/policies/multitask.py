@@ -12,8 +12,9 @@ from cotenant.scheduler.slack import decode_slack_ms
 class MultitaskPolicy(Policy):
     """New requests are prefilled first, with training suspended (lines 8–15). A decode step takes along as many
     tasklets as Equation 1 allows within the slack of the most urgent request: fused while the job is in a forward pass
-    and the device gains from it (lines 16–18), beside it otherwise (lines 19–23). With no request, it is plain
-    training. While a request waits for a place in the batch, nothing delays the batch that it waits for.
+    whose layers can be (lines 16–18), behind it otherwise, where LLMStation runs them in parallel (lines 19–23; see
+    `llmstation`). With no request, it is plain training. While a request waits for a place in the batch, nothing delays
+    the batch that it waits for.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:

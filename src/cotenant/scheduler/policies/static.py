@@ -11,7 +11,8 @@ from cotenant.scheduler.space import nearest, sm_shares
 
 class StaticPolicy(Policy):
     """Each tenant has its SMs, whatever the other does: batches of all kinds run on 60% of them, training on the rest,
-    also while there is nothing to serve. Without partitions training is suspended while requests are live."""
+    also while there is nothing to serve. Memory is not divided, as StaticMode's is. Without partitions training is
+    suspended while requests are live."""
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
