@@ -1,8 +1,9 @@
 """Do suspensions, discards and changing micro-batches change what a job ends with?
 
 Trains the built-in model on the CPU with several seeds, each seed twice: undisturbed, and disturbed about once a second
-in one of three ways: the step in flight is discarded, other work runs between two tasklets, or the job is stopped and
-taken up again with another largest micro-batch. Prints the final validation losses of both as JSON, with their means,
+in one of four ways: the step in flight is discarded, other work runs between two tasklets, half of the memory of
+activations is taken away until the next time, or the job is stopped and taken up again with another largest
+micro-batch. Prints the final validation losses of both as JSON, with their means,
 standard deviations and the differences of the pairs. ``--data`` is a JSONL file in OpenAI's chat format; its last lines
 are held out.
 
@@ -40,6 +41,7 @@ TASKLET_TOKENS = 512
 TASKLET_TOKENS_DISTURBED = (64, 128, 256, 512, 1024)
 MAX_LENGTH = 512
 VALIDATION_SHARE = 0.15
+_ALL_BYTES = 1 << 62
 
 
 def main() -> None:
@@ -116,6 +118,7 @@ class _Bench:
     data: tuple[str, str]
     interval_s: float
     num_steps: int = 0
+    num_taken_bytes: int = 0
     disturbances: Counter[str] = field(default_factory=Counter)
 
     def run(self, hyper: Hyperparameters, *, disturbed: bool) -> float:
@@ -125,7 +128,7 @@ class _Bench:
         Path(spec.folder).mkdir()
         generator = random.Random(name)
         job = self._job(spec, TASKLET_TOKENS)
-        self.num_steps = job.total_steps
+        self.num_steps, self.num_taken_bytes = job.total_steps, 0
         due_s = time.monotonic() + generator.expovariate(1 / self.interval_s)
         while not job.done:
             if job.upcoming():
@@ -142,12 +145,19 @@ class _Bench:
         return loss
 
     def _disturb(self, job: TrainingJob, spec: JobSpec, generator: random.Random) -> TrainingJob:
-        kind = generator.choice(("discard", "suspend", "other micro-batches"))
+        job.release(self.num_taken_bytes)
+        self.num_taken_bytes = 0
+        kind = generator.choice(("discard", "suspend", "less memory", "other micro-batches"))
         self.disturbances[kind] += 1
         if kind == "discard":
             job.discard_step()
         elif kind == "suspend":
             self._serve()
+        elif kind == "less memory":
+            num_bytes = job.require(_ALL_BYTES)
+            job.release(num_bytes - num_bytes // 2)
+            self.num_taken_bytes = num_bytes // 2
+            assert job.upcoming(), "the longest example has room in the other half"
         else:
             job.checkpoint()
             job.close()
