@@ -26,14 +26,17 @@ def _conversations(count: int) -> list[dict[str, Any]]:
 
 
 def _pairs(conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each question with its answer, and with the answer to another one as the worse."""
+    """Each question with its answer, and with the next other answer as the worse."""
+    answers = [item["messages"][-1:] for item in conversations]
     return [
         {
             "input": {"messages": item["messages"][:-1]},
-            "preferred_output": item["messages"][-1:],
-            "non_preferred_output": other["messages"][-1:],
+            "preferred_output": answers[index],
+            "non_preferred_output": next(
+                other for other in answers[index + 1 :] + answers[:index] if other != answers[index]
+            ),
         }
-        for item, other in zip(conversations, conversations[1:] + conversations[:1], strict=True)
+        for index, item in enumerate(conversations)
     ]
 
 

@@ -463,14 +463,15 @@ def test_dpo_validation_is_a_mean_over_pairs_whatever_the_micro_batches(decoder:
 
 
 def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -> None:
-    kept, cut = ([5, 6, 7], [0.0, 1.0, 1.0]), (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
+    kept, other = ([5, 6, 7], [0.0, 1.0, 1.0]), ([5, 6, 8], [0.0, 1.0, 1.0])
+    cut = (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
     with pytest.raises(InvalidInputError, match=r"Line 2 of the training file .* rejected answer .* max_length=40"):
-        support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, kept, kept, cut], **DPO))
+        support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, other, kept, cut], **DPO))
     with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file .* preferred answer") as error:
-        support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, kept], [cut, kept], **DPO))
+        support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, other], [cut, kept], **DPO))
     assert error.value.code == "invalid_validation_file"
     with pytest.raises(InvalidInputError, match=r"1 of the validation file .* preferred answer") as error:
-        support.make_job(decoder, support.make_spec(tmp_path / "all", [kept, kept], [cut, cut], **DPO))
+        support.make_job(decoder, support.make_spec(tmp_path / "all", [kept, other], [cut, cut], **DPO))
     assert error.value.code == "invalid_validation_file"
 
 
@@ -502,3 +503,15 @@ def test_layers_are_computed_again_where_nothing_else_fits(decoder: Decoder, tmp
         job.close()
         adapters.append(support.adapter_bytes(tmp_path / name))
     assert adapters[0] == adapters[1]
+
+
+def test_a_pair_that_is_the_same_once_it_is_cut_is_refused(decoder: Decoder, tmp_path: Path) -> None:
+    prompt, weights = list(range(3, 13)), [0.0] * 10
+    said = [(prompt + [20] * 10, weights + [1.0] * 10), (prompt + [21] * 10, weights + [1.0] * 10)]
+    long = [(prompt + [20] * 40 + [end], weights + [1.0] * 41) for end in (30, 31)]  # they differ beyond max_length
+    with pytest.raises(InvalidInputError, match=r"Line 2 of the training file has the same .* max_length=40") as error:
+        support.make_job(decoder, support.make_spec(tmp_path / "a", [*said, *long], method="dpo"))
+    assert error.value.code == "invalid_training_file"
+    with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file has the same .* max_length=40"):
+        support.make_job(decoder, support.make_spec(tmp_path / "b", said, validation=long, method="dpo"))
+    support.make_job(decoder, support.make_spec(tmp_path / "c", [*said, *long], method="dpo", max_length=60)).close()

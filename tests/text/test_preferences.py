@@ -149,6 +149,9 @@ BROKEN: list[tuple[Any, str]] = [
     ({**TRL, "prompt": None}, "Line 57 has no 'prompt', and 'chosen' and 'rejected' do not begin with the same"),
     ({**TRL, "prompt": {"a": 1}}, "Line 57, 'prompt': it must be a list with at least one message"),
     ({**TRL, "rejected": [*_says("b"), {"role": "tool", "content": "x"}]}, "Line 57, 'rejected': its last message"),
+    (openai([ASKS], "Red!", "Red!"), "Line 57, 'preferred_output' and 'non_preferred_output' are the same"),
+    ({"prompt": "Hi", "chosen": "a", "rejected": _says("a")}, "Line 57, 'chosen' and 'rejected' are the same"),
+    ({"chosen": [ASKS, *_says("a")], "rejected": [ASKS, *_says("a")]}, "Line 57, 'chosen' and 'rejected' are the same"),
 ]  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import DPO, JobSpec
 from cotenant.finetune.dataset import Dataset, load_dataset
@@ -83,7 +85,7 @@ def _max_length(spec: JobSpec, model: ModelSpec) -> int:
 
 
 def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
-    """A pair of which an answer was cut off says nothing of what is preferred."""
+    """A pair of which an answer was cut off, or both after the same tokens, says nothing of what is preferred."""
     lost = next((sequence for sequence, count in enumerate(dataset.num_targets) if count == 0), None)
     if lost is not None:
         raise InvalidInputError(
@@ -94,3 +96,10 @@ def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
         )
     if len(dataset) % 2:
         raise InvalidInputError(f"The {kind} file does not hold pairs.", code=f"invalid_{kind}_file")
+    for chosen in range(0, len(dataset), 2):
+        if torch.equal(dataset[chosen].token_ids, dataset[chosen + 1].token_ids):
+            raise InvalidInputError(
+                f"Line {chosen // 2 + 1} of the {kind} file has the same tokens left of its preferred and its rejected "
+                f"answer once they are cut to max_length={max_length}. Raise max_length, or shorten its prompt.",
+                code=f"invalid_{kind}_file",
+            )

@@ -79,7 +79,7 @@ def encode_preference(
 ) -> tuple[EncodedExample, EncodedExample]:
     """The prompt with the chosen answer, and the prompt with the rejected one. Only the answers' tokens have weight.
 
-    InvalidInputError, naming the answer's field, for what ``encode_example`` refuses.
+    InvalidInputError, naming the answer's field, for what ``encode_example`` refuses, and if the two are the same.
     """
     prompt = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in preference.prompt]
     encoded = []
@@ -89,6 +89,9 @@ def encode_preference(
             encoded.append(encode_example(tokenizer, template, example, max_length))
         except InvalidInputError as error:
             raise InvalidInputError(f"'{field}': {error.message}") from error
+    if np.array_equal(encoded[0].token_ids, encoded[1].token_ids):
+        names = " and ".join(f"'{field}'" for field in preference.fields)
+        raise InvalidInputError(f"{names} are the same, token by token, so neither is preferred; leave the line out")
     return encoded[0], encoded[1]
 
 
