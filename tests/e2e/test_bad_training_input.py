@@ -227,8 +227,20 @@ def test_a_batch_larger_than_the_data(client: httpx.Client, good_file: str) -> N
 def test_a_rank_pattern_that_fits_no_module(client: httpx.Client, good_file: str) -> None:
     fields = hyperparameters(rank_pattern={"layers.99.self_attn.q_proj": 4})
     error = wait_for(client, create_job(client, training_file=good_file, **fields), "failed")["error"]
-    assert error["code"] == "invalid_hyperparameters"
+    assert (error["code"], error["param"]) == ("invalid_hyperparameters", "rank_pattern")
     assert "rank_pattern: 'layers.99.self_attn.q_proj' fits none of the modules" in error["message"]
+
+
+def test_a_pair_of_which_the_cut_leaves_nothing(client: httpx.Client) -> None:
+    long = {"prompt": "word " * 100, "chosen": "a", "rejected": "b"}
+    fields = {"method": {"type": "dpo", "dpo": {"hyperparameters": {"max_length": 40}}}}
+    files = {
+        "training_file": upload(client, pair_lines(12)),
+        "validation_file": upload(client, pair_lines(2, (2, long))),
+    }
+    error = wait_for(client, create_job(client, **files, **fields), "failed")["error"]
+    assert (error["code"], error["param"]) == ("invalid_validation_file", "validation_file")
+    assert "Line 2 of the validation file has nothing left" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def load_training(spec: JobSpec, model: ModelSpec) -> Dataset:
         raise InvalidInputError(
             f"There is nothing to train on in the training file: {_nothing_counts(max_length)}",
             code="invalid_training_file",
+            param="training_file",
         )
     return dataset
 
@@ -54,6 +55,7 @@ def load_validation(
                 f"Steps cannot be compared on the validation file: {_nothing_counts(max_length)} Or leave "
                 "early_stopping_patience and load_best_model_at_end out.",
                 code="invalid_validation_file",
+                param="validation_file",
             )
         return None
     if hyper.method == DPO:
@@ -93,13 +95,17 @@ def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
             f"{'rejected' if lost % 2 else 'preferred'} answer once it is cut to max_length={max_length}. Raise "
             "max_length, or shorten its prompt.",
             code=f"invalid_{kind}_file",
+            param=f"{kind}_file",
         )
     if len(dataset) % 2:
-        raise InvalidInputError(f"The {kind} file does not hold pairs.", code=f"invalid_{kind}_file")
+        raise InvalidInputError(
+            f"The {kind} file does not hold pairs.", code=f"invalid_{kind}_file", param=f"{kind}_file"
+        )
     for chosen in range(0, len(dataset), 2):
         if torch.equal(dataset[chosen].token_ids, dataset[chosen + 1].token_ids):
             raise InvalidInputError(
                 f"Line {chosen // 2 + 1} of the {kind} file has the same tokens left of its preferred and its rejected "
                 f"answer once they are cut to max_length={max_length}. Raise max_length, or shorten its prompt.",
                 code=f"invalid_{kind}_file",
+                param=f"{kind}_file",
             )

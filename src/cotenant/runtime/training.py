@@ -150,7 +150,7 @@ class TrainingTenant:
                 job = self._make_job(spec, prepared)
         except Exception as error:
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
-            self._send(JobFailed(spec.job_id, *_code_and_message(error), step=0))
+            self._send(_failure(spec.job_id, 0, error))
             return
         for update in job.start_updates():
             self._send(update)
@@ -274,7 +274,7 @@ class TrainingTenant:
         for update in self._job.take_updates():
             self._send(update)
         if not self._job.done:
-            self._send(JobFailed(self._job_id, *_code_and_message(error), step=self._job.step))
+            self._send(_failure(self._job_id, self._job.step, error))
         self._forget()
 
     def publish(self) -> None:
@@ -324,11 +324,12 @@ class TrainingTenant:
         self._withheld_bytes = 0
 
 
-def _code_and_message(error: Exception) -> tuple[str, str]:
-    """The error code of a job that ``error`` ended, and what its owner reads."""
+def _failure(job_id: str, step: int, error: Exception) -> JobFailed:
+    """What the owner of a job reads that ``error`` ended."""
     if isinstance(error, CotenantError):
-        return error.code or "invalid_job", error.message
+        return JobFailed(job_id, error.code or "invalid_job", error.message, step, param=error.param)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out_of_memory", f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
-    return "internal_error", message
+        message = f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
+        return JobFailed(job_id, "out_of_memory", message, step)
+    return JobFailed(job_id, "internal_error", message, step)

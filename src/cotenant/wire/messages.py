@@ -173,13 +173,15 @@ class JobSucceeded(msgspec.Struct, tag="job_succeeded", frozen=True):
 
 
 class JobFailed(msgspec.Struct, tag="job_failed", frozen=True):
-    """``bad_step``: the step whose weights gave a loss that is not finite; its checkpoint is not to be served."""
+    """``bad_step``: the step whose weights gave a loss that is not finite; its checkpoint is not to be served.
+    ``param``: the part of the request that is wrong."""
 
     job_id: str
     code: str
     message: str
     step: int
     bad_step: int | None = None
+    param: str | None = None
 
 
 # Upper bounds of the buckets that relative errors are counted in, without the last one's, which has none.

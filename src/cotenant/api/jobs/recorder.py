@@ -179,7 +179,7 @@ class Recorder:
         job = self._job(message.job_id)
         if job is None or job.status is not JobStatus.RUNNING:
             return Outcome.NOTHING
-        self.fail(job, JobError(message.code, message.message), message.bad_step)
+        self.fail(job, JobError(message.code, message.message, message.param), message.bad_step)
         return Outcome.LEFT_WORKER
 
     def _place_results(self, job_id: str) -> FileRecord:
