@@ -224,8 +224,9 @@ def small_loop(
     *,
     sizes_chunks: bool = False,
     with_job: bool = False,
+    **more: Any,
 ) -> tuple[WorkerLoop, Chosen]:
-    """``policy``: or its name. ``with_job``: one is ready to train."""
+    """``policy``: or its name. ``with_job``: one is ready to train. ``more``: for the loop."""
     save_llama(folder / "model")
     decoder, device = support.load(folder / "model"), device or CpuDevice()
     engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
@@ -246,6 +247,7 @@ def small_loop(
         slo,
         can_fuse=False,
         sizes_chunks=sizes_chunks,  # type: ignore[arg-type]
+        **more,
     )
     return loop, policy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -30,6 +31,19 @@ class Export(msgspec.Struct):
     partition_ratios: list[tuple[tuple[int, ...], Ratio]]
     prior_ratios: dict[str, Ratio]
     version: int = _VERSION
+
+
+def encode_parts(head: Export, records: Iterable[list[Any]]) -> Iterator[bytes]:
+    """JSON in parts: of ``head``, which has no records, and then of each list of them."""
+    fields = msgspec.structs.asdict(head)
+    del fields["records"]
+    yield msgspec.json.encode(fields)[:-1] + b',"records":['
+    separator = b""
+    for part in records:
+        if part:
+            yield separator + msgspec.json.encode(part)[1:-1]
+            separator = b","
+    yield b"]}"
 
 
 def decode(exported: bytes, of: tuple[str, str]) -> Export:

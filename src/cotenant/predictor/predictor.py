@@ -5,15 +5,13 @@ LLMStation section 4.2 on all SMs, Harli section 5 on a partition of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
-
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
-from cotenant.predictor.export import Export, as_tuple, decode
+from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, Record, RecordCache
@@ -198,16 +196,21 @@ class LatencyPredictor:
 
     def export(self) -> bytes:
         """What was learned, for ``restore``: by this server when it starts again, or by another on such a machine."""
-        export = Export(
+        return b"".join(self.export_parts(len(self._records) + 1))
+
+    def export_parts(self, most_records: int) -> Iterator[bytes]:
+        """The same cut into parts of so many records at most. Between two parts it may go on learning."""
+        head = Export(
             of=self._base_group,
-            records=[(group[2:], *rest) for group, rest in self._records.export()],
+            records=[],
             batch_model=self._batch_model.state(),
             tasklet_models={kind.value: model.state() for kind, model in self._tasklet_models.items()},
             partition_models=[(key, model.state()) for key, model in self._partitions.models.items()],
             partition_ratios=list(self._partitions.ratios.items()),
             prior_ratios={} if self._prior is None else self._prior.ratios,
         )
-        return msgspec.json.encode(export)
+        parts = self._records.export(most_records)
+        yield from encode_parts(head, ([(group[2:], *rest) for group, rest in part] for part in parts))
 
     def restore(self, exported: bytes) -> int:
         """Take over what another predictor learned, where this one has not: how many records. It counts little, so

@@ -8,7 +8,7 @@ come; what is planned no more, because it once took too long, would stay known a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 Group = tuple[Hashable, ...]
@@ -96,13 +96,18 @@ class RecordCache:
         """Whether it was not measured for long: what else is known may then be newer."""
         return self.iteration - record.iteration > STALE_AFTER
 
-    def export(self) -> list[tuple[Group, tuple[Hashable, float, float, int]]]:
-        """All records: group, and shape, mean, deviation, count."""
-        return [
-            (group, (shape, record.mean_ms, record.deviation_ms, record.count))
-            for group, shapes in self._groups.items()
-            for shape, record in shapes.items()
-        ]
+    def export(self, most: int) -> Iterator[list[tuple[Group, tuple[Hashable, float, float, int]]]]:
+        """All records, ``most`` at a time: group, and shape, mean, deviation, count. Between two parts measurements may
+        be added; those of new shapes are left out."""
+        for group, shapes in list(self._groups.items()):
+            names = list(shapes)
+            for start in range(0, len(names), most):
+                found = [(name, shapes.get(name)) for name in names[start : start + most]]
+                yield [
+                    (group, (name, each.mean_ms, each.deviation_ms, each.count))
+                    for name, each in found
+                    if each is not None
+                ]
 
     def restore(self, group: Group, shape: Hashable, record: Record) -> None:
         """Put a record back, if there is none of this shape, and room."""

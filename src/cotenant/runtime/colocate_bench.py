@@ -158,6 +158,7 @@ class ColocateBench:
             while training.job_id is not None:
                 training.publish()
                 time.sleep(0.01)
+        self._tenants.latencies.wait()
         self._folder.cleanup()
 
     @property

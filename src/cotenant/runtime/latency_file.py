@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cotenant.durable import write_atomically
@@ -12,6 +15,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 logger = logging.getLogger(__name__)
 
 LATENCY_FOLDER = "latencies"  # in the data folder
+_PART_RECORDS = 128  # some tens of microseconds
 
 
 class LatencyFile:
@@ -21,6 +25,9 @@ class LatencyFile:
     def __init__(self, data_dir: Path, hardware: str, model: str) -> None:
         name = hashlib.sha256(f"{hardware}/{model}".encode()).hexdigest()[:16]
         self.path = data_dir / LATENCY_FOLDER / f"{name}.json"
+        self._parts: Iterator[bytes] | None = None  # that are still to be encoded
+        self._encoded: list[bytes] = []
+        self._writer: threading.Thread | None = None
 
     def load(self, predictor: LatencyPredictor) -> int:
         """Take over what is there: how many records."""
@@ -38,16 +45,51 @@ class LatencyFile:
             return 0
 
     def save(self, predictor: LatencyPredictor) -> None:
-        try:
+        with _telling():
             self.write(predictor)
-        except OSError as error:
-            logger.warning("measured latencies cannot be kept: %s", error)
 
     def write(self, predictor: LatencyPredictor) -> None:
         """As ``save``, but raises OSError."""
-        exported = predictor.export()
+        self.wait()
+        self._parts = None
+        self._write(predictor.export())
 
+    def save_part(self, predictor: LatencyPredictor) -> bool:
+        """A small part of what ``save`` does, for who has no time: encode some records; once that was the last of them,
+        have a thread write the file, and return True."""
+        if self._parts is None:
+            self._parts, self._encoded = predictor.export_parts(_PART_RECORDS), []
+        part = next(self._parts, None)
+        if part is not None:
+            self._encoded.append(part)
+            return False
+        self.wait()  # for the thread of the save before, which has ended long ago
+        self._parts, encoded = None, self._encoded
+        self._writer = threading.Thread(target=self._write_beside, args=(encoded,), name="latencies", daemon=True)
+        self._writer.start()
+        return True
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write_beside(self, encoded: list[bytes]) -> None:
+        with _telling():
+            self._write(b"".join(encoded))
+
+    def _write(self, exported: bytes) -> None:
         def write(path: Path) -> None:
             path.write_bytes(exported)
 
         write_atomically(self.path, write)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """The log gets what keeps the file from being written."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("measured latencies cannot be kept: %s", error)

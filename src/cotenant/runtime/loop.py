@@ -46,7 +46,7 @@ from cotenant.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _STATS_EVERY_S = 0.2
-_SAVE_EVERY_S = 60.0
+_SAVE_EVERY_S, _SAVE_BUSY_AFTER_S = 60.0, 120.0  # so much later where the loop is never idle
 _IDLE_WAIT_S = 0.05
 _BUSY_WAIT_S = 0.001
 
@@ -87,10 +87,12 @@ class WorkerLoop:
         sizes_chunks: bool = False,
         trace: Trace | None = None,
         save: Callable[[], None] | None = None,
+        save_part: Callable[[], bool] | None = None,
         self_profile: SelfProfile | None = None,
         lanes: LaneCaptures | None = None,
     ) -> None:
         """``save``: keeps what the predictor has learned; called now and then while there is nothing to do.
+        ``save_part``: the same in small parts, for when there is always something; whether that was the last.
         ``self_profile``: measures then what the predictor lacks. ``lanes``: what partitions wait for; None: nothing."""
         self._channel = channel
         self._engine = engine
@@ -105,6 +107,7 @@ class WorkerLoop:
         self._sizes_chunks = sizes_chunks
         self._trace = trace
         self._save = save
+        self._save_part = save_part
         self._self_profile = self_profile
         self._lanes = lanes
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
@@ -262,11 +265,18 @@ class WorkerLoop:
         self._next_stats_s = time.monotonic() + _STATS_EVERY_S
         self._training.publish()
         self._executor.tidy()
+        self._save_beside()
         if os.getppid() != self._parent_pid:
             logger.error("the API process is gone; the worker exits")
             self._finished = True
         if with_stats:
             self._publish_stats(snapshot)
+
+    def _save_beside(self) -> None:
+        """Nothing was saved for long, for there was no idle moment: do so little by little."""
+        is_due = self._has_learned and time.monotonic() >= self._next_save_s + _SAVE_BUSY_AFTER_S
+        if self._save_part is not None and is_due and self._save_part():
+            self._next_save_s = time.monotonic() + _SAVE_EVERY_S
 
     def _publish_stats(self, snapshot: Snapshot) -> None:
         step_ms = self._predictor.batch_ms(snapshot.batch)
