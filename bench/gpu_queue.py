@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +57,9 @@ def run(
 ) -> bool:
     """One after the other on each GPU, in this order; whether all ended by themselves. What still runs when the time is
     over, or this process is told to end, gets SIGINT. ``has_ended`` hears of each that ended by itself, as it does."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the others end, too
+    # What a handler raises may be lost: where a process is forked, Python ignores it.
+    told_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
     end_s = time.monotonic() + seconds
     cores = sorted(os.sched_getaffinity(0))
     waiting, busy, told = list(works), dict[str, Work](), set[str]()
@@ -83,7 +86,8 @@ def run(
                     _start(work, gpu, share or cores)
             if waiting and all(each.expected_s > left_s for each in waiting):
                 is_whole, waiting = False, []
-            time.sleep(_POLL_S)
+            if told_to_end.wait(_POLL_S):
+                sys.exit(128 + signal.SIGTERM)
     finally:
         _end([work for work in works if work.running])
         tell()

@@ -163,15 +163,14 @@ class TrainingTenant:
     def start(self, spec: JobSpec) -> None:
         """``prepare`` and ``start_prepared``, and wait between them."""
         self.prepare(spec)
-        self.wait_prepared(None)
+        if self._preparation is not None:
+            wait([self._preparation.result])
         self.start_prepared()
 
-    def wait_prepared(self, timeout_s: float | None) -> bool:
-        """Wait for a job that is being prepared, at most so long (None: to the end). False if there is none."""
-        if self._preparation is None:
-            return False
-        wait([self._preparation.result], timeout_s)
-        return True
+    @property
+    def is_preparing(self) -> bool:
+        """Whether there is a job that ``start_prepared`` will begin."""
+        return self._preparation is not None
 
     def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
         # On a CPU other programs' memory comes and goes, and so does what counts as free.
