@@ -445,8 +445,6 @@ class SlowFile:
         self.spec = support.make_spec(folder, n_epochs=1)
         self._path = Path(self.spec.dataset_path)
         self.content = self._path.read_bytes()
-        self._path.unlink()
-        os.mkfifo(self._path)
         self.is_read = threading.Event()
         self._may_feed = threading.Event()
         self._begin()
@@ -458,6 +456,9 @@ class SlowFile:
         self._begin()
 
     def _begin(self) -> None:
+        # Another pipe each time: whoever still reads the one before comes to its end.
+        self._path.unlink()
+        os.mkfifo(self._path)
         self._feeder = threading.Thread(target=self._run, daemon=True)
         self._feeder.start()
 
