@@ -51,7 +51,6 @@ class Bench:
         device = device or create_device("cpu")
         self.engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), (), device=device)
         self.updates: list[FromWorker] = []
-        self.updates: list[FromWorker] = []
         self.now_s = 0.0
         self.training = TrainingTenant(
             device, decoder, None, support.TASKLET_TOKENS, self.updates.append, clock=lambda: self.now_s
@@ -86,6 +85,15 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def test_no_tasklet_starts_once_a_request_has_arrived(bench: Bench, before: int) -> None:
     plan = Plan(run_online=False, num_tasklets=12, mode=Mode.TEMPORAL)
     assert bench.run(plan, looks_before_arrival=before) == before
+
+
+@pytest.mark.parametrize(("hold_ms", "count"), [(0.0, 0), (1e6, 4)])
+def test_tasklets_behind_a_batch_may_keep_a_request_waiting_for_a_while(
+    bench: Bench, hold_ms: float, count: int
+) -> None:
+    bench.engine.add(request("r", [5, 6, 7], 3))
+    plan = Plan(num_tasklets=4, mode=Mode.TEMPORAL, hold_ms=hold_ms)
+    assert bench.run(plan, looks_before_arrival=0) == count
 
 
 def test_a_plan_that_cannot_be_interrupted_runs_to_its_end(bench: Bench) -> None:

@@ -337,14 +337,15 @@ def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, mon
 class Behind(Policy):
     """Every other batch has two tasklets behind it."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold_ms: float = 0.0) -> None:
         self.num_plans = 0
+        self._hold_ms = hold_ms
 
     def plan(self, snapshot: Snapshot) -> Plan:
         self.num_plans += 1
         if snapshot.batch.empty or snapshot.batch.prefill_tokens or self.num_plans % 2:
             return Plan(run_online=not snapshot.batch.empty)
-        return Plan(num_tasklets=2, mode=Mode.TEMPORAL)
+        return Plan(num_tasklets=2, mode=Mode.TEMPORAL, hold_ms=self._hold_ms)
 
 
 def test_tasklets_run_while_prompts_wait_that_were_there_before(tmp_path: Path) -> None:
@@ -392,10 +393,11 @@ def test_training_goes_on_as_the_cool_down_ends(tmp_path: Path) -> None:
     loop.run()
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: Path) -> None:
-    """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them."""
-    channel, policy = Channel(AddRequest(request("r", [5, 6, 7], 30))), Behind()
+@pytest.mark.parametrize(("comes", "hold_ms"), [(False, 0.0), (True, 0.0), (True, 1e6)])
+def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, hold_ms: float, tmp_path: Path) -> None:
+    """A batch that tasklets are to follow is launched ahead; a prompt that has come since waits for none of them, or
+    for as long as the plan says."""
+    channel, policy = Channel(AddRequest(request("r", [5, 6, 7], 30))), Behind(hold_ms)
     loop, _ = small_loop(tmp_path, channel, policy, AheadDevice(), with_job=True)
     while not loop.begun:
         loop.iterate()
@@ -403,7 +405,7 @@ def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, tmp_path: P
         channel.inbox.append(AddRequest(request("late", [8, 9, 10], 4)))
     num_plans, record = policy.num_plans, loop.iterate()
     num_ended = sum(run.count for run, _ in record.tasklets)
-    assert (policy.num_plans - num_plans, num_ended) == ((1, 0) if comes else (0, 2))
+    assert (policy.num_plans - num_plans, num_ended) == ((1, 0) if comes and not hold_ms else (0, 2))
     assert not loop.begun
     loop.run()
     tokens = [output.request_id for sent in channel.sent if isinstance(sent, Outputs) for output in sent.outputs]

@@ -214,7 +214,8 @@ class Machine:
             more_ms, runs = self._train(waited_ms + 1e-6, self._speed, 1)
             gained_ms, beside = gained_ms + more_ms, beside + runs
         for _ in range(num_behind):
-            if self._interrupts(self._now_s + (step_ms + waited_ms + sum(ms for _, ms in behind)) / 1e3):
+            behind_ms = waited_ms + sum(ms for _, ms in behind)
+            if behind_ms >= plan.hold_ms and self._interrupts(self._now_s + (step_ms + behind_ms) / 1e3):
                 break
             more_ms, runs = self._train(self._noisy(ALONE_MS[STEP[self._position]]), 1.0, 1)
             gained_ms, behind = gained_ms + more_ms, behind + runs

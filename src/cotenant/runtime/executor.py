@@ -113,8 +113,9 @@ class Executor:
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
         num_beside += self._run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
+        held_until_s = math.inf if plan.hold_ms else -math.inf
         if is_launched and self._device.overlaps and fused is None and num_behind > 0:
-            num_launched += self._launch_behind(plan, interrupted)
+            num_launched += self._launch_behind(plan, _holding(interrupted, held_until_s))
         landed = self._collect(emit, num_left) if plan.run_online else None
         online_end = time.perf_counter()
         if num_behind == 0:
@@ -122,7 +123,8 @@ class Executor:
         # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
         is_timed = begun is not None and plan.predicted_ms is not None
         until_s = start + (plan.predicted_ms or 0.0) / 1e3 if is_timed else math.inf
-        num_launched += self._run_behind(plan, num_launched, interrupted, until_s)
+        stops = _holding(interrupted, online_end + plan.hold_ms / 1e3)
+        num_launched += self._run_behind(plan, num_launched, stops, until_s)
         end = time.perf_counter()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
@@ -341,6 +343,11 @@ class Executor:
             if plan.until_step_end and self._training.at_step_end:
                 break
         return count
+
+
+def _holding(interrupted: Callable[[], bool], until_s: float) -> Callable[[], bool]:
+    """``interrupted``, but not before then."""
+    return lambda: time.perf_counter() >= until_s and interrupted()
 
 
 def _group(finished: list[FinishedTasklet], partition: Partition | None) -> tuple[tuple[TaskletRun, float], ...]:

@@ -155,15 +155,17 @@ class WorkerLoop:
         snapshot = self._observe()
         begins_s.append(time.perf_counter())
         profile = self._active_profile
-        plan = self._executor.begun
-        # Who has come since waits for none of what was begun.
-        if plan is None or _awaited(snapshot.requests) - _awaited(self._seen):
+        plan, interrupted = self._executor.begun, self._channel.pending
+        # Who has come since waits for no more of what was begun than the plan says.
+        if plan is not None and _awaited(snapshot.requests) - _awaited(self._seen):
+            plan, interrupted = (plan, _always) if plan.hold_ms else (None, interrupted)
+        if plan is None:
             plan = self._policy.plan(snapshot) if profile is None else profile.plan()
         self._seen = snapshot.requests
         begins_s.append(time.perf_counter())
         if profile is None:
             self._note_gap(begins_s[-1], snapshot)
-        record = self._executor.execute(plan, self._emit, self._channel.pending)
+        record = self._executor.execute(plan, self._emit, interrupted)
         begins_s.append(time.perf_counter())
         if not record.batch.empty:
             self._last_batch_s = begins_s[-1]
@@ -361,6 +363,10 @@ class WorkerLoop:
             case Drain():
                 self._draining = True
                 self._training.pause_running()
+
+
+def _always() -> bool:
+    return True
 
 
 def _awaited(requests: tuple[RequestView, ...]) -> set[str]:

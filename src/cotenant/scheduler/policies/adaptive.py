@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
@@ -24,6 +25,9 @@ _LEAVING_MS = 1.5
 _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
 _CATCHING_UP_TOKENS = 8
+# Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
+# would else get nothing.
+_HOLD_SHARE = 0.005
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
@@ -41,7 +45,8 @@ class AdaptivePolicy(Policy):
     - forward layers inside it, where a job's can be (fused),
     - the step on a part of the SMs and tasklets on the others (spatial), alone or with tasklets behind it.
 
-    Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token.
+    Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token
+    but those of requests that come meanwhile, which wait for a small part of their target at most.
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
 
     Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
@@ -66,7 +71,11 @@ class AdaptivePolicy(Policy):
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)
-        return _Choice(costs, snapshot, snapshot.job, step_ms).best() or serving_alone(self._predictor, snapshot)
+        plan = _Choice(costs, snapshot, snapshot.job, step_ms).best()
+        if plan is None:
+            return serving_alone(self._predictor, snapshot)
+        is_held = plan.num_tasklets > plan.num_beside
+        return replace(plan, hold_ms=_HOLD_SHARE * snapshot.slo.ttft_ms) if is_held else plan
 
 
 class _Choice:
