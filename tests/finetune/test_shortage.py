@@ -129,7 +129,7 @@ def test_a_long_validation_example_without_room_is_told_before_the_start(
     examples = support.random_examples(20)
     settings = {"max_length": 120, "max_steps": 1, **METHODS[method]}
     alone = support.make_spec(tmp_path / "alone", examples, **settings)
-    longest = [([5] * 120, [0.0] + [1.0] * 119)] * 2
+    longest = [([5] * 119 + [last], [0.0] + [1.0] * 119) for last in (5, 6)]
     spec = support.make_spec(tmp_path / "job", examples, [*longest, *support.random_examples(8, seed=5)], **settings)
     needed = _needed_bytes(decoder, spec)
     assert needed > _needed_bytes(decoder, alone)
