@@ -135,7 +135,7 @@ def convergence(results: Sequence[Result]) -> list[str]:
     return [
         f"`{result['command']}`: {result['steps']} steps for each seed, on {machine_text(result)}. Disturbed about "
         f"every {result['seconds_between_disturbances']:g} s, over all seeds: {disturbances}. The two runs of a seed "
-        f"differ by at most {result['largest_paired_difference']:.4f}.",
+        f"differ by at most {result['largest_paired_difference']:.2g}.",
         table(["", "final validation loss, one for each seed", "mean", "standard deviation"], rows),
     ]
 
