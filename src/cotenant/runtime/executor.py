@@ -113,9 +113,8 @@ class Executor:
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
         num_beside += self._run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
-        held_until_s = math.inf if plan.hold_ms else -math.inf
         if is_launched and self._device.overlaps and fused is None and num_behind > 0:
-            num_launched += self._launch_behind(plan, _holding(interrupted, held_until_s))
+            num_launched += self._launch_behind(plan, _never if plan.hold_ms else interrupted)
         landed = self._collect(emit, num_left) if plan.run_online else None
         online_end = time.perf_counter()
         if num_behind == 0:
@@ -343,6 +342,10 @@ class Executor:
             if plan.until_step_end and self._training.at_step_end:
                 break
         return count
+
+
+def _never() -> bool:
+    return False
 
 
 def _holding(interrupted: Callable[[], bool], until_s: float) -> Callable[[], bool]:

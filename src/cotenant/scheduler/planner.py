@@ -84,7 +84,7 @@ def by_equation_1(predictor: LatencyPredictor, snapshot: Snapshot, step_ms: floa
     return in_time(step_ms, *found) if found[0] else serving_alone(predictor, snapshot)
 
 
-def in_time(step_ms: float, num_tasklets: int, num_fused: int, added_ms: float) -> Plan:
+def in_time(step_ms: float, num_tasklets: int, num_fused: int, added_ms: float, hold_ms: float = 0.0) -> Plan:
     """A decode step with tasklets in it or behind it."""
-    mode = Mode.FUSED if num_fused else Mode.TEMPORAL
-    return Plan(num_tasklets=num_tasklets, num_fused=num_fused, mode=mode, predicted_ms=step_ms + added_ms)
+    mode, predicted_ms = Mode.FUSED if num_fused else Mode.TEMPORAL, step_ms + added_ms
+    return Plan(num_tasklets=num_tasklets, num_fused=num_fused, hold_ms=hold_ms, mode=mode, predicted_ms=predicted_ms)

@@ -87,13 +87,14 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known)
 
 
-def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0) -> Plan:
+def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0, hold_ms: float = 0.0) -> Plan:
     """The batch in a partition, tasklets beside it, and so many behind it, which take ``behind_ms``."""
     num_beside = shared.most_beside
     return Plan(
         num_tasklets=num_beside + num_behind,
         num_beside=num_beside,
         partition=shared.partition,
+        hold_ms=hold_ms,
         mode=Mode.SPATIAL,
         predicted_ms=shared.step_ms + behind_ms if shared.is_known else None,
     )

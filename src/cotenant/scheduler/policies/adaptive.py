@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
@@ -71,11 +70,7 @@ class AdaptivePolicy(Policy):
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)
-        plan = _Choice(costs, snapshot, snapshot.job, step_ms).best()
-        if plan is None:
-            return serving_alone(self._predictor, snapshot)
-        is_held = plan.num_tasklets > plan.num_beside
-        return replace(plan, hold_ms=_HOLD_SHARE * snapshot.slo.ttft_ms) if is_held else plan
+        return _Choice(costs, snapshot, snapshot.job, step_ms).best() or serving_alone(self._predictor, snapshot)
 
 
 class _Choice:
@@ -86,6 +81,7 @@ class _Choice:
         self._snapshot = snapshot
         self._job = job
         self._step_ms = step_ms
+        self._hold_ms = _HOLD_SHARE * snapshot.slo.ttft_ms
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
         # Until this batch begins.
@@ -138,7 +134,7 @@ class _Choice:
             yield from self._in_space_and_time(shared)
 
     def _in_time(self, filling: Filling) -> _Candidate:
-        make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms)
+        make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
         return make, filling.alone_ms or None, filling.added_ms + self._leaving_ms
 
     def _fitting(self, found: list[Beside]) -> list[Beside]:
@@ -177,7 +173,7 @@ class _Choice:
         rest = fill(self._costs, after(self._job.upcoming, shared.num_tasklets + 1), behind_ms)
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
-            make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms)
+            make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms, self._hold_ms)
             yield make, gained_ms, added_ms + rest.added_ms + self._leaving_ms
 
     def _behind_ms(self, slack_ms: float) -> float:
