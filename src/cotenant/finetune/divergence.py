@@ -7,12 +7,8 @@ import math
 import torch
 
 from cotenant.core.job import StepMetrics
-from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.forward import ForwardPasses
-from cotenant.finetune.loss import LossSums, evaluation_loss
-from cotenant.finetune.microbatch import MicroBatch, split
-from cotenant.finetune.tasklets import done_once
+from cotenant.finetune.evaluation import Evaluation, ValidationSet
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
@@ -34,54 +30,22 @@ def check_measured(metrics: StepMetrics) -> None:
             _check(metrics.step, loss, "on the validation file")
 
 
-class FinalCheck:
+class FinalCheck(Evaluation):
     """In the evaluation's place after the last step of a job without one: the loss of one example is finite. A weight
     that is not shows there, too."""
 
     def __init__(self, decoder: Decoder, adapter: LoraAdapter, dataset: Dataset, example: int) -> None:
-        self._decoder = decoder
-        micro_batches = split(dataset, [example], dataset.lengths[example])
-        self._passes = ForwardPasses(decoder, adapter, dataset, [micro_batches], split)
-        self._sums = LossSums.zero(decoder.device)
-        self.num_tokens = dataset.lengths[example]
-
-    @property
-    def upcoming(self) -> tuple[TaskletCycle, ...]:
-        return self._passes.upcoming
-
-    @property
-    def done(self) -> bool:
-        return self._passes.done
-
-    @property
-    def started(self) -> bool:
-        return self._passes.started
-
-    @property
-    def num_tokens_left(self) -> int:
-        return self._passes.num_tokens_left
-
-    def run_tasklet(self) -> TaskletShape:
-        return self._passes.run_tasklet(self._take)
-
-    def discard(self) -> None:
-        """Drop the activations; the example runs again."""
-        self._passes.discard()
-
-    def limit(self, max_tokens: int) -> None:
-        """One example is in no smaller pieces."""
+        alone, length = dataset[example], dataset.lengths[example]
+        dataset = Dataset(alone.token_ids, alone.weights, torch.tensor([0, length]), length)
+        measured = ValidationSet(dataset, batch_size=1, seed=0, max_tasklet_tokens=length)
+        super().__init__(decoder, adapter, measured, full=False, max_tokens=length)
 
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics, as they are. Raises TrainingError if the loss is not finite."""
-        assert self.done, "the check is not over"
-        weighted_nll, _ = self._sums.read()
-        _check(metrics.step, weighted_nll, "with the last step's weights")
+        loss = super().add_to(metrics).valid_loss
+        if loss is not None:
+            _check(metrics.step, loss, "with the last step's weights")
         return metrics
-
-    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        sums = evaluation_loss(self._decoder, hidden, micro_batch)
-        with done_once():
-            self._sums += sums
 
 
 def example_to_check(dataset: Dataset, examples: tuple[int, ...]) -> int:
