@@ -26,11 +26,7 @@ def load_training(spec: JobSpec, model: ModelSpec) -> Dataset:
     if spec.hyperparameters.method == DPO:
         _check_pairs(dataset, max_length, "training")
     if not dataset.trainable:
-        raise InvalidInputError(
-            f"There is nothing to train on in the training file: {_nothing_counts(max_length)}",
-            code="invalid_training_file",
-            param="training_file",
-        )
+        raise _unusable("training", f"There is nothing to train on in the training file: {_nothing_counts(max_length)}")
     return dataset
 
 
@@ -51,11 +47,10 @@ def load_validation(
         _check_pairs(dataset, max_length, "validation")
     if not dataset.trainable:
         if hyper.selects:
-            raise InvalidInputError(
+            raise _unusable(
+                "validation",
                 f"Steps cannot be compared on the validation file: {_nothing_counts(max_length)} Or leave "
                 "early_stopping_patience and load_best_model_at_end out.",
-                code="invalid_validation_file",
-                param="validation_file",
             )
         return None
     if hyper.method == DPO:
@@ -90,22 +85,22 @@ def _check_pairs(dataset: Dataset, max_length: int, kind: str) -> None:
     """A pair of which an answer was cut off, or both after the same tokens, says nothing of what is preferred."""
     lost = next((sequence for sequence, count in enumerate(dataset.num_targets) if count == 0), None)
     if lost is not None:
-        raise InvalidInputError(
+        raise _unusable(
+            kind,
             f"Line {lost // 2 + 1} of the {kind} file has nothing left of its "
             f"{'rejected' if lost % 2 else 'preferred'} answer once it is cut to max_length={max_length}. Raise "
             "max_length, or shorten its prompt.",
-            code=f"invalid_{kind}_file",
-            param=f"{kind}_file",
         )
     if len(dataset) % 2:
-        raise InvalidInputError(
-            f"The {kind} file does not hold pairs.", code=f"invalid_{kind}_file", param=f"{kind}_file"
-        )
+        raise _unusable(kind, f"The {kind} file does not hold pairs.")
     for chosen in range(0, len(dataset), 2):
         if torch.equal(dataset[chosen].token_ids, dataset[chosen + 1].token_ids):
-            raise InvalidInputError(
+            raise _unusable(
+                kind,
                 f"Line {chosen // 2 + 1} of the {kind} file has the same tokens left of its preferred and its rejected "
                 f"answer once they are cut to max_length={max_length}. Raise max_length, or shorten its prompt.",
-                code=f"invalid_{kind}_file",
-                param=f"{kind}_file",
             )
+
+
+def _unusable(kind: str, message: str) -> InvalidInputError:
+    return InvalidInputError(message, code=f"invalid_{kind}_file", param=f"{kind}_file")

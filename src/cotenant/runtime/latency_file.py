@@ -15,7 +15,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 logger = logging.getLogger(__name__)
 
 LATENCY_FOLDER = "latencies"  # in the data folder
-_PART_RECORDS = 128  # some tens of microseconds
+_PART_RECORDS = 128  # encoded at a time, between two batches
 
 
 class LatencyFile:

@@ -86,7 +86,8 @@ class Recorder:
 
     def fail(self, job: JobRecord, error: JobError, bad_step: int | None = None) -> None:
         """End a running job that cannot go on. What it had reached is kept as with ``cancel``, if the disk has room for
-        saying so: that the job has failed is said in any case. ``bad_step``: as in ``JobFailed``."""
+        saying so: that the job has failed is said in any case. ``bad_step``, as in ``JobFailed``, has to be taken
+        off the list first: raises StoreError where it cannot be."""
         if bad_step is not None:
             self._store.events.remove_checkpoint(job.id, bad_step, events.checkpoint_withdrawn(bad_step))
         try:
