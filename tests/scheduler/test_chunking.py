@@ -1,8 +1,7 @@
 """Prompt chunks follow the slack of those who are running."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo
 from cotenant.core.request import FinishReason

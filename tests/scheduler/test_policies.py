@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from cotenant.config import POLICIES
@@ -175,9 +176,9 @@ def test_fineinfer_counts_all_prompts_that_it_holds(num_prompts: int, is_held: b
 def test_fineinfer_serves_whoever_has_begun_alone() -> None:
     in_flight = RequestView("f", arrival_s=99.99, has_begun=True)
     long = RequestView("l", arrival_s=99.99, num_prompt_tokens_left=500, has_begun=True)
-    running = replace(RUNNING, arrival_s=99.99)
+    running = msgspec.structs.replace(RUNNING, arrival_s=99.99)
     for begun in (running, in_flight, long):
-        decided = plan("fineinfer", batch=DECODE, requests=(begun, replace(WAITING, arrival_s=100.0)))
+        decided = plan("fineinfer", batch=DECODE, requests=(begun, msgspec.structs.replace(WAITING, arrival_s=100.0)))
         assert (decided.run_online, decided.num_tasklets) == (True, 0)
 
 

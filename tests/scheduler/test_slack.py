@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,7 +65,7 @@ def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     assert token_slack_ms((fresh, old), slo, now_s, 0.9) == pytest.approx(18 - 10)
     assert token_slack_ms((long, old), slo, now_s, 1.0) == math.inf
     # With a batch in flight the tokens after those are meant.
-    nearly = replace(last, num_generated=8)
+    nearly = msgspec.structs.replace(last, num_generated=8)
     assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 20 - 100)
     assert token_slack_ms((nearly,), slo, now_s, 1.0) == math.inf
 

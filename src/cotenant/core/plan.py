@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from cotenant.core.tasklet import TaskletCycle, TaskletRun, TaskletShape
 
 # A gap between two tokens may be this many TPOT targets long, if nothing else is said.
@@ -65,12 +67,13 @@ class Partition(NamedTuple):
         return self.online_sms / self.num_sms
 
 
-@dataclass(frozen=True, slots=True)
-class RequestView:
+class RequestView(msgspec.Struct, frozen=True, gc=False):
     """A live request as a policy sees it.
 
     ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
     that it may have (None: not known). ``has_begun``: a batch has had some of its prompt.
+
+    One of each request is made in every iteration, so it is of the kind that costs least.
     """
 
     request_id: str

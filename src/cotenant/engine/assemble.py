@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,11 +18,11 @@ from cotenant.models.batch import AdapterSpan, Batch, PagedSegment, PageLists
 Int32Array = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """Rows ``start : start + count`` of the batch are the ``count`` tokens of ``sequence`` from position ``first`` on.
 
-    ``samples``: they are its last, and the last row chooses its next token.
+    ``samples``: they are its last, and the last row chooses its next token. Hence no dataclass: each batch makes one
+    for each of its sequences.
     """
 
     sequence: Sequence

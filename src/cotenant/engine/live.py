@@ -60,8 +60,10 @@ class LiveSequences:
 
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
+        if not len(self.waiting):  # as it is most often, and merging costs more than views do
+            return tuple([sequence.view() for sequence in self.running])
         order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
-        return tuple(sequence.view() for sequence in order)
+        return tuple([sequence.view() for sequence in order])
 
     def decodes(self) -> tuple[int, int]:
         """How many running sequences decode next, and the tokens that they attend to: what a batch has of both unless

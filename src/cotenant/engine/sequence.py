@@ -42,11 +42,13 @@ class Sequence:
     has_left: bool = False  # ended or aborted; batches in flight may still name it
     is_broken: bool = False  # something that was computed for it is not finite
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_prompt: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     key: tuple[int, float, int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
+        self.num_prompt = len(self.request.prompt)
         ends = frozenset(sampling.stop_token_ids)
         self.stop_token_ids = ends if sampling.ignore_eos else ends | self.eos_token_ids
         self.key = (self.request.priority, self.request.arrival_s, self.number)
@@ -54,12 +56,8 @@ class Sequence:
             self.prompt_logprobs = [None]  # nothing precedes the first token
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def num_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_left(self) -> int:
@@ -69,7 +67,7 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         """Only its newest generated token is left. A sequence that is recomputed after preemption is in prefill."""
-        return self.num_left == 1 and self.num_computed >= len(self.request.prompt)
+        return self.num_prompt <= self.num_computed == len(self.tokens) - 1
 
     @property
     def is_spent(self) -> bool:
