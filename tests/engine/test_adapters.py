@@ -74,6 +74,7 @@ def test_rows_of_an_adapter_lie_side_by_side(small, refs) -> None:
     engine.step()
     decode = engine.schedule()
     assert decode.shape.num_adapters == 2
+    assert engine.decodes() == decode.shape
     assert [(span.start, span.stop) for span in decode.host.spans()] == [(2, 4), (4, 6)]
 
 

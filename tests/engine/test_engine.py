@@ -408,9 +408,9 @@ def test_what_will_decode_is_known_before_the_batch_is_planned(small, num_ahead:
         if waiting:
             engine.add(waiting.pop())
         decodes = engine.decodes()
-        engine.limit_tokens(9 + decodes[1] % 7)
+        engine.limit_tokens(9 + decodes.context_tokens % 7)
         shape = engine.next_shape()
-        assert decodes == (shape.num_decode, shape.context_tokens)
+        assert (decodes.num_decode, decodes.context_tokens) == (shape.num_decode, shape.context_tokens)
         most = max(most, shape.num_decode)
         engine.iterate(num_ahead)
     assert most > 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,21 @@ def test_a_partition_that_is_never_without_tasklets_is_predicted_too(seed: int) 
         )
         <= 0.05
     )
+
+
+@given(seed=st.integers(0, 10_000))
+def test_what_adapters_cost_is_known_on_partitions_too(seed: int) -> None:
+    rng, machine, predictor = random.Random(seed), Machine(seed, noise=0.01), LatencyPredictor("h", "m")
+
+    def true_ms(batch: BatchShape) -> float:
+        return machine.together_ms(batch, SMALL) + (0.6 + 0.3 * batch.num_adapters**0.5 if batch.num_adapters else 0.0)
+
+    for _ in range(60):
+        batch = replace(machine.batch(), num_adapters=rng.choice((0, 1, 2, 4, 8)))
+        together(predictor, batch, SMALL, machine.noisy(true_ms(batch)))
+    asked = [replace(machine.batch(), num_adapters=num) for num in (0, 1, 3, 6) for _ in range(3)]
+    predicted = [predictor.batch_ms(batch, beside_training=True, partition=SMALL) for batch in asked]
+    assert mean_error(zip(predicted, map(true_ms, asked), strict=True)) <= 0.02
 
 
 def test_a_measured_shape_wins_over_both_stages() -> None:
@@ -228,8 +244,8 @@ def test_what_was_learned_of_partitions_can_be_taken_over() -> None:
 
 
 def test_an_export_of_another_version_is_passed_over() -> None:
-    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":3', b'"version":2')
-    with pytest.raises(ValueError, match="version 2"):
+    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":4', b'"version":3')
+    with pytest.raises(ValueError, match="version 3"):
         LatencyPredictor("test hardware", "test model").restore(exported)
 
 

@@ -67,6 +67,37 @@ def test_the_linear_model_speaks_for_shapes_that_were_never_run() -> None:
         assert predictor.batch_ms(batch) == pytest.approx(true_ms(batch), rel=0.15)
 
 
+def adapters_ms(count: int) -> float:
+    """As of 64 rows of an 8B model on an H200."""
+    return 0.55 + 0.28 * count**0.5 if count else 0.0
+
+
+def test_the_linear_model_knows_what_adapters_cost() -> None:
+    rng = random.Random(0)
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(300):
+        num, adapters = rng.randint(1, 32), rng.choice((0, 0, 1, 2, 3, 4, 8))
+        batch = decode(num, num * rng.randint(10, 900), adapters)
+        learn(predictor, batch, (true_ms(batch) + adapters_ms(adapters)) * rng.uniform(0.99, 1.01))
+    for adapters in (0, 1, 5, 16):
+        for num, context in ((40, 20_000), (3, 2_600), (20, 100)):
+            batch = decode(num, context, adapters)
+            assert predictor.batch_ms(batch) == pytest.approx(true_ms(batch) + adapters_ms(adapters), rel=0.03)
+
+
+def test_what_fits_beside_decodes_with_adapters_is_known_where_all_have_them() -> None:
+    """A batch without any, which such a server never sees, tells nothing of it."""
+    rng = random.Random(0)
+    predictor = LatencyPredictor("h", "m")
+    for _ in range(200):
+        num, prompt = rng.randint(1, 32), rng.choice((0, 128, 512))
+        batch = BatchShape(num, num * 400, prompt, prompt, num_adapters=4)
+        learn(predictor, batch, true_ms(batch) + adapters_ms(4) + 0.02 * prompt)
+    decodes = decode(16, 6400, adapters=4)
+    alone_ms = true_ms(decodes) + adapters_ms(4)
+    assert predictor.prompt_tokens_within(decodes, alone_ms + 10.0) == pytest.approx(500, abs=5)
+
+
 def test_a_measured_shape_wins_over_the_model() -> None:
     predictor = LatencyPredictor("h", "m")
     for num in range(1, 30):

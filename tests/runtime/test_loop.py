@@ -264,7 +264,7 @@ class AheadDevice(CpuDevice):
 def test_the_margin_begins_by_what_a_decode_step_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last token of a request that was alone comes when nothing decodes any more."""
     margins = noted_margins(monkeypatch)
-    channel = Channel(AddRequest(request("r", [5, 6, 7], 20)))
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 24)))
     loop, _ = small_loop(tmp_path, channel, "adaptive", AheadDevice())
     loop.run()
     (margin,) = margins

@@ -49,7 +49,7 @@ def test_how_long_a_batch_in_flight_takes_its_plan_says_or_the_predictor() -> No
 
     def budget(ahead: InFlight | None) -> int:
         one = running(num_generated=20, elapsed_ms=656)  # 120 ms
-        return prompt_budget(predictor, 8, 4000, (one,), SLO, 100.0, 4096, LONG, ahead)
+        return prompt_budget(predictor, BatchShape(8, 4000), (one,), SLO, 100.0, 4096, LONG, ahead)
 
     chunk = BatchShape(8, 4000, 2048, 2048)  # about 59 ms
     assert budget(InFlight(None, None, chunk)) == budget(InFlight(None, predictor.batch_ms(chunk))) < budget(None)
@@ -109,31 +109,34 @@ def test_short_is_what_a_twentieth_of_the_latest_answers_falls_short_of() -> Non
 def test_where_requests_are_late_a_batch_has_whole_tiles_too() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     budgets = [
-        prompt_budget(taught(decode_ms=50.0), count, 4000, late, SLO, 100.0, 4096, LONG) for count in (8, 65, 200)
+        prompt_budget(taught(decode_ms=50.0), BatchShape(count, 4000), late, SLO, 100.0, 4096, LONG)
+        for count in (8, 65, 200)
     ]
     assert budgets == [128, 256, 384]
-    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=100, short=LONG) == 100
+    assert prompt_budget(taught(decode_ms=50.0), BatchShape(8, 4000), late, SLO, 100.0, most=100, short=LONG) == 100
 
 
 def test_a_budget_fills_the_limit() -> None:
     predictor = taught()
     late = (running(num_generated=20, elapsed_ms=1000),)
-    budget = prompt_budget(predictor, 8, 4000, late, SLO, 100.0, most=4096, short=LONG)
+    budget = prompt_budget(predictor, BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG)
     assert (36.0 - 8.0) / 0.025 - TILE < budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 4 + 1
     assert budget % TILE == 0, "decodes included: no row is computed for nothing"
     fast = (running(num_generated=20, elapsed_ms=100),)
-    assert prompt_budget(predictor, 8, 4000, fast, SLO, 100.0, most=4096, short=LONG) == 4096
+    assert prompt_budget(predictor, BatchShape(8, 4000), fast, SLO, 100.0, most=4096, short=LONG) == 4096
 
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=50.0), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == TILE
+    assert prompt_budget(taught(decode_ms=50.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE
 
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(LatencyPredictor("t", "t"), 8, 4000, late, SLO, 100.0, most=4096, short=LONG) == 4096
-    assert prompt_budget(taught(), 0, 0, (), SLO, 100.0, most=4096, short=LONG) == 4096
+    assert (
+        prompt_budget(LatencyPredictor("t", "t"), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == 4096
+    )
+    assert prompt_budget(taught(), BatchShape(), (), SLO, 100.0, most=4096, short=LONG) == 4096
 
 
 def test_training_leaves_prompts_a_little_more_where_steps_are_long_against_the_target() -> None:

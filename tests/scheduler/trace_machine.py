@@ -174,8 +174,8 @@ class TraceMachine(Machine):
         room = MOST_TOKENS - len(decodes)
         if len(decodes) < len(live):
             budget = prompt_budget(
-                self.predictor, len(decodes), context, views, self._slo, self._now_s, MOST_TOKENS, self._answers.short,
-                in_flight,
+                self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, MOST_TOKENS,
+                self._answers.short, in_flight,
             )  # fmt: skip
             room = budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []

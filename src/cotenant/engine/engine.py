@@ -166,8 +166,8 @@ class OnlineEngine:
         """All live requests in the order in which they are served."""
         return self._live.views()
 
-    def decodes(self) -> tuple[int, int]:
-        """``num_decode`` and ``context_tokens`` of the next batch, without planning it; fewer if pages run out."""
+    def decodes(self) -> BatchShape:
+        """Of the next batch what decodes, without planning it; fewer if pages run out."""
         return self._live.decodes()
 
     def next_shape(self) -> BatchShape:

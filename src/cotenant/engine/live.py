@@ -6,7 +6,7 @@ import heapq
 import logging
 from collections.abc import Callable
 
-from cotenant.core.plan import RequestView
+from cotenant.core.plan import BatchShape, RequestView
 from cotenant.core.request import AdapterRef
 from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.batcher import Admission, BatchPlan
@@ -65,11 +65,12 @@ class LiveSequences:
         order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
         return tuple([sequence.view() for sequence in order])
 
-    def decodes(self) -> tuple[int, int]:
-        """How many running sequences decode next, and the tokens that they attend to: what a batch has of both unless
-        pages run out."""
-        lengths = [len(sequence.tokens) for sequence in self.running if sequence.is_decoding and not sequence.is_spent]
-        return len(lengths), sum(lengths)
+    def decodes(self) -> BatchShape:
+        """The running sequences that decode next: what a batch has of them unless pages run out."""
+        decodes = [sequence for sequence in self.running if sequence.is_decoding and not sequence.is_spent]
+        adapters = {sequence.request.adapter for sequence in decodes} if self._adapters.is_used else set()
+        context_tokens = sum([len(sequence.tokens) for sequence in decodes])
+        return BatchShape(len(decodes), context_tokens, num_adapters=len(adapters - {None}))
 
     def adapters_in_use(self) -> set[AdapterRef]:
         """Those of running sequences."""

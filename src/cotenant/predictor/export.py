@@ -10,7 +10,7 @@ import msgspec
 from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 3
+_VERSION = 4
 _MOST = 1e12  # of any number
 
 

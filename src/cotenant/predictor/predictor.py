@@ -6,7 +6,7 @@ LLMStation section 4.2 on all SMs, Harli section 5 on a partition of them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
@@ -108,11 +108,11 @@ class LatencyPredictor:
         other_ms = self._modelled_batch_ms(batch) if other is None else other.latency_ms(cautious=cautious)
         return other_ms if record is None else _less(record.latency_ms(cautious=cautious), other_ms)
 
-    def prompt_tokens_within(self, num_decode: int, context_tokens: int, limit_ms: float) -> int | None:
-        """How many tokens of fresh prompts fit into a batch beside its decodes, so that it takes ``limit_ms``. May be
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
+        """How many tokens of fresh prompts fit into a batch beside these decodes, so that it takes ``limit_ms``. May be
         negative; None while it is not known what a prompt token costs."""
         model, prior = self._batch_model, self._prior
-        shapes = [BatchShape(num_decode, context_tokens, tokens, tokens) for tokens in (0, _PROMPT_TOKENS)]
+        shapes = [decodes, replace(decodes, prefill_tokens=_PROMPT_TOKENS, prefill_context_tokens=_PROMPT_TOKENS)]
         times_ms: list[float | None] = [None]
         if prior is not None and not all(model.reaches(batch_features(shape)) for shape in shapes):
             times_ms = [prior.batch_ms(shape) for shape in shapes]

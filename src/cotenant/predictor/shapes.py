@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
 from cotenant.core.plan import BatchShape
 from cotenant.core.tasklet import TaskletShape
 
-BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0)
+BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0, 1.0, 1.0)
 TASKLET_SCALES = (1.0, 256.0, 256.0 * 256.0)
 
 BatchKey = tuple[int, int, int, int]
@@ -53,7 +54,14 @@ def batch_features(batch: BatchShape) -> tuple[float, ...]:
         float(batch.context_tokens),
         float(batch.prefill_tokens),
         float(batch.prefill_context_tokens),
+        *adapter_features(batch),
     )
+
+
+def adapter_features(batch: BatchShape) -> tuple[float, float]:
+    """LoRA costs a batch something at once, and the more the more adapters there are, but ever less for each: 0.8 ms of
+    a step of 64 rows on an H200 with one, 1.3 with 8, 2.8 with 64."""
+    return float(batch.num_adapters > 0), math.sqrt(batch.num_adapters)
 
 
 def tasklet_features(shape: TaskletShape) -> tuple[float, ...]:

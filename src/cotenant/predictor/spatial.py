@@ -8,12 +8,13 @@ from cotenant.core.plan import BatchShape, Partition
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
 from cotenant.predictor.records import STALE_AFTER
+from cotenant.predictor.shapes import adapter_features
 
 # What a co-run factor is taken for until some were measured: two tenants at full speed slow a decode step on an H200 by
 # 15 to 25% on every partition.
 CONTENTION = 1.25
 _SMS_SCALES = (64.0, 64.0)
-_STEP_SCALES = (1.0, 8.0, 4096.0)
+_STEP_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
 
 Sms = tuple[int, ...]
 
@@ -111,5 +112,5 @@ def _features_of(partition: Partition) -> tuple[float, ...]:
 
 
 def _step_features(batch: BatchShape) -> tuple[float, ...]:
-    """Equation 2's: of c, b and k."""
-    return (1.0, float(batch.num_decode), float(batch.context_tokens))
+    """Equation 2's, of c, b and k; and adapters', of which Harli's requests have none."""
+    return (1.0, float(batch.num_decode), float(batch.context_tokens), *adapter_features(batch))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -201,12 +201,12 @@ class WorkerLoop:
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             short = self._answers.short
-            budget = prompt_budget(self._predictor, *decodes, requests, self._slo, now_s, most, short, in_flight)
+            budget = prompt_budget(self._predictor, decodes, requests, self._slo, now_s, most, short, in_flight)
             self._engine.limit_tokens(budget)
         batch = self._engine.next_shape()
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
-            step_ms = self._predictor.batch_ms(BatchShape(batch.num_decode, batch.context_tokens))
+            step_ms = self._predictor.batch_ms(self._engine.decodes())
             if step_ms is not None:
                 self._aim(step_ms, comes_in=comes_in)
         return Snapshot(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from cotenant.core.plan import InFlight, RequestView, Slo
+from cotenant.core.plan import BatchShape, InFlight, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import flight_ms
 
@@ -66,8 +66,7 @@ def _counts_from(request: RequestView, short: int) -> int:
 
 def prompt_budget(
     predictor: LatencyPredictor,
-    num_decode: int,
-    context_tokens: int,
+    decodes: BatchShape,
     requests: tuple[RequestView, ...],
     slo: Slo,
     now_s: float,
@@ -77,16 +76,16 @@ def prompt_budget(
 ) -> int:
     """Tokens for one batch, decodes included, at most ``most``: about as many as fit the running requests' slack.
 
-    ``num_decode`` and ``context_tokens``: what will decode in it (see ``BatchShape``). ``short``: see
-    ``AnswerLengths``. ``ahead``: the batch in flight.
+    ``decodes``: the batch without prompts. ``short``: see ``AnswerLengths``. ``ahead``: the batch in flight.
     """
+    num_decode = decodes.num_decode
     if num_decode == 0:
         return most
     num_ahead = 0 if ahead is None else 1
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = 0.0 if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead)
-    tokens = predictor.prompt_tokens_within(num_decode, context_tokens, limit_ms)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms)
     if tokens is None:
         return most
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
