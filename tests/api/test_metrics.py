@@ -84,7 +84,7 @@ def test_a_request_that_comes_while_the_worker_is_restarted_counts(worker: Worke
 def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     worker.stats = Stats(
         num_running=3, num_waiting=2, kv_cache_usage=0.5, num_preemptions=1, num_tasklets={"forward": 7},
-        trained_tokens=9, mode="temporal", slack_ms=4.5, prediction_error_ratio=0.1, harvest_ratio=0.7,
+        trained_tokens=9, mode="temporal", slack_ms={"tpot": 4.5}, prediction_error_ratio=0.1, harvest_ratio=0.7,
         prefix_cache_queries=64, prefix_cache_hits=48, step_gap_us=12.5, num_iterations={"none": 5, "fused": 2},
         prediction_errors={"alone": ErrorCounts((3, 1, *[0] * (len(ERROR_BOUNDS) - 2), 1), 7.5)},
     )  # fmt: skip
@@ -95,7 +95,6 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
         "kv_cache_usage_perc": 0.5,
         "num_preemptions_total": 1,
         "trained_tokens_total": 9,
-        "slack_ms": 4.5,
         "prediction_error_ratio": 0.1,
         "harvest_ratio": 0.7,
         "prefix_cache_queries_total": 64,
@@ -105,6 +104,8 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
         assert seen[f'cotenant:{name}{{model_name="m"}}'] == value
     assert seen['cotenant:tasklets_total{kind="forward",model_name="m"}'] == 7
     assert [seen[f'cotenant:iterations_total{{mode="{mode}",model_name="m"}}'] for mode in Mode] == [5, 2, 0, 0]
+    assert seen['cotenant:slack_ms{kind="tpot",model_name="m"}'] == 4.5
+    assert 'cotenant:slack_ms{kind="ttft",model_name="m"}' not in seen, "nobody waits"
     error = "cotenant:iteration_prediction_error"
     within = [seen[f'{error}_bucket{{kind="alone",le="{bound}",model_name="m"}}'] for bound in (*ERROR_BOUNDS, "+Inf")]
     assert within == [3, *[4] * (len(ERROR_BOUNDS) - 1), 5]

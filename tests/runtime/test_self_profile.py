@@ -151,7 +151,7 @@ def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(
     for message in worker.sent:
         assert isinstance(message, Stats)
         assert (message.num_running, message.num_waiting, message.kv_cache_usage) == (0, 0, 0.0)
-        assert (message.online_busy_s, message.prefix_cache_queries, message.slack_ms) == (0.0, 0, None)
+        assert (message.online_busy_s, message.prefix_cache_queries, message.slack_ms) == (0.0, 0, {})
         assert message.step_gap_us is None
     num_records = worker.predictor.num_records
     for _ in range(20):

@@ -85,6 +85,22 @@ def test_the_loop_counts_each_iteration_and_its_error(tmp_path: Path, monkeypatc
     assert found["alone"].counts[-1] == sum(error > ERROR_BOUNDS[-1] for error in errors) - found["corun"].counts[-1]
 
 
+def test_the_loop_tells_the_slack_of_who_waits_and_who_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
+    channel = Channel(AddRequest(request("first", [5, 6, 7], 40)))
+    loop, _ = small_loop(tmp_path, channel, Behind())
+    for _ in range(20):
+        loop.iterate()
+    channel.inbox.append(AddRequest(request("second", [5, 6, 7], 20)))
+    loop.run()
+    slacks = [message.slack_ms for message in channel.sent if isinstance(message, Stats)]
+    assert slacks[0] == {}, "nobody knows yet how long a batch takes"
+    assert "tpot" in slacks[19]
+    assert "ttft" not in slacks[19]
+    assert 0 < slacks[20]["ttft"] < 1000.0
+    assert "ttft" not in slacks[22]
+
+
 def _stats_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
     """One for each iteration: some without a job, and then a job with a request beside it."""
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.core.plan import MAX_GAP_TARGETS, RequestView, Slo
-from cotenant.scheduler.slack import SAFETY, decode_slack_ms, token_slack_ms
+from cotenant.scheduler.slack import SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
 
@@ -68,6 +68,13 @@ def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     nearly = msgspec.structs.replace(last, num_generated=8)
     assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 20 - 100)
     assert token_slack_ms((nearly,), slo, now_s, 1.0) == math.inf
+
+
+def test_who_waits_has_the_slack_of_the_one_that_came_first() -> None:
+    late, new = RequestView("late", 99.99), RequestView("new", 99.995, num_prompt_tokens_left=7)
+    assert first_token_slack_ms((new, late, running(90.0, 5)), SLO, 100.0, 20.0) == pytest.approx(100 - 10 - 20)
+    assert first_token_slack_ms((late,), SLO, 100.2, 20.0) == pytest.approx(100 - 210 - 20), "late"
+    assert first_token_slack_ms((running(90.0, 5),), SLO, 100.0, 20.0) == math.inf
 
 
 VIEWS = st.builds(

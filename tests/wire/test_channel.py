@@ -47,7 +47,7 @@ FROM_WORKER: list[FromWorker] = [
     JobFailed("j", "disk_full", "no space", 3),
     JobFailed("j", "training_diverged", "not finite", 3, 2),
     JobFailed("j", "invalid_hyperparameters", "fits none", 0, param="rank_pattern"),
-    Stats(num_running=2, num_tasklets={"forward": 6}, slack_ms=-1.0),
+    Stats(num_running=2, num_tasklets={"forward": 6}, slack_ms={"tpot": -1.0}),
     Stats(prediction_errors={"alone": ErrorCounts((1, 0), 0.5)}),
     Drained(),
 ]

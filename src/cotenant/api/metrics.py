@@ -166,7 +166,6 @@ class _WorkerCollector(Collector):
         yield self._gauge("num_requests_live", "Requests admitted and not ended.", self._worker.num_live)
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_cache_usage)
         yield self._gauge("model_ready", "1 while the worker has the model loaded.", self._worker.ready is not None)
-        yield self._gauge("slack_ms", "Online slack before the last iteration.", stats.slack_ms)
         yield self._gauge("slo_margin_ratio", "Share of the TPOT target that `adaptive` aims at.", stats.margin)
         yield self._gauge(
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
@@ -218,6 +217,12 @@ class _WorkerCollector(Collector):
         for name in Mode:
             mode.add_metric([*self._labels, name], float(stats.mode == name))
         yield mode
+        slack = GaugeMetricFamily(
+            PREFIX + "slack_ms", "Online slack before the last iteration, by target.", labels=["model_name", "kind"]
+        )
+        for kind, slack_ms in stats.slack_ms.items():
+            slack.add_metric([*self._labels, kind], slack_ms)
+        yield slack
         targets = GaugeMetricFamily(PREFIX + "slo_target_ms", "The targets in force.", labels=["model_name", "kind"])
         ready = self._worker.last_ready
         if ready is not None:

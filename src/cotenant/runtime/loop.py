@@ -24,7 +24,7 @@ from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.margin import Margin
-from cotenant.scheduler.slack import decode_slack_ms
+from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
 from cotenant.wire.messages import (
     AbortRequests,
     AdapterFailed,
@@ -282,11 +282,12 @@ class WorkerLoop:
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
 
     def _publish_stats(self, snapshot: Snapshot) -> None:
-        step_ms = self._predictor.batch_ms(snapshot.batch)
-        has_slack = not snapshot.batch.empty and step_ms is not None
-        slack_ms = None
-        if has_slack:
-            slack_ms = decode_slack_ms(snapshot.requests, self._slo, snapshot.now_s, step_ms or 0.0, snapshot.margin)
+        requests, now_s, step_ms = snapshot.requests, snapshot.now_s, self._predictor.batch_ms(snapshot.batch)
+        slack_ms: dict[str, float] = {}
+        if not snapshot.batch.empty and step_ms is not None:
+            slack_ms["tpot"] = decode_slack_ms(requests, self._slo, now_s, step_ms, snapshot.margin)
+            if any(request.first_token_s is None for request in requests):
+                slack_ms["ttft"] = first_token_slack_ms(requests, self._slo, now_s, step_ms)
         message = self._stats.message(self._engine, self._executor, self._training, slack_ms, self.margin)
         self._channel.send(message)
 

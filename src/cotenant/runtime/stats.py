@@ -54,7 +54,7 @@ class LoopStats:
         engine: OnlineEngine,
         executor: Executor,
         training: TrainingTenant,
-        slack_ms: float | None,
+        slack_ms: dict[str, float],
         margin: float,
     ) -> Stats:
         gaps_ms = executor.gaps_ms

@@ -47,6 +47,13 @@ def decode_slack_ms(
     return min(slack_ms, margin * slo.tpot_ms - step_ms) if has_new else slack_ms
 
 
+def first_token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: float, step_ms: float) -> float:
+    """What the TTFT target leaves the one that has waited longest for its first token, which comes with a step of
+    ``step_ms`` at the earliest. Infinite where nobody waits; negative when it is late already."""
+    arrivals_s = [request.arrival_s for request in requests if request.first_token_s is None]
+    return slo.ttft_ms - (now_s - min(arrivals_s)) * 1e3 - step_ms if arrivals_s else math.inf
+
+
 def token_slack_ms(
     requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float, num_ahead: int = 0
 ) -> float:

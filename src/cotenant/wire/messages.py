@@ -200,6 +200,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     """Gauges and running totals since the worker started, sent a few times a second.
 
     ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
+    ``slack_ms``: of the most urgent request by "tpot", and by "ttft" of the one that has waited longest, if any has.
     ``margin``: the share of the TPOT target that a policy which learns it aims at.
     ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
     ``num_iterations``: by mode. ``prediction_errors``: of iterations, by "alone", in which one tenant had the device to
@@ -221,7 +222,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     tasklet_busy_s: float = 0.0
     online_busy_s: float = 0.0
     mode: str = "none"
-    slack_ms: float | None = None
+    slack_ms: dict[str, float] = {}
     margin: float | None = None
     prediction_error_ratio: float | None = None
     prediction_errors: dict[str, ErrorCounts] = {}
