@@ -10,7 +10,7 @@ from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Parti
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
-from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, bandwidth_share
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, bandwidth_share, rates_by_clocks
 from cotenant.scheduler import create_policy
 from taught import in_turn
 
@@ -52,6 +52,27 @@ def test_more_sms_are_never_slower(batch: BatchShape, tasklet: TaskletShape, few
 @given(share=st.floats(0.01, 1.0))
 def test_bandwidth_needs_fewer_sms_than_arithmetic(share: float) -> None:
     assert share <= bandwidth_share(share) <= 1.0
+
+
+@pytest.mark.parametrize(("name", "memory_bytes_per_s"), [("NVIDIA H200", 4.92e12), ("NVIDIA H100 80GB HBM3", 3.35e12)])
+def test_rates_by_clocks_come_near_those_that_were_measured(name: str, memory_bytes_per_s: float) -> None:
+    rates = rates_by_clocks((9, 0), 132, 1.98e9, memory_bytes_per_s)
+    assert rates is not None
+    assert rates.flops == pytest.approx(RATES[name].flops, rel=0.05)
+    assert rates.bytes_per_s == pytest.approx(RATES[name].bytes_per_s, rel=0.05)
+
+
+def test_rates_of_other_devices_are_a_share_of_their_data_sheets() -> None:
+    for capability, num_sms, sm_hz, bytes_per_s, flops in (
+        ((8, 0), 108, 1.41e9, 2.04e12, 312e12),  # A100
+        ((8, 9), 142, 2.52e9, 0.86e12, 362e12),  # L40S
+    ):
+        rates = rates_by_clocks(capability, num_sms, sm_hz, bytes_per_s)
+        assert rates is not None
+        assert 0.7 * flops < rates.flops < 0.8 * flops
+        assert 0.8 * bytes_per_s < rates.bytes_per_s < 0.9 * bytes_per_s
+    assert rates_by_clocks((7, 2), 108, 1.41e9, 2.04e12) is None, "a capability that nobody knows"
+    assert rates_by_clocks((8, 0), 108, 0.0, 2.04e12) is None, "a driver that tells no clock"
 
 
 def test_nothing_measured_nothing_said() -> None:

@@ -23,12 +23,21 @@ class FinishedTasklet(NamedTuple):
     partition: Partition | None = None
 
 
+class Clocks(NamedTuple):
+    """A GPU's highest: ``sm_hz`` of each SM, ``bytes_per_s`` of its memory. ``capability``: what its SMs can do."""
+
+    capability: tuple[int, int]
+    sm_hz: float
+    bytes_per_s: float
+
+
 class Device(Protocol):
     """Two lanes of work, online and best-effort. On a device that cannot overlap them they are the same lane.
 
     ``name`` identifies the hardware in latency records. ``fuses``: running a training forward inside a decode step is
     expected to pay. ``overlaps``: launched work runs while the host goes on, so batches are launched ahead of it.
     ``num_multiprocessors``: of a GPU, that tiles of a matrix product are dealt out to; None elsewhere.
+    ``clocks``: None where nobody tells them.
     ``partitions``: of its SMs, that were made so far. ``num_launched``: tasklets so far, without the one that is being
     launched.
     """
@@ -38,6 +47,7 @@ class Device(Protocol):
     fuses: bool
     overlaps: bool
     num_multiprocessors: int | None
+    clocks: Clocks | None
     partitions: tuple[Partition, ...]
 
     @property

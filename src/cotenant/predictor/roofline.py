@@ -50,6 +50,25 @@ RATES = {
 }
 
 
+# Operations of bf16 matrix products in a clock cycle of an SM, by compute capability; that of GeForce cards is half as
+# much, of which the ratio learned for each kind of work makes up.
+_FLOPS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 1024}
+# What H200 reaches of its clocks' product: 132 SMs at 1.98 GHz, and 6,144 bits at twice 3.2 GHz.
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.75, 0.86
+
+
+def rates_by_clocks(
+    capability: tuple[int, int], num_sms: int, clock_hz: float, peak_bytes_per_s: float
+) -> DeviceRates | None:
+    """Of a device that was not measured: what it should reach at its highest clocks. None where it is not known how
+    much its SMs do in a cycle."""
+    flops_per_cycle = _FLOPS_PER_CYCLE.get(capability)
+    if flops_per_cycle is None or min(num_sms, clock_hz, peak_bytes_per_s) <= 0:
+        return None
+    flops = _REACHED_FLOPS * flops_per_cycle * num_sms * clock_hz
+    return DeviceRates(flops, _REACHED_BANDWIDTH * peak_bytes_per_s, num_sms)
+
+
 def bandwidth_share(sm_share: float) -> float:
     """The share of a device's bandwidth that a share of its SMs reaches; it saturates, other than computation."""
     if sm_share >= 1.0:

@@ -11,13 +11,14 @@ import torch
 
 from cotenant.config import ServerConfig
 from cotenant.core.plan import Slo
+from cotenant.device.base import Device
 from cotenant.finetune.optimizer import warm_up
 from cotenant.models.decoder import Decoder
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
-from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, rates_by_clocks
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.calibration import calibrate
 from cotenant.runtime.executor import Executor
@@ -95,7 +96,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     model = " ".join(
         filter(None, (serving.resolved.name, str(decoder.dtype).removeprefix("torch."), config.model.quantization))
     )
-    prior = _prior(spec, decoder.dtype, config.model.quantization, device.name)
+    prior = _prior(spec, decoder.dtype, config.model.quantization, device)
     predictor = LatencyPredictor(device.name, model, prior)
     latencies = LatencyFile(Path(config.data_dir), device.name, model)
     num_records = latencies.load(predictor)
@@ -122,9 +123,12 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     return Tenants(serving, lanes, training, executor, predictor, latencies, slo, fuse, trace)
 
 
-def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device_name: str) -> Prior | None:
-    """None for a device whose rates nobody has measured, a CPU above all."""
-    rates = RATES.get(device_name)
+def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device: Device) -> Prior | None:
+    """None for a device whose rates nobody knows, a CPU above all."""
+    rates = RATES.get(device.name)
+    if rates is None and device.clocks is not None:
+        capability, sm_hz, bytes_per_s = device.clocks
+        rates = rates_by_clocks(capability, device.num_multiprocessors or 0, sm_hz, bytes_per_s)
     if rates is None:
         return None
     sizes = ModelSizes(

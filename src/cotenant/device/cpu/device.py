@@ -12,7 +12,7 @@ import torch
 
 from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
-from cotenant.device.base import FinishedTasklet
+from cotenant.device.base import Clocks, FinishedTasklet
 from cotenant.device.cpu.arena import CpuArena
 
 
@@ -22,6 +22,7 @@ class CpuDevice:
     fuses = False  # one lane anyway: fusing saves little and costs the bits of an undisturbed training run
     overlaps = False
     num_multiprocessors: int | None = None
+    clocks: Clocks | None = None
     partitions: tuple[Partition, ...] = ()
 
     def __init__(self) -> None:

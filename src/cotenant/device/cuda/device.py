@@ -10,7 +10,7 @@ import torch
 
 from cotenant.core.plan import Partition
 from cotenant.core.tasklet import TaskletShape
-from cotenant.device.base import FinishedTasklet
+from cotenant.device.base import Clocks, FinishedTasklet
 from cotenant.device.cuda.arena import CudaArena
 from cotenant.device.cuda.pacing import TaskletQueue
 from cotenant.device.cuda.partitions import BEST_EFFORT_PRIORITY, ONLINE_PRIORITY, Partitions
@@ -32,7 +32,9 @@ class CudaDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
-        self.num_multiprocessors: int | None = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.num_multiprocessors: int | None = properties.multi_processor_count
+        self.clocks = _clocks_of(properties)
         self.partitions: tuple[Partition, ...] = ()
         self._partitions = Partitions(self.torch_device)
         self._online = self._last_online = torch.cuda.Stream(self.torch_device, priority=ONLINE_PRIORITY)
@@ -146,6 +148,15 @@ class CudaDevice:
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)
+
+
+def _clocks_of(properties: object) -> Clocks | None:
+    """``properties``: as torch.cuda.get_device_properties has them, which not every version does."""
+    names = ("major", "minor", "clock_rate", "memory_clock_rate", "memory_bus_width")
+    major, minor, sm_khz, memory_khz, bus_bits = (int(getattr(properties, name, 0)) for name in names)
+    if min(sm_khz, memory_khz, bus_bits) <= 0:
+        return None
+    return Clocks((major, minor), sm_khz * 1e3, 2 * memory_khz * 1e3 * bus_bits / 8)  # data on both edges
 
 
 def _unused_bytes(segment: dict[str, Any]) -> int:
