@@ -12,7 +12,8 @@ def test_rates_by_clocks_come_near_those_that_were_measured() -> None:
     device = create_device("cuda")
     if device.name not in RATES:
         pytest.skip(f"the rates of {device.name} are not known")
-    assert device.clocks is not None
+    if device.clocks is None:
+        pytest.skip("this torch tells no clocks")
     capability, sm_hz, bytes_per_s = device.clocks
     rates = rates_by_clocks(capability, device.num_multiprocessors or 0, sm_hz, bytes_per_s)
     assert rates is not None

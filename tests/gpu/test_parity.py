@@ -57,12 +57,13 @@ def run(decoder: Decoder, device_name: str, job_folder: Path | None, fuse: bool)
         if iteration % 4 == 0 and iteration < 40:
             engine.add(request(f"r{iteration}", [3 + (iteration + 7 * i) % 200 for i in range(5 + iteration % 9)], 20))
         snapshot = Snapshot(time.time(), Slo(1e6, 1e6), engine.next_shape(), engine.views(), training.view(), fuse)
+        plan = executor.begun or policy.plan(snapshot)
 
         def emit(outputs: list) -> None:  # type: ignore[type-arg]
             for output in outputs:
                 tokens.setdefault(output.request_id, []).extend(output.token_ids)
 
-        predictor.observe(executor.execute(policy.plan(snapshot), emit, lambda: False))
+        predictor.observe(executor.execute(plan, emit, lambda: False))
         training.publish()
         if iteration > 40 and not engine.has_work and training.job_id is None:
             break

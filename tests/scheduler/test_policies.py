@@ -58,6 +58,14 @@ def test_tasklets_are_taken_along_with_a_decode_step(policy: str) -> None:
     assert decided.interruptible
 
 
+@pytest.mark.parametrize(("ttft_ms", "expected_ms"), [(500.0, 2.5), (1e9, 10.0)])
+def test_who_comes_waits_for_tasklets_behind_a_batch_and_not_for_long(ttft_ms: float, expected_ms: float) -> None:
+    snapshot = Snapshot(100.0, Slo(ttft_ms, 20.0), DECODE, (RUNNING,), JOB, margin=0.9)
+    decided = create_policy("adaptive", taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+    assert decided.num_tasklets > 0
+    assert decided.hold_ms == expected_ms
+
+
 @pytest.mark.parametrize("policy", ["multitask", "adaptive"])
 def test_training_is_suspended_for_a_prefill_and_for_those_who_wait(policy: str) -> None:
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)

@@ -27,6 +27,7 @@ from cotenant.wire.messages import Ready, StartFailed
 logger = logging.getLogger(__name__)
 
 START_FAILED_EXIT_CODE = 2
+_SWITCH_S = 5e-4  # a tenth of Python's own
 
 
 def build_loop(
@@ -89,6 +90,8 @@ def main() -> int:
         channel.send(StartFailed(str(error)))
         channel.close()
         return START_FAILED_EXIT_CODE
+    # While a thread reads a job's files or an adapter, the loop waits for the interpreter at each launch.
+    sys.setswitchinterval(_SWITCH_S)
     # What was loaded stays: keep the collector from walking it during an iteration.
     gc.collect()
     gc.freeze()

@@ -25,8 +25,8 @@ _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
 _CATCHING_UP_TOKENS = 8
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
-# would else get nothing.
-_HOLD_SHARE = 0.005
+# would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
+_HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
@@ -81,7 +81,7 @@ class _Choice:
         self._snapshot = snapshot
         self._job = job
         self._step_ms = step_ms
-        self._hold_ms = _HOLD_SHARE * snapshot.slo.ttft_ms
+        self._hold_ms = min(_MOST_HOLD_MS, _HOLD_SHARE * snapshot.slo.ttft_ms)
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
         # Until this batch begins.
