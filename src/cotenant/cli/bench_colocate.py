@@ -27,12 +27,11 @@ from cotenant.cli.colocate_grid import Grid
 from cotenant.cli.colocate_loads import (
     CONTEXT,
     NUM_TOKENS,
+    SteadyPlan,
+    TracePlan,
+    plan_steady,
     plan_trace,
     read_traces,
-    steady_lengths,
-    steady_load,
-    steady_parameters,
-    trace_load,
 )
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
@@ -176,21 +175,16 @@ def colocate(
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
     traces = read_traces(trace or [], busiest, max_model_len or limit, window)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
-    from cotenant.runtime.colocate_bench import ColocateBench, steady_len
+    from cotenant.runtime.colocate_bench import ColocateBench
     from cotenant.runtime.finetune_workload import Workload
 
-    served, largest = max_model_len or limit, max(sizes, default=0)
-    flag = "batch-sizes" if context is None and num_tokens is None else "context"
-    context, num_tokens = steady_lengths(context, num_tokens, served + 1 - steady_len(largest, 1, 0))
-    lengths = [steady_len(size, context, num_tokens) for size in sizes]
-    if max(lengths, default=0) > served:
-        raise InvalidInputError(
-            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {max(lengths)}; the "
-            f"model takes {served}",
-            param=flag,
-        )
-    lengths += [each.input_len + each.output_len for one in traces.values() for each in one.requests]
-    config = _config(replace(chosen, max_model_len=max_model_len or max(lengths)), tasklet_tokens, names, fuse=fuse)
+    plans: list[SteadyPlan | TracePlan] = [*plan_steady(sizes, context, num_tokens, max_model_len or limit)]
+    plans += [
+        plan_trace(name, traces[name], scale, min_requests, cell_seconds)
+        for name, scale in itertools.product(traces, scales)
+    ]
+    longest = max(plan.longest for plan in plans)
+    config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names, fuse=fuse)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
         "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,
@@ -199,27 +193,18 @@ def colocate(
         known = {"model": chosen.name, "training": asdict(workload), **settings}
         check_alike(known, before, "--resume: the file of --json")
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
-    plans = [
-        plan_trace(name, traces[name], scale, min_requests, cell_seconds)
-        for name, scale in itertools.product(traces, scales)
-    ]
-    steady = [steady_parameters(size, context, num_tokens) for size in sizes]
-    grid = Grid([*steady, *(plan.parameters for plan in plans)], slos, names, skip_hopeless)
+    grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless)
     report = before
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
             say_phase("timing training alone")
-            alone = bench.alone(alone_seconds)
-            # A seed for each load: what policies are compared under is the same.
-            loads = [steady_load(bench, size, context, num_tokens, seed) for seed, size in enumerate(sizes)]
-            loads += [trace_load(bench, plan, seed) for seed, plan in enumerate(plans, len(loads))]
-            report = {
-                **_report(bench, label), **settings, "train_alone_tokens_per_s": round(alone, 2), "cells": [],
-            }  # fmt: skip
+            alone = round(bench.alone(alone_seconds), 2)
+            report = {**_report(bench, label), **settings, "train_alone_tokens_per_s": alone, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
-            grid.measure(report, loads, json_path)
+            # A seed for each load: what policies are compared under is the same.
+            grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
     report["comparison"] = compare(report, slo_attainment)
     _tell(report, json_path, html_path)
 

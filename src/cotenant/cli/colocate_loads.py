@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,51 @@ def steady_lengths(context: int | None, num_tokens: int | None, most: int) -> tu
     return context, num_tokens
 
 
-def steady_parameters(batch_size: int, context: int, num_tokens: int) -> dict[str, Any]:
-    """``batch_size`` sequences that decode together, as their cells have them in the JSON."""
-    return {"load": "steady", "batch_size": batch_size, "context": context, "num_tokens": num_tokens}
+@dataclass(frozen=True, slots=True)
+class SteadyPlan:
+    """``batch_size`` sequences that decode together, around ``context`` tokens each, and are timed for ``num_tokens``."""
+
+    batch_size: int
+    context: int
+    num_tokens: int
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """As its cells have them in the JSON."""
+        return {"load": "steady", **asdict(self)}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        from cotenant.runtime.colocate_bench import steady_len
+
+        return steady_len(self.batch_size, self.context, self.num_tokens)
+
+    def load(self, bench: ColocateBench, seed: int) -> ColocateLoad:
+        """What was planned, to be measured."""
+        return ColocateLoad(
+            self.parameters,
+            lambda policy, slo: bench.steady(policy, slo, self.batch_size, self.context, self.num_tokens, seed),
+        )
+
+
+def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | None, limit: int) -> list[SteadyPlan]:
+    """For each of the batch sizes, with what is not given as ``steady_lengths`` has it. Raises InvalidInputError where
+    a sequence would be longer than ``limit``."""
+    if not sizes:
+        return []
+    largest = max(sizes)
+    flag = "batch-sizes" if context is None and num_tokens is None else "context"
+    context, num_tokens = steady_lengths(context, num_tokens, limit + 1 - SteadyPlan(largest, 1, 0).longest)
+    plans = [SteadyPlan(size, context, num_tokens) for size in sizes]
+    longest = max(plan.longest for plan in plans)
+    if longest > limit:
+        raise InvalidInputError(
+            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest}; the "
+            f"model takes {limit}",
+            param=flag,
+        )
+    return plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +120,21 @@ class TracePlan:
     @property
     def duration_s(self) -> float:
         return max(self.trace.duration_s / self.time_scale, 1e-3)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest request."""
+        return max(each.input_len + each.output_len for each in self.trace.requests)
+
+    def load(self, bench: ColocateBench, seed: int) -> ColocateLoad:
+        """What was planned, to be measured."""
+        from cotenant.runtime.load import Arrival
+
+        scale, requests = self.time_scale, self.trace.requests
+        arrivals = [Arrival(each.at_s / scale, each.input_len, each.output_len) for each in requests]
+        return ColocateLoad(
+            self.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed)
+        )
 
 
 def plan_trace(
@@ -103,19 +160,3 @@ def plan_trace(
         "request_rate": round(len(plan.trace.requests) / plan.duration_s, 4),
     }
     return replace(plan, parameters=parameters)
-
-
-def steady_load(bench: ColocateBench, batch_size: int, context: int, num_tokens: int, seed: int) -> ColocateLoad:
-    """``batch_size`` sequences that decode together."""
-    return ColocateLoad(
-        steady_parameters(batch_size, context, num_tokens),
-        lambda policy, slo: bench.steady(policy, slo, batch_size, context, num_tokens, seed),
-    )
-
-
-def trace_load(bench: ColocateBench, plan: TracePlan, seed: int) -> ColocateLoad:
-    """What was planned of a trace."""
-    from cotenant.runtime.load import Arrival
-
-    arrivals = [Arrival(each.at_s / plan.time_scale, each.input_len, each.output_len) for each in plan.trace.requests]
-    return ColocateLoad(plan.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, plan.duration_s, seed))
