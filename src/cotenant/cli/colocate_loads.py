@@ -64,7 +64,7 @@ def steady_lengths(context: int | None, num_tokens: int | None, most: int) -> tu
 
 @dataclass(frozen=True, slots=True)
 class SteadyPlan:
-    """``batch_size`` sequences that decode together, around ``context`` tokens each, and are timed for ``num_tokens``."""
+    """``batch_size`` sequences that decode together, around ``context`` tokens each, timed for ``num_tokens``."""
 
     batch_size: int
     context: int
