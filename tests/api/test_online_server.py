@@ -190,6 +190,7 @@ def test_usage_says_how_much_of_the_prompt_was_cached(http: httpx.Client, path: 
     full_pages = (num_prompt - 1) // 16 * 16
     assert usage(text) == (num_prompt, full_pages)
     assert usage(text, n=3) == (num_prompt, full_pages), "a prompt that is answered several times counts once"
+    assert [usage(text, cache_salt="a")[1] for _ in range(2)] == [0, full_pages]
     if "chat" not in path:
         body = {"model": MODEL, "prompt": [text, text], "max_tokens": 1, "n": 2}
         both = http.post("/v1/completions", json=body).json()["usage"]

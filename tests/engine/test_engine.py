@@ -479,6 +479,18 @@ def test_a_request_may_leave_the_prefix_cache_alone(small) -> None:
     assert engine.num_queried_tokens == 3 * 18
 
 
+def test_requests_share_pages_with_those_of_the_same_salt(small) -> None:
+    engine = small.engine(page_tokens=4)
+    prompt = small.prompt(18)
+    hits = []
+    for salt in ("", "a", "b", "a", "", "b"):
+        request = replace(small.request(prompt, 6), cache_salt=salt)
+        outputs = small.run(engine, [request])
+        assert small.tokens(outputs[request.request_id]) == small.greedy(prompt, 6)
+        hits.append(engine.num_hit_tokens)
+    assert hits == [0, 0, 0, 16, 32, 48]
+
+
 @pytest.mark.parametrize("place", ["sampler", "scores"])
 def test_a_launch_that_ran_out_of_memory_may_be_repeated(small, monkeypatch, place: str) -> None:
     """Behind a batch in flight too, whose tokens only the device knows; and no token counts twice for penalties."""

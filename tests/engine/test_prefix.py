@@ -1,10 +1,12 @@
 """Pages have equal keys when, and only when, all tokens up to their ends and the weights are equal."""
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.engine.prefix import BASE_ROOT, PrefixKeys
+from cotenant.engine.prefix import BASE_ROOT, PrefixKeys, salted
 from cotenant.engine.sequence import PENDING
 
 texts = st.lists(st.integers(0, 2), min_size=0, max_size=24)
@@ -40,6 +42,15 @@ def test_a_key_names_one_place_in_the_text() -> None:
 def test_what_was_computed_with_other_weights_has_other_keys() -> None:
     roots = [BASE_ROOT, b"1" * 16, b"2" * 16]
     assert len({keys([1, 2], 2, root)[0] for root in roots}) == len(roots)
+
+
+def test_a_salt_gives_keys_of_its_own() -> None:
+    adapter = b"1" * 16
+    roots = [salted(root, salt) for root in (BASE_ROOT, adapter) for salt in ("", "a", "b", "ab")]
+    assert len({keys([1, 2], 2, root)[0] for root in roots}) == len(roots)
+    assert salted(adapter, "") == adapter
+    page = array("I", [1, 2]).tobytes().decode()
+    assert salted(BASE_ROOT, page) != keys([1, 2], 2)[0], "a salt of tokens is not their page"
 
 
 def test_large_token_ids_are_told_apart() -> None:

@@ -58,6 +58,7 @@ def make_choices(
     options: TextOptions,
     adapter: AdapterRef | None,
     priority: int,
+    cache_salt: str,
     arrival_s: float,
     first_index: int = 0,
 ) -> list[Choice]:
@@ -72,6 +73,7 @@ def make_choices(
                 arrival_s=wall_arrival_s,
                 adapter=adapter,
                 priority=priority,
+                cache_salt=cache_salt,
             ),
             options,
             arrival_s,

@@ -52,7 +52,7 @@ class AdapterRef:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s`` is on the wall clock.
-    ``uses_prefix_cache``: finds KV pages there, and leaves its own."""
+    ``uses_prefix_cache``: finds KV pages there, and leaves its own, for requests with the same ``cache_salt`` alone."""
 
     request_id: str
     prompt: tuple[int, ...]
@@ -61,6 +61,7 @@ class Request:
     adapter: AdapterRef | None = None
     priority: int = 0
     uses_prefix_cache: bool = True
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cotenant.engine.batcher import Admission, BatchPlan
 from cotenant.engine.block_table import BlockTables
 from cotenant.engine.integrity import check_queues
 from cotenant.engine.kv_cache import KvCache
-from cotenant.engine.prefix import PrefixKeys
+from cotenant.engine.prefix import PrefixKeys, salted
 from cotenant.engine.queue import SequenceQueue
 from cotenant.engine.sampler import Sampler
 from cotenant.engine.sequence import Sequence
@@ -200,7 +200,7 @@ class LiveSequences:
         is_scored = request.sampling.prompt_logprobs is not None
         if not self._prefix_caching or is_scored or not request.uses_prefix_cache:
             return
-        root = self._adapters.prefix_root(request.adapter)
+        root = salted(self._adapters.prefix_root(request.adapter), request.cache_salt)
         if sequence.prefix is None or sequence.prefix.root != root:
             sequence.prefix = PrefixKeys(self._tables.page_tokens, root)
 

@@ -16,11 +16,17 @@ BASE_ROOT = bytes(KEY_BYTES)
 """Where the base model's chains start. Those of an adapter start from the fingerprint of its weights."""
 
 
+def salted(root: bytes, salt: str) -> bytes:
+    """The root of chains that only requests with this salt share: who does not know it finds none of their pages, nor
+    learns from the time that an answer takes that there are any. None is equal to a page's key, whatever the salt."""
+    return blake2b(root + salt.encode(), digest_size=KEY_BYTES, person=b"salt").digest() if salt else root
+
+
 class PrefixKeys:
     """The keys of one sequence's full pages, computed once each.
 
     key i = blake2b(key i-1 + the token ids of page i), and ``root`` stands before the first: ``BASE_ROOT``, or an
-    adapter's fingerprint.
+    adapter's fingerprint, perhaps ``salted``.
     """
 
     def __init__(self, page_tokens: int, root: bytes) -> None:

@@ -108,6 +108,7 @@ class _Chat:
             options=options,
             adapter=model.adapter,
             priority=body.priority,
+            cache_salt=body.cache_salt,
             arrival_s=arrival_s,
         )
         return cls(state, body, chat_id, int(time.time()), len(prompt), choices)

@@ -128,6 +128,7 @@ class _Completion:
                 options=options,
                 adapter=model.adapter,
                 priority=body.priority,
+                cache_salt=body.cache_salt,
                 arrival_s=arrival_s,
                 first_index=len(choices),
             )

@@ -20,7 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prompt_cache_key",
-        "prompt_cache_retention", "cache_salt", "request_id",
+        "prompt_cache_retention", "request_id",
     }
 )  # fmt: skip
 

@@ -53,6 +53,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     )
     ignore_eos: bool = False
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] = 0
+    cache_salt: Annotated[str, Meta(max_length=1024)] = ""
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
