@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 # (sequences, tokens) of a batch, by the device's type.
 _BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 
@@ -200,17 +202,24 @@ class CoExecutionConfig:
 
 @dataclass(frozen=True, slots=True)
 class ApiConfig:
-    """The HTTP side. ``api_key`` empty: no key is asked for."""
+    """The HTTP side. ``api_key`` empty: no key is asked for. ``allowed_origins``: of web pages whose scripts may read
+    answers; "*" for all."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str = field(default="", repr=False)
     max_upload_bytes: int = 512 * 1024 * 1024
+    allowed_origins: tuple[str, ...] = ()
     organization: str = "local"
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.max_upload_bytes >= 1024, "max-upload-bytes", "must be at least 1024")
+        for origin in self.allowed_origins:
+            is_one = origin == "*" or _ORIGIN.fullmatch(origin) is not None
+            _require(
+                is_one, "allowed-origins", f"must be * or like https://example.org, without a path, not {origin!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

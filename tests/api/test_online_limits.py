@@ -15,6 +15,7 @@ import pytest
 import serving
 
 KEY = "a secret key"
+ORIGIN = "https://chat.example"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 BODY: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "ignore_eos": True}
 MAX_QUEUE = 32
@@ -23,7 +24,7 @@ NUM_AT_ONCE = 200  # the pool of httpx takes a time that grows with the square o
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.RunningServer]:
-    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "8")
+    flags = ("--max-queue", str(MAX_QUEUE), "--max-num-seqs", "8", "--allowed-origins", ORIGIN)
     with serving.running_server(
         tmp_path_factory.mktemp("limits") / "data", *flags, env={"COTENANT_API_KEY": KEY}
     ) as running:
@@ -45,6 +46,21 @@ def test_v1_needs_the_key(http: httpx.Client, path: str) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
         assert KEY not in response.text
     assert http.get(path, headers=HEADERS).status_code in (200, 404)
+
+
+def test_pages_of_an_allowed_origin_may_call_and_others_not(http: httpx.Client) -> None:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    for origin, is_allowed in ((ORIGIN, True), ("https://other.example", False)):
+        before = http.options("/v1/chat/completions", headers={"Origin": origin, **asks})
+        assert before.status_code == (200 if is_allowed else 400)
+        for headers, status in ((HEADERS, 200), ({}, 401)):
+            for more in ({}, {"stream": True}):
+                body = {**BODY, "max_tokens": 2, **more}
+                response = http.post("/v1/chat/completions", json=body, headers={"Origin": origin, **headers})
+                assert response.status_code == status
+                allowed = response.headers.get("access-control-allow-origin")
+                assert allowed == (ORIGIN if is_allowed else None)
+                assert "x-request-id" in response.headers["access-control-expose-headers"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/version"])

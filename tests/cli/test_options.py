@@ -45,7 +45,7 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
         "tasklet_tokens": 64, "fuse": False, "sm_shares": [0.25, 0.5], "self_profile": True, "host": "::1", "port": 81,
         "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
-        "trace_file": "trace.json",
+        "trace_file": "trace.json", "allowed_origins": ["https://a.example", "http://localhost:3000"],
     }  # fmt: skip
     assert set(given) == set(FLAGS)
     by_flags = build_config("tiny", given, None)
@@ -180,6 +180,18 @@ def test_lora_modules_in_every_form(tmp_path: Path) -> None:
 def test_a_wrong_lora_module_is_named(module: str, complaint: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(complaint)):
         build_config("tiny", {"lora_modules": [module]}, None)
+
+
+def test_origins_are_given_one_by_one_or_as_a_list() -> None:
+    for given in (["*", "https://a.example"], ['["*", "https://a.example"]'], '["*", "https://a.example"]'):
+        assert build_config("tiny", {"allowed_origins": given}, None).api.allowed_origins == ("*", "https://a.example")
+
+
+@pytest.mark.parametrize("origin", ["a.example", "https://a.example/", "https://a.example/x", "", '["*"', "[7]"])
+def test_an_origin_that_no_page_has_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidInputError, match="--allowed-origins: ") as refused:
+        build_config("tiny", {"allowed_origins": [origin]}, None)
+    assert refused.value.param == "allowed-origins"
 
 
 def test_the_same_lora_name_twice_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 import cotenant
 from cotenant.api import openapi
@@ -59,4 +60,12 @@ def create_app(state: AppState) -> FastAPI:
     if state.config.api.api_key:
         app.add_middleware(ApiKeyMiddleware, api_key=state.config.api.api_key)
     app.add_middleware(RequestContextMiddleware)
+    if state.config.api.allowed_origins:  # outside of the key's check: a browser asks first, and without it
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.config.api.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app

@@ -127,6 +127,12 @@ _ALL_FLAGS = (
     Flag("host", ApiConfig, "host", "Address to listen on."),
     Flag("port", ApiConfig, "port", "Port to listen on; 0 picks a free one."),
     Flag("api-key", ApiConfig, "api_key", "Key that /v1 asks for; or set COTENANT_API_KEY."),
+    Flag(
+        "allowed-origins",
+        ApiConfig,
+        "allowed_origins",
+        "Origin of web pages whose scripts may call the API, * for all; may be given several times.",
+    ),
     Flag("max-upload-bytes", ApiConfig, "max_upload_bytes", "Largest file that can be uploaded."),
     Flag("data-dir", ServerConfig, "data_dir", "Folder of files, jobs and adapters."),
     Flag("trace-file", ServerConfig, "trace_file", "Write a Chrome trace of the worker here."),
@@ -164,6 +170,8 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
         del values["quantization"]
     if "lora_modules" in values:
         values["lora_modules"] = _parse_lora_modules(values["lora_modules"])
+    if "allowed_origins" in values:
+        values["allowed_origins"] = _parse_origins(values["allowed_origins"])
     sections: dict[type, dict[str, Any]] = {flag.section: {} for flag in _ALL_FLAGS}
     sections[ModelConfig]["model"] = _convert(_MODEL_KEY, values.pop(_MODEL_KEY), str)
     for key, value in values.items():
@@ -234,6 +242,20 @@ def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
             raise InvalidInputError(f"--lora-modules: '{name}': there is no folder {folder}", param="lora-modules")
         modules[name] = str(Path(folder).resolve())
     return tuple(modules.items())
+
+
+def _parse_origins(value: object) -> list[object]:
+    """One or a list of them; each may be a JSON list itself, which is vLLM's form."""
+    origins: list[object] = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(item, str) or not item.lstrip().startswith("["):
+            origins.append(item)
+            continue
+        try:
+            origins += json.loads(item)
+        except ValueError as error:
+            raise InvalidInputError(f"--allowed-origins: not valid JSON: {item}", param="allowed-origins") from error
+    return origins
 
 
 def _check_lora_names(model: ModelConfig, lora: LoraConfig) -> None:

@@ -58,6 +58,7 @@ def serve(
     host: Annotated[str | None, option("host")] = None,
     port: Annotated[int | None, option("port")] = None,
     api_key: Annotated[str | None, option("api-key")] = None,
+    allowed_origins: Annotated[list[str] | None, option("allowed-origins")] = None,
     max_upload_bytes: Annotated[int | None, option("max-upload-bytes")] = None,
     data_dir: Annotated[str | None, option("data-dir")] = None,
     log_level: Annotated[str | None, option("log-level")] = None,
@@ -88,7 +89,9 @@ def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     resolved = resolve_model(config.model)
     _check_lora_modules(config.lora, resolved.spec)
-    base = BaseModel(resolved.folder, resolved.spec.vocab_size)
+    # Absolute, for adapters name their base by it, wherever they are read.
+    folder = None if resolved.folder is None else resolved.folder.absolute()
+    base = BaseModel(folder, resolved.spec.vocab_size)
     try:
         code = run_server(config, base, typer.echo, prepared=prepared)
     except ServerFailedError as error:
