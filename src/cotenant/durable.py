@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -56,6 +57,20 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder, if it is there. Its name goes in one rename; a crash leaves the rest to ``remove_leftovers``.
+
+    Needs no room: a full disk is why most folders go.
+    """
+    discarded = folder.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    try:
+        os.replace(folder, discarded)
+    except FileNotFoundError:
+        return
+    fsync_path(folder.parent)
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def write_atomically(target: Path, write: Callable[[Path], None]) -> None:

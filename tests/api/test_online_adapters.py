@@ -87,6 +87,17 @@ def test_an_adapter_comes_and_goes(http: httpx.Client, adapters: list[str]) -> N
     assert (say(http, "tiny"), say(http, "flagged")) == (base, flagged)
 
 
+def test_an_adapter_of_the_users_cannot_be_deleted(http: httpx.Client, adapters: list[str]) -> None:
+    assert load(http, "loaded", adapters[1]).status_code == 200
+    for name in ("flagged", "loaded"):
+        answer = http.delete(f"/v1/models/{name}")
+        assert answer.status_code == 400
+        error = error_of(answer)
+        assert "/v1/unload_lora_adapter" in error["message"]
+        say(http, name)
+    assert unload(http, "loaded").status_code == 200
+
+
 def test_loading_in_place_serves_what_the_folder_holds_now(
     http: httpx.Client, adapters: list[str], tmp_path: Path
 ) -> None:

@@ -19,7 +19,8 @@ import cotenant
 from cotenant.api import openapi
 from cotenant.api.errors import install_handlers
 from cotenant.api.jobs.manager import JobManager
-from cotenant.api.routes import files, fine_tuning
+from cotenant.api.models import ModelCard, ModelList, ModelNames
+from cotenant.api.routes import files, fine_tuning, models
 from cotenant.config import ApiConfig, ModelConfig, ServerConfig
 from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Slo
@@ -118,6 +119,14 @@ class Server:
         answer: dict[str, Any] = (await self.http.post(f"{JOBS}/{job_id}/{action}")).json()
         return answer
 
+    async def models(self) -> list[str]:
+        return [card["id"] for card in (await self.http.get("/v1/models")).json()["data"]]
+
+    async def checkpoints(self, job_id: str) -> list[str]:
+        """Names, newest first."""
+        page = (await self.http.get(f"{JOBS}/{job_id}/checkpoints", params={"limit": 1000})).json()
+        return [checkpoint["fine_tuned_model_checkpoint"] for checkpoint in page["data"]]
+
     async def wait(self, job_id: str, *statuses: str) -> dict[str, Any]:
         async with asyncio.timeout(30):
             while (job := await self.job(job_id))["status"] not in statuses:
@@ -162,10 +171,13 @@ async def server(data_dir: Path, worker: RecordingWorker | None = None) -> Async
     jobs = JobManager(store, worker, config, TINY)
     worker.jobs = jobs
     app = FastAPI()
-    app.state.cotenant = SimpleNamespace(config=config, base_folder=TINY, worker=worker, store=store, jobs=jobs)
-    app.include_router(files.router)
-    app.include_router(fine_tuning.router)
-    openapi.install(app, (*files.DOCUMENTED, *fine_tuning.DOCUMENTED))
+    names = ModelNames(config, TINY, worker, store)  # type: ignore[arg-type]
+    app.state.cotenant = SimpleNamespace(
+        config=config, base_folder=TINY, worker=worker, store=store, jobs=jobs, models=names
+    )
+    for module in (files, fine_tuning, models):
+        app.include_router(module.router)
+    openapi.install(app, (*files.DOCUMENTED, *fine_tuning.DOCUMENTED, *models.DOCUMENTED, ModelCard, ModelList))
     install_handlers(app)
     transport = httpx.ASGITransport(app=app)
     try:

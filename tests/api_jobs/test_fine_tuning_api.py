@@ -63,8 +63,8 @@ def test_a_jobs_whole_life(tmp_path: Path) -> None:
 
             await there.say(JobStarted(job_id, 6, 0, 40.0), report(job_id, 1, 2), report(job_id, 3, valid=True))
             path = success(there, job_id)
-            checkpoint = there.store.folder / "jobs" / job_id / "checkpoints" / "step-00000003"
-            await there.say(CheckpointSaved(job_id, 3, str(checkpoint), report(job_id, 3).steps[0]))
+            checkpoint = write_adapter(there.store, job_id, "checkpoints", "step-00000003")
+            await there.say(CheckpointSaved(job_id, 3, checkpoint, report(job_id, 3).steps[0]))
             running = await there.job(job_id)
             assert running["trained_tokens"] == 120
             assert running["estimated_finish"] == pytest.approx(running["created_at"] + 60, abs=5)
@@ -427,6 +427,8 @@ def test_the_openapi_document_describes_what_is_answered(tmp_path: Path) -> None
             job = await there.create()
             assert job.keys() == document["components"]["schemas"]["Job"]["properties"].keys()
             assert set(document["paths"][JOBS]) == {"get", "post"}
-            assert set(document["paths"]["/v1/files/{file_id}"]) == {"get", "delete"}
+            assert set(document["paths"][JOBS + "/{job_id}"]) == {"get", "delete"}
+            for path in ("/v1/files/{file_id}", "/v1/models/{model_id}"):
+                assert set(document["paths"][path]) == {"get", "delete"}
 
     run(scenario)

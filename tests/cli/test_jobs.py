@@ -98,6 +98,16 @@ def test_what_a_job_is_can_be_seen_and_its_id_copied(server: RunningServer, trai
     assert job_id in narrow.output
 
 
+def test_an_ended_job_is_deleted(server: RunningServer, training_file: Path) -> None:
+    job_id = create(server, training_file, "-H", "n_epochs=50", "-H", "batch_size=1")
+    wait_running(server, job_id)
+    with pytest.raises(CotenantError, match="Cancel it or wait until it has ended"):
+        jobs(server, "delete", job_id)
+    assert jobs(server, "cancel", job_id).exit_code == 0
+    assert jobs(server, "delete", job_id).output.strip() == f"{job_id}: deleted"
+    assert job_id not in jobs(server, "list").output
+
+
 def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, training_file: Path) -> None:
     with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
         before = client.get("/v1/files").json()["data"]

@@ -156,6 +156,34 @@ def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None
         assert answer.choices[0].message.content == greedy_of_peft(adapter, example["messages"][:1])
 
 
+def test_models_of_a_job_are_deleted(client: openai.OpenAI, file_id: str) -> None:
+    settings = method(n_epochs=2, batch_size=8, r=8)
+    job = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, method=settings)  # type: ignore[arg-type]
+    job = wait_for(lambda: client.fine_tuning.jobs.retrieve(job.id), "succeeded", timeout_s=120)
+    newest, oldest = client.fine_tuning.jobs.checkpoints.list(job.id)
+    folders = {card.id: Path(card.root) for card in client.models.list()}  # type: ignore[attr-defined]
+    messages = EXAMPLES[5]["messages"][:1]
+    for model in (job.fine_tuned_model or "", newest.fine_tuned_model_checkpoint):
+        client.chat.completions.create(model=model, messages=messages, max_tokens=2)  # type: ignore[arg-type]
+        deleted = client.models.delete(model)
+        assert (deleted.id, deleted.object, deleted.deleted) == (model, "model", True)
+        assert not folders[model].exists()
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model=model, messages=messages, max_tokens=2)  # type: ignore[arg-type]
+        with pytest.raises(openai.NotFoundError):
+            client.models.delete(model)
+    assert [checkpoint.id for checkpoint in client.fine_tuning.jobs.checkpoints.list(job.id)] == [oldest.id]
+    assert client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model == job.fine_tuned_model
+    answer = client.chat.completions.create(
+        model=oldest.fine_tuned_model_checkpoint,
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=2,
+    )
+    assert answer.choices[0].finish_reason
+    with pytest.raises(openai.BadRequestError, match="base model"):
+        client.models.delete("tiny")
+
+
 def test_a_preference_job_with_early_stopping(client: openai.OpenAI, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     pairs = [

@@ -44,6 +44,7 @@ _DOCUMENTED = (
     *adapters.DOCUMENTED,
     *files.DOCUMENTED,
     *fine_tuning.DOCUMENTED,
+    *models.DOCUMENTED,
 )
 
 

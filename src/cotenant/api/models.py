@@ -134,12 +134,28 @@ class ModelNames:
                     )
                 raise InvalidInputError(
                     f"The model '{name}' is a fine-tuning job's and is served as long as the job's files are there; "
-                    "only adapters of --lora-modules and of /v1/load_lora_adapter can be unloaded.",
+                    "only adapters of --lora-modules and of /v1/load_lora_adapter can be unloaded. "
+                    "DELETE /v1/models/{model} deletes those files.",
                     code="invalid_value",
                     param="lora_name",
                 )
             del self._named[name]
             self._worker.unload_adapter(name)
+
+    def check_deletable(self, name: str) -> None:
+        """Raises InvalidInputError for a model that no job has made."""
+        if name in self.base_names:
+            reason = "is the base model, which is served as long as the server runs"
+        elif name in self._named:
+            reason = (
+                "is no fine-tuning job's. POST /v1/unload_lora_adapter has the server forget it; its files are left to "
+                "whoever put them there"
+            )
+        else:
+            return
+        raise InvalidInputError(
+            f"The model '{name}' cannot be deleted: it {reason}.", code="model_not_deletable", param="model"
+        )
 
     async def _check_free(self, name: str, replace: bool) -> None:
         if name in self._named:

@@ -17,6 +17,7 @@ _DESCRIPTIONS = {
     401: "The API key is missing or wrong.",
     404: "There is no such thing.",
     405: "The path does not take this method.",
+    409: "Not in a state that allows this; the message says why.",
     413: "The body is too large.",
     500: "Something went wrong in the server.",
     503: "Over capacity, or the model is being loaded; come again after Retry-After seconds.",

@@ -162,6 +162,15 @@ def cancel(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None
 
 
 @jobs_app.command()
+def delete(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+    """Delete a job that has ended: its record, events, models, checkpoints and tokenised examples. Uploaded files and
+    the file with its metrics stay. DELETE /v1/models/NAME deletes one model alone."""
+    with _client(url, api_key) as client:
+        deleted = client.delete(f"{JOBS_PATH}/{job_id}")
+    typer.echo(f"{deleted['id']}: deleted")
+
+
+@jobs_app.command()
 def watch(
     job_id: JobId,
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,

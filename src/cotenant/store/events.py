@@ -120,6 +120,32 @@ class EventStore:
 
         return self._database.write(work)
 
+    def find_checkpoint(self, name: str) -> CheckpointRecord | None:
+        """The checkpoint that is listed as ``name``, whether its files are there or not."""
+        query = select(schema.checkpoints).where(_CHECKPOINTS.name == name)
+        row = self._database.read(lambda connection: connection.execute(query).one_or_none())
+        return None if row is None else self._checkpoint_of(row)
+
+    def last_checkpoint_step(self, job_id: str) -> int | None:
+        """The last step of a job that has a checkpoint on the list."""
+        query = select(func.max(_CHECKPOINTS.step)).where(_CHECKPOINTS.job_id == job_id)
+        step: int | None = self._database.read(lambda connection: connection.execute(query).scalar_one())
+        return step
+
+    def checkpoint_names(self, job_id: str) -> list[str]:
+        """The names of all checkpoints of a job."""
+        query = select(_CHECKPOINTS.name).where(_CHECKPOINTS.job_id == job_id)
+        return list(self._database.read(lambda connection: connection.execute(query).scalars().all()))
+
+    def missing_checkpoints(self, job_id: str | None = None) -> list[CheckpointRecord]:
+        """The checkpoints on the list, of one job or of all, whose folder is gone."""
+        query = select(schema.checkpoints)
+        if job_id is not None:
+            query = query.where(_CHECKPOINTS.job_id == job_id)
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        checkpoints = [self._checkpoint_of(row) for row in rows]
+        return [checkpoint for checkpoint in checkpoints if not Path(checkpoint.path).is_dir()]
+
     def checkpoint_page(self, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[CheckpointRecord]:
         """A page of a job's checkpoints, newest first. Raises InvalidInputError for an unknown ``after``."""
         query = select(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, insert, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, exists, func, insert, literal, select, update
 
 from cotenant.core.errors import NotFoundError
 from cotenant.core.job import Hyperparameters
@@ -94,6 +94,21 @@ class JobStore:
         """The job that was created first of those with this status."""
         query = select(schema.jobs).where(_COLUMNS.status == status).order_by(_COLUMNS.sequence).limit(1)
         return self._database.read(lambda connection: self._one(connection, query))
+
+    def find_succeeded(self, adapter_name: str) -> JobRecord | None:
+        """The job that has this name for its result, if it has one."""
+        query = select(schema.jobs).where(_COLUMNS.adapter_name == adapter_name, _COLUMNS.status == JobStatus.SUCCEEDED)
+        return self._database.read(lambda connection: self._one(connection, query))
+
+    def delete(self, job_id: str) -> None:
+        """Delete the record of a job that has ended, its events and the list of its checkpoints. Raises StoreError."""
+
+        def work(connection: Connection) -> None:
+            for table in (schema.events, schema.checkpoints):
+                connection.execute(delete(table).where(table.c.job_id == job_id))
+            connection.execute(delete(schema.jobs).where(_COLUMNS.id == job_id))
+
+        self._database.write(work)
 
     def change(
         self,

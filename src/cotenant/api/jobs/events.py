@@ -84,6 +84,14 @@ def checkpoint_withdrawn(step_number: int) -> NewEvent:
     )
 
 
+def checkpoint_deleted(step_number: int) -> NewEvent:
+    return NewEvent(f"The checkpoint of step {step_number} was deleted")
+
+
+def model_deleted(model: str) -> NewEvent:
+    return NewEvent(f"The model {model} was deleted")
+
+
 def paused() -> NewEvent:
     return NewEvent("Fine-tuning job paused")
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from cotenant.api.jobs import events
 from cotenant.api.jobs.create import CreateJobRequest, make_job
+from cotenant.api.jobs.deletion import delete_job, delete_model, forget_missing_checkpoints
 from cotenant.api.jobs.recorder import JobMessage, Outcome, Recorder
 from cotenant.api.jobs.validator import TRAINING_EXAMPLES, VALIDATION_EXAMPLES, Validator, limits_of
 from cotenant.api.jobs.wakeable import WakeableTask
@@ -19,7 +20,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, OverloadedError
 from cotenant.core.job import JobSpec
 from cotenant.store import JobError, JobRecord, JobStatus, NewEvent, Pending, Store, StoreError
-from cotenant.wire.messages import CancelJob, FromWorker, PauseJob, Ready, StartJob, ToWorker
+from cotenant.wire.messages import CancelJob, FromWorker, PauseJob, Ready, StartJob, ToWorker, UnloadAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,10 @@ class JobManager:
 
     async def start(self) -> None:
         """Take up what the store holds. Jobs run once the worker is ready."""
+        try:
+            await asyncio.to_thread(forget_missing_checkpoints, self._store)
+        except StoreError as error:
+            logger.warning("checkpoints that are gone may still be listed: %s", error.message)
         self._validator.start()
         self._dispatcher.start()
 
@@ -125,6 +130,23 @@ class JobManager:
         self._validator.wake()
         self._dispatcher.wake()
         return resumed
+
+    async def delete_model(self, name: str) -> None:
+        """Delete a job's result or one of its checkpoints; requests that run on it end as they would have. Raises
+        NotFoundError, ConflictError for a checkpoint that its job still needs."""
+        async with self._deciding:
+            await asyncio.to_thread(delete_model, self._store, name)
+        self._worker.post(UnloadAdapter(name))
+        logger.info("model %s: deleted", name)
+
+    async def delete(self, job_id: str) -> None:
+        """Delete a job that has ended and all that it has made. Raises NotFoundError, ConflictError."""
+        async with self._deciding:
+            job = await asyncio.to_thread(self._store.jobs.get, job_id)
+            names = await asyncio.to_thread(delete_job, self._store, job)
+        for name in names:
+            self._worker.post(UnloadAdapter(name))
+        logger.info("job %s: deleted", job.id)
 
     # What the worker says
 

@@ -126,7 +126,8 @@ class Recorder:
 
     def _checkpoint(self, message: CheckpointSaved) -> Outcome:
         job = self._job(message.job_id)
-        if job is not None:
+        # What is said again after a crash may have been deleted since.
+        if job is not None and _is_whole(Path(message.path)):
             metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
         return Outcome.NOTHING
@@ -208,6 +209,11 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _CHECKPOINT_FOLDER.fullmatch(path.name)
-        if match and (path / "adapter_config.json").is_file():
+        if match and _is_whole(path):
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Adapter folders appear and go in one rename, so where this file is the others are too."""
+    return (folder / "adapter_config.json").is_file()

@@ -80,6 +80,14 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     metrics: dict[str, Any]
 
 
+class JobDeleted(msgspec.Struct, kw_only=True):
+    """A job that is gone."""
+
+    id: str
+    object: str = "fine_tuning.job"
+    deleted: bool = True
+
+
 class JobList(msgspec.Struct, kw_only=True):
     object: str = "list"
     data: list[Job]

@@ -15,6 +15,7 @@ from cotenant.api.jobs.shapes import (
     CheckpointList,
     EventList,
     Job,
+    JobDeleted,
     JobList,
     checkpoint_list,
     event_list,
@@ -31,7 +32,7 @@ from cotenant.store import JobRecord
 router = APIRouter(tags=["fine-tuning"])
 
 JOBS = "/v1/fine_tuning/jobs"
-DOCUMENTED = (CreateJobRequest, Job, JobList, EventList, CheckpointList)
+DOCUMENTED = (CreateJobRequest, Job, JobList, JobDeleted, EventList, CheckpointList)
 MAX_LISTED = 1000
 
 After = Annotated[str | None, Query(description="The id of the last item of the page before.")]
@@ -94,6 +95,13 @@ async def list_checkpoints(request: Request, job_id: str, after: After = None, l
     job = await asyncio.to_thread(store.jobs.get, job_id)
     page = await asyncio.to_thread(store.events.checkpoint_page, job.id, after=after, limit=limit)
     return json_response(checkpoint_list(page))
+
+
+@router.delete(JOBS + "/{job_id}", responses=answers(JobDeleted, 401, 404, 409, 500))
+async def delete_job(request: Request, job_id: str) -> Response:
+    """Delete a job that has ended: its record, events, models and files, but not those of ``/v1/files``."""
+    await state_of(request).jobs.delete(job_id)
+    return json_response(JobDeleted(id=job_id))
 
 
 async def _answer(request: Request, record: Awaitable[JobRecord]) -> Response:

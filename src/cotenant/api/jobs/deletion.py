@@ -1,0 +1,83 @@
+"""Deleting what jobs have made, to free disk space. Files go first, in one rename: what a crash leaves half deleted is
+in no list after the next start, and is not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cotenant.api.jobs import events
+from cotenant.api.models import unknown_model
+from cotenant.core.errors import ConflictError
+from cotenant.durable import remove_folder
+from cotenant.store import CheckpointRecord, JobRecord, Store
+from cotenant.store.errors import store_error
+
+
+def delete_model(store: Store, name: str) -> None:
+    """Delete the result or the checkpoint of a job that is served as ``name``. The job's record stays.
+
+    Raises NotFoundError, ConflictError for a checkpoint that its job still needs, StoreError.
+    """
+    checkpoint = store.events.find_checkpoint(name)
+    job = store.jobs.find_succeeded(name) if checkpoint is None else store.jobs.get(checkpoint.job_id)
+    if job is None:
+        raise unknown_model(name)
+    if checkpoint is not None:
+        _check_not_needed(store, job, checkpoint)
+        _remove(Path(checkpoint.path))
+        store.events.remove_checkpoint(job.id, checkpoint.step, events.checkpoint_deleted(checkpoint.step))
+    else:
+        folder = Path(job.adapter_path or "")
+        if not folder.is_dir():
+            raise unknown_model(name)
+        _remove(folder)
+        store.events.add(job.id, [events.model_deleted(name)])
+    store.files.restore_ballast()
+
+
+def delete_job(store: Store, job: JobRecord) -> list[str]:
+    """Delete an ended job: its record, events, tokenised examples and models. Returns the names that these may have
+    been served by. Raises ConflictError for a job that has not ended, StoreError."""
+    if not job.finished:
+        raise ConflictError(
+            f"Job '{job.id}' has status '{job.status}' and cannot be deleted. Cancel it or wait until it has ended.",
+            code="job_in_use",
+            param="fine_tuning_job_id",
+        )
+    names = [job.adapter_name, *store.events.checkpoint_names(job.id)]
+    _remove(store.jobs.folder(job.id))
+    store.jobs.delete(job.id)
+    store.files.restore_ballast()
+    return names
+
+
+def forget_missing_checkpoints(store: Store, job_id: str | None = None) -> None:
+    """Take checkpoints off the list, of one job or of all, whose files were deleted without the list's being told."""
+    for checkpoint in store.events.missing_checkpoints(job_id):
+        event = events.checkpoint_deleted(checkpoint.step)
+        store.events.remove_checkpoint(checkpoint.job_id, checkpoint.step, event)
+
+
+def _check_not_needed(store: Store, job: JobRecord, checkpoint: CheckpointRecord) -> None:
+    """The newest checkpoint is what a job that has not ended goes on from, and the best one what becomes its result."""
+    if job.finished:
+        return
+    if checkpoint.step == store.events.last_checkpoint_step(job.id):
+        reason = "is the newest one, from which the job goes on after a restart"
+    elif job.hyperparameters is not None and job.hyperparameters.load_best_model_at_end:
+        reason = "may be the best one, which becomes the job's result (load_best_model_at_end)"
+    else:
+        return
+    raise ConflictError(
+        f"The model '{checkpoint.name}' cannot be deleted: job '{job.id}' is {job.status}, and this checkpoint "
+        f"{reason}. Cancel the job or wait until it has ended.",
+        code="model_in_use",
+        param="model",
+    )
+
+
+def _remove(folder: Path) -> None:
+    try:
+        remove_folder(folder)
+    except OSError as error:
+        raise store_error(error) from error

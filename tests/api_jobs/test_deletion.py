@@ -1,0 +1,209 @@
+"""Models, checkpoints and jobs are deleted to free disk space, whatever happens between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api_jobs.support import JOBS, Server, examples, run, server, success, write_adapter
+from cotenant import durable
+from cotenant.store import StoreError
+from cotenant.store.events import EventStore
+from cotenant.wire.messages import CheckpointSaved, UnloadAdapter
+
+pytestmark = pytest.mark.usefixtures("_validation_in_a_thread")
+
+
+async def with_checkpoints(there: Server, *steps: int, **fields: Any) -> str:
+    """A running job with checkpoints at these steps."""
+    job_id = await there.started_job(**fields)
+    for step in steps:
+        path = write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+        await there.say(CheckpointSaved(job_id, step, path, None))
+    return job_id
+
+
+async def delete(there: Server, name: str) -> httpx.Response:
+    return await there.http.delete(f"/v1/models/{name}")
+
+
+def unloaded(there: Server) -> list[str]:
+    return [message.name for message in there.worker.sent if isinstance(message, UnloadAdapter)]
+
+
+def folders(there: Server, job_id: str) -> list[str]:
+    folder = there.store.jobs.folder(job_id)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir())
+
+
+def test_a_result_and_a_checkpoint_are_deleted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await with_checkpoints(there, 3, 6)
+            await there.say(success(there, job_id))
+            result = (await there.job(job_id))["fine_tuned_model"]
+            newest, oldest = await there.checkpoints(job_id)
+            for name in (result, newest):
+                answer = await delete(there, name)
+                assert answer.json() == {"id": name, "object": "model", "deleted": True}
+                again = await delete(there, name)
+                assert (again.status_code, again.json()["error"]["code"]) == (404, "model_not_found")
+                assert (await there.http.get(f"/v1/models/{name}")).status_code == 404
+            assert unloaded(there) == [result, newest]
+        async with server(tmp_path) as there:
+            assert await there.models() == ["tiny", oldest]
+            assert await there.checkpoints(job_id) == [oldest]
+            assert folders(there, job_id) == ["checkpoints", "checkpoints/step-00000003"]
+            job = await there.job(job_id)
+            assert (job["status"], job["fine_tuned_model"]) == ("succeeded", result)
+            assert (await there.messages(job_id))[-2:] == [
+                f"The model {result} was deleted",
+                "The checkpoint of step 6 was deleted",
+            ]
+
+    run(scenario)
+
+
+def test_a_job_that_has_not_ended_keeps_what_it_goes_on_from(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await with_checkpoints(there, 3, 6)
+            newest, oldest = await there.checkpoints(job_id)
+            for _ in ("running", "paused"):
+                refused = await delete(there, newest)
+                assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
+                assert "Cancel the job or wait" in refused.json()["error"]["message"]
+                await there.post(job_id, "pause")
+            assert (await delete(there, oldest)).status_code == 200
+            # The worker says again what it said before it died; what it cannot know of is not listed anew.
+            await there.say(CheckpointSaved(job_id, 3, str(there.store.jobs.folder(job_id) / "gone"), None))
+            assert await there.checkpoints(job_id) == [newest]
+            await there.post(job_id, "cancel")
+            assert (await delete(there, newest)).status_code == 200
+            assert await there.models() == ["tiny"]
+
+    run(scenario)
+
+
+def test_a_job_that_will_choose_its_best_checkpoint_keeps_all_until_it_has_ended(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            validation = await there.upload(examples())
+            method = {"type": "supervised", "supervised": {"hyperparameters": {"load_best_model_at_end": True}}}
+            job_id = await with_checkpoints(there, 3, 6, validation_file=validation, method=method)
+            refused = await delete(there, (await there.checkpoints(job_id))[1])
+            assert refused.status_code == 409
+            assert "load_best_model_at_end" in refused.json()["error"]["message"]
+            await there.say(success(there, job_id))
+            assert (await delete(there, (await there.checkpoints(job_id))[1])).status_code == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", ["ft:tiny:acme::none", "ft:tiny:acme::none:ckpt-step-1", "a/b", "..", "%2e%2e%2fjobs"])
+def test_unknown_models_are_not_found(tmp_path: Path, name: str) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            answer = await delete(there, name)
+            assert answer.status_code in (404, 405)  # 405: the path is that of the list
+
+    run(scenario)
+
+
+def test_the_base_model_cannot_be_deleted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            error = (await delete(there, "tiny")).json()["error"]
+            assert (error["code"], error["param"]) == ("model_not_deletable", "model")
+            assert "base model" in error["message"]
+
+    run(scenario)
+
+
+def test_what_is_deleted_while_a_crash_comes_is_neither_listed_nor_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise StoreError("The disk is full.", code="disk_full")
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await with_checkpoints(there, 3, 6)
+            newest, oldest = await there.checkpoints(job_id)
+            with monkeypatch.context() as patch:
+                patch.setattr(EventStore, "remove_checkpoint", no_room)
+                patch.setattr(durable.shutil, "rmtree", lambda *_, **__: None)
+                assert (await delete(there, oldest)).status_code == 500
+            assert len(folders(there, job_id)) == 3, "the leftovers of one, and the other"
+            assert await there.models() == ["tiny", newest]
+        async with server(tmp_path) as there:
+            assert await there.models() == ["tiny", newest]
+            assert await there.checkpoints(job_id) == [newest]
+            assert folders(there, job_id) == ["checkpoints", "checkpoints/step-00000006"]
+
+    run(scenario)
+
+
+def test_a_deletion_that_failed_half_way_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise StoreError("The disk is full.", code="disk_full")
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await with_checkpoints(there, 3, 6)
+            newest, oldest = await there.checkpoints(job_id)
+            with monkeypatch.context() as patch:
+                patch.setattr(EventStore, "remove_checkpoint", no_room)
+                assert (await delete(there, oldest)).status_code == 500
+            assert (await delete(there, oldest)).status_code == 200
+            assert await there.checkpoints(job_id) == [newest]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", ["succeeded", "cancelled"])
+def test_an_ended_job_is_deleted_with_all_that_it_made(tmp_path: Path, end: str) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            kept = await with_checkpoints(there, 2)
+            await there.post(kept, "cancel")
+            job_id = await with_checkpoints(there, 3)
+            (checkpoint,) = await there.checkpoints(job_id)
+            refused = await there.http.delete(f"{JOBS}/{job_id}")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "job_in_use")
+            if end == "succeeded":
+                await there.say(success(there, job_id))
+            else:
+                await there.post(job_id, "cancel")
+            answer = await there.http.delete(f"{JOBS}/{job_id}")
+            assert answer.json() == {"id": job_id, "object": "fine_tuning.job", "deleted": True}
+            assert unloaded(there)[-1] == checkpoint
+        async with server(tmp_path) as there:
+            assert not there.store.jobs.folder(job_id).exists()
+            assert (await there.http.get(f"{JOBS}/{job_id}")).status_code == 404
+            assert (await there.http.delete(f"{JOBS}/{job_id}")).status_code == 404
+            assert [job["id"] for job in (await there.http.get(JOBS)).json()["data"]] == [kept]
+            assert await there.models() == ["tiny", *await there.checkpoints(kept)]
+            assert len(await there.messages(kept)) > 3
+
+    run(scenario)
+
+
+def test_a_folder_loses_its_name_in_one_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(path: Path, **_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "weights").write_text("much")
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.shutil, "rmtree", crash)
+        with pytest.raises(KeyboardInterrupt):
+            durable.remove_folder(folder)
+    assert not folder.exists()
+    durable.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    durable.remove_folder(folder)  # which is gone
