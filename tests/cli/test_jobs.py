@@ -92,10 +92,22 @@ def test_what_a_job_is_can_be_seen_and_its_id_copied(server: RunningServer, trai
     for name, value in (("method", "supervised"), ("r", "4"), ("learning_rate", "0.0002"), ("step", "6 of 6")):
         assert re.search(rf"│ {name} +│ {value} ", shown), shown
     assert re.search(r"│ 2 +│ \d+\.\d+ +│ \d+\.\d+ +│", shown), "a step at which a part was measured"
-    narrow = CliRunner().invoke(
-        app, ["jobs", "list", "--url", server.base_url, "--api-key", KEY], env={"COLUMNS": "60"}
-    )
-    assert job_id in narrow.output
+    piped = CliRunner().invoke(app, ["jobs", "list", "--url", server.base_url, "--api-key", KEY], env={"COLUMNS": "60"})
+    (line,) = [line for line in piped.output.splitlines() if job_id in line]
+    assert "succeeded" in line
+    assert "ft:tiny:" in line
+
+
+def test_programs_get_the_apis_json(server: RunningServer, training_file: Path) -> None:
+    created = json.loads(jobs(server, "create", str(training_file), "--model", "tiny", "--json").output)
+    assert created["object"] == "fine_tuning.job"
+    assert jobs(server, "cancel", created["id"]).exit_code == 0
+    assert json.loads(jobs(server, "show", created["id"], "--json").output)["status"] == "cancelled"
+    listed = json.loads(jobs(server, "list", "--json").output)
+    assert listed["object"] == "list"
+    assert created["id"] in [job["id"] for job in listed["data"]]
+    with pytest.raises(InvalidInputError, match="leave --watch out"):
+        jobs(server, "create", str(training_file), "--model", "tiny", "--json", "--watch")
 
 
 def test_an_ended_job_is_deleted(server: RunningServer, training_file: Path) -> None:

@@ -36,6 +36,7 @@ from cotenant.cli.colocate_loads import (
 from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, say_phase, write_json, write_text
+from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 _TTFT_SLO_MS = 500.0
 _TOKENS_PER_STEP = 4096
-_FILE_WIDTH = 140  # of tables, in a file or a pipe
 
 
 def colocate(
@@ -273,9 +273,7 @@ def _whole(text: str, flag: str) -> int:
 
 
 def _print(report: dict[str, Any]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = open_console(highlight=True)
     table = Table(*HEADER)
     for cell in report["cells"]:
         table.add_row(*map(escape, table_row(cell)))

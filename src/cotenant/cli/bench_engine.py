@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
+from cotenant.cli.tables import open_console
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
@@ -156,7 +156,7 @@ def _report(
 
 def _print(report: dict[str, Any]) -> None:
     ceilings = report["ceilings"]
-    console = Console()
+    console = open_console(highlight=True)
     console.print(
         f"{report['model']}, {report['dtype']}, on {report['device']}: copy {ceilings['copy_gb_s']:.0f} GB/s, "
         f"matrix product {ceilings['matmul_tflop_s']:.1f} TFLOP/s"

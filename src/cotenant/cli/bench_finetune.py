@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
+from cotenant.cli.tables import open_console
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def choose_rows(
 
 def _print(report: dict[str, Any]) -> None:
     speed, memory, cpu_share = report["tokens_per_s"], report["memory"], report["cpu_share"]
-    console = Console()
+    console = open_console(highlight=True)
     console.print(
         f"{report['model']}, {report['dtype']}, on {report['device']}: {report['num_micro_batches']} micro-batches of "
         f"{report['micro_batch_tokens']} tokens a step"

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 
 from cotenant.cli.client import ApiClient
 from cotenant.cli.output import duration, local_time
+from cotenant.cli.tables import open_console, print_rows
 from cotenant.cli.watch import watch_job
 from cotenant.config import ApiConfig, api_key_from_environment
 from cotenant.core.errors import CotenantError, InvalidInputError
@@ -24,11 +25,14 @@ _DEFAULT_URL = f"http://{ApiConfig().host}:{ApiConfig().port}"
 Url = Annotated[str, typer.Option("--url", help="The server.")]
 ApiKey = Annotated[str, typer.Option("--api-key", help="Its key; or set COTENANT_API_KEY.", show_default=False)]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 
 # Of a job's hyperparameters those that tell jobs apart; the API has all.
 _SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_type", "max_length", "packing", "r",
           "lora_alpha", "target_modules", "beta")  # fmt: skip
 _LATEST_EVENTS = 20
+_COLUMNS = ("job", "status", "model", "created", "trained tokens", "result")
+_DROPPED_FIRST = ("created", "trained tokens", "result")  # where the terminal is narrow
 
 jobs_app = typer.Typer(help="Fine-tuning jobs of a running server.", no_args_is_help=True)
 
@@ -37,54 +41,37 @@ def _client(url: str, api_key: str) -> ApiClient:
     return ApiClient(url, api_key or api_key_from_environment())
 
 
-def _console() -> Console:
-    return Console(highlight=False)
-
-
 @jobs_app.command("list")
 def list_jobs(
     limit: Annotated[int, typer.Option("--limit", help="How many, newest first.")] = 20,
+    as_json: AsJson = False,
     url: Url = _DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
     """List jobs, newest first."""
     with _client(url, api_key) as client:
-        jobs = client.get(JOBS_PATH, limit=limit)["data"]
-    # Ids are there to be copied: the others give way where the window is narrow.
-    longest = max((len(job["id"]) for job in jobs), default=0)
-    table = Table(
-        Column("job", no_wrap=True, min_width=longest), "status", "model", "created", "trained tokens", "result"
-    )
-    for job in jobs:
-        table.add_row(
-            job["id"],
-            job["status"],
-            job["model"],
-            local_time(job["created_at"]),
-            _number(job.get("trained_tokens")),
-            job.get("fine_tuned_model") or "-",
-        )
-    _console().print(table)
+        found = client.get(JOBS_PATH, limit=limit)
+    if as_json:
+        _print_json(found)
+    else:
+        print_rows(open_console(), _COLUMNS, [_row(job) for job in found["data"]], _DROPPED_FIRST)
 
 
 @jobs_app.command()
-def show(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
+def show(job_id: JobId, as_json: AsJson = False, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
     """Show one job and its checkpoints."""
     with _client(url, api_key) as client:
         job = client.get(f"{JOBS_PATH}/{job_id}")
+        if as_json:
+            _print_json(job)
+            return
         checkpoints = client.get(f"{JOBS_PATH}/{job_id}/checkpoints")["data"]
         events = client.get(f"{JOBS_PATH}/{job_id}/events", limit=_LATEST_EVENTS)["data"]
-    console = _console()
+    console = open_console()
     console.print(_job_table(job, _latest_metrics(events)))
     if checkpoints:
-        table = Table("step", "train loss", "valid loss", "checkpoint model")
-        for checkpoint in checkpoints:
-            metrics = checkpoint.get("metrics") or {}
-            valid_losses = [metrics.get(name) for name in ("full_valid_loss", "valid_loss")]
-            valid_loss = next((loss for loss in valid_losses if loss is not None), None)
-            losses = [_number(loss) for loss in (metrics.get("train_loss"), valid_loss)]
-            table.add_row(str(checkpoint["step_number"]), *losses, checkpoint["fine_tuned_model_checkpoint"])
-        console.print(table)
+        rows = [_checkpoint_row(checkpoint) for checkpoint in checkpoints]
+        print_rows(console, list(rows[0]), rows, ("valid loss", "train loss"))
 
 
 @jobs_app.command()
@@ -97,10 +84,11 @@ def events(
     """Show a job's newest events, oldest first."""
     with _client(url, api_key) as client:
         found = client.get(f"{JOBS_PATH}/{job_id}/events", limit=limit)["data"]
-    table = Table("time", "level", "message")
-    for event in reversed(found):
-        table.add_row(local_time(event["created_at"]), event["level"], event["message"])
-    _console().print(table)
+    rows = [
+        {"time": local_time(event["created_at"]), "level": event["level"], "message": event["message"]}
+        for event in reversed(found)
+    ]
+    print_rows(open_console(), ("time", "level", "message"), rows)
 
 
 @jobs_app.command()
@@ -121,10 +109,13 @@ def create(
         ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Then show its progress.")] = False,
+    as_json: AsJson = False,
     url: Url = _DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
     """Upload FILE, start a job on it, and print the job's id."""
+    if as_json and watch:
+        raise InvalidInputError("--json prints the job as it is created: leave --watch out", param="json")
     hyperparameters = dict(_parse_hyperparameter(text) for text in hyperparameter or ())
     body: dict[str, Any] = {"model": model, "method": {"type": method}}
     if suffix is not None:
@@ -138,9 +129,12 @@ def create(
         files["validation_file"] = validation_file
     with _client(url, api_key) as client:
         job = _create(client, body, files)
-        typer.echo(job["id"])
+        if as_json:
+            _print_json(job)
+        else:
+            typer.echo(job["id"])
         if watch:
-            raise typer.Exit(watch_job(client, job["id"], _console()))
+            raise typer.Exit(watch_job(client, job["id"], open_console()))
 
 
 @jobs_app.command()
@@ -179,7 +173,7 @@ def watch(
 ) -> None:
     """Show a job's events and progress until it ends. Exit code 1 if it does not succeed."""
     with _client(url, api_key) as client:
-        raise typer.Exit(watch_job(client, job_id, _console(), interval_s))
+        raise typer.Exit(watch_job(client, job_id, open_console(), interval_s))
 
 
 def _create(client: ApiClient, body: dict[str, Any], files: dict[str, Path]) -> dict[str, Any]:
@@ -226,11 +220,38 @@ def _parse_hyperparameter(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _print_json(content: dict[str, Any]) -> None:
+    typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _row(job: dict[str, Any]) -> dict[str, str]:
+    cells = (
+        job["id"],
+        job["status"],
+        job["model"],
+        local_time(job["created_at"]),
+        _number(job.get("trained_tokens")),
+        job.get("fine_tuned_model") or "-",
+    )
+    return dict(zip(_COLUMNS, cells, strict=True))
+
+
+def _checkpoint_row(checkpoint: dict[str, Any]) -> dict[str, str]:
+    metrics = checkpoint.get("metrics") or {}
+    valid_losses = [metrics.get(name) for name in ("full_valid_loss", "valid_loss")]
+    return {
+        "step": str(checkpoint["step_number"]),
+        "train loss": _number(metrics.get("train_loss")),
+        "valid loss": _number(next((loss for loss in valid_losses if loss is not None), None)),
+        "checkpoint model": checkpoint["fine_tuned_model_checkpoint"],
+    }
+
+
 def _job_table(job: dict[str, Any], metrics: dict[str, Any]) -> Table:
-    table = Table(show_header=False)
+    table = Table(Column(no_wrap=True), Column(overflow="fold"), show_header=False)
     for name in ("id", "status", "model", "fine_tuned_model", "training_file", "validation_file", "seed"):
         if job.get(name) is not None:
-            table.add_row(name, str(job[name]))
+            table.add_row(name, escape(str(job[name])))
     if "step" in metrics:
         table.add_row("step", f"{metrics['step']:,} of {_number(metrics.get('total_steps'))}")
     table.add_row("trained tokens", _number(job.get("trained_tokens")))
@@ -244,9 +265,9 @@ def _job_table(job: dict[str, Any], metrics: dict[str, Any]) -> Table:
     settings = ((job.get("method") or {}).get(kind) or {}).get("hyperparameters") or job.get("hyperparameters") or {}
     for name in _SHOWN:
         if name in settings:
-            table.add_row(name, str(settings[name]))
+            table.add_row(name, escape(str(settings[name])))
     if (job.get("error") or {}).get("message"):
-        table.add_row("error", job["error"]["message"])
+        table.add_row("error", escape(job["error"]["message"]))
     if job.get("result_files"):
         table.add_row("result files", ", ".join(job["result_files"]))
     return table

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from cotenant.cli.tables import open_console
 from cotenant.models.registry import ARCHITECTURES, BUILT_IN, model_path
 
 model_app = typer.Typer(help="The models that can be named instead of a folder.", no_args_is_help=True)
@@ -28,4 +28,4 @@ def list_models() -> None:
     for name, spec in ARCHITECTURES.items():
         sizes = (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.max_position_embeddings)
         table.add_row(name, "random weights", *(f"{size:,}" for size in sizes))
-    Console(highlight=False).print(table)
+    open_console().print(table)
