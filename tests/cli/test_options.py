@@ -210,8 +210,9 @@ def test_an_adapter_does_not_take_the_base_models_name(tmp_path: Path) -> None:
     assert [name for name, _ in config.lora.modules] == ["tiny"]
 
 
-def test_serve_offers_exactly_the_flags_of_the_table() -> None:
-    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_serve_offers_exactly_the_flags_of_the_table(columns: str) -> None:
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": columns}).output
     offered = set(re.findall(r"--[a-z][a-z-]+", shown))
     off = {"--no-fuse", "--no-enforce-eager", "--no-enable-prefix-caching"}
     assert offered >= {f"--{flag.name}" for flag in FLAGS.values()} | off

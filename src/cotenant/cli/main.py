@@ -22,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut the names of options
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -32,9 +33,9 @@ def version() -> None:
     typer.echo(__version__)
 
 
-app.command()(serve)
-app.command()(demo)
-app.command()(profile)
+app.command(short_help="Serve a model over HTTP, and fine-tune beside it.")(serve)
+app.command(short_help="See both at once on the built-in model.")(demo)
+app.command(short_help="Measure what the planner wants to know.")(profile)
 app.add_typer(bench_app, name="bench")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(model_app, name="model")

@@ -19,7 +19,7 @@ def path(name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in mo
     typer.echo(model_path(name))
 
 
-@model_app.command("list")
+@model_app.command("list", short_help="List the models and architectures.")
 def list_models() -> None:
     """List built-in models, and the architectures that --load-format dummy knows."""
     table = Table("model", "kind", "layers", "hidden", "vocabulary", "context")
