@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from api_jobs.support import (
+    JOBS,
     READY,
     RecordingWorker,
     die,
@@ -21,6 +25,7 @@ from api_jobs.support import (
     server,
     stops,
     success,
+    write_adapter,
 )
 from cotenant.api.jobs import manager
 from cotenant.store import JobStatus, StoreError
@@ -353,5 +358,76 @@ def test_many_reported_steps_are_cheap(tmp_path: Path) -> None:
             await there.say(JobMetrics(job_id, metrics(*range(1, 2001)), 80_000, 1.0))
             assert time.monotonic() - began < 2
             assert there.store.events.recorded_step(job_id) == 2000
+
+    run(scenario)
+
+
+def test_a_warning_of_a_job_that_is_begun_again_is_not_repeated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            (job_id,) = await queue_of(there, 1)
+            for text in ("packing is off", "another", "packing is off"):
+                await there.wait_started(job_id)
+                await there.say(JobStarted(job_id, 6, 0, 40.0), JobWarning(job_id, text))
+            messages = await there.messages(job_id)
+            assert (messages.count("packing is off"), messages.count("another")) == (1, 1)
+
+    run(scenario)
+
+
+def test_a_job_that_goes_on_has_no_estimate_until_it_has_gone_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            (job_id,) = await queue_of(there, 1)
+            await there.say(JobStarted(job_id, 6, 0, 40.0), report(job_id, 1, remaining_s=60.0))
+            assert (await there.job(job_id))["estimated_finish"] is not None
+            await die(there)
+            await there.wait_started(job_id, job_id)
+            await there.say(JobStarted(job_id, 6, 1, 40.0))
+            assert (await there.job(job_id))["estimated_finish"] is None
+            await there.say(report(job_id, 2, remaining_s=30.0))
+            assert (await there.job(job_id))["estimated_finish"] is not None
+
+    run(scenario)
+
+
+def test_a_folder_that_cannot_be_read_for_a_moment_loses_no_job_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = iter([OSError(errno.EMFILE, "Too many open files")])
+    listed = Path.iterdir
+
+    def failing(path: Path) -> Iterator[Path]:
+        error = next(failures, None) if path.name == "checkpoints" else None
+        if error is not None:
+            raise error
+        return listed(path)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            (job_id,) = await queue_of(there, 1)
+            write_adapter(there.store, job_id, "checkpoints", "step-00000002")
+            monkeypatch.setattr(Path, "iterdir", failing)
+            monkeypatch.setattr(manager, "RETRY_DELAYS_S", (0.01,))
+            await there.say(JobStarted(job_id, 6, 0, 40.0), JobCancelled(job_id, 2))
+            assert (await there.job(job_id))["status"] == "cancelled"
+            (name,) = await there.checkpoints(job_id)
+            assert name.endswith(":ckpt-step-2")
+
+    run(scenario)
+
+
+def test_a_checkpoint_whose_step_was_never_reported_has_its_figures(tmp_path: Path) -> None:
+    """Its evaluation was still to come when the job was cancelled."""
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            (job_id,) = await queue_of(there, 1)
+            folder = Path(write_adapter(there.store, job_id, "checkpoints", "step-00000002"))
+            (folder / "trainer_state.json").write_bytes(msgspec.json.encode({"step": 2, "metrics": metrics(2)[0]}))
+            await there.say(JobStarted(job_id, 6, 0, 40.0), report(job_id, 1), JobCancelled(job_id, 2))
+            (checkpoint,) = (await there.http.get(f"{JOBS}/{job_id}/checkpoints")).json()["data"]
+            assert checkpoint["metrics"]["step"] == 2
+            assert checkpoint["metrics"]["train_loss"] == metrics(2)[0].train_loss
 
     run(scenario)

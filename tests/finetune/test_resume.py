@@ -144,6 +144,20 @@ def test_only_announced_checkpoints_and_the_newest_pause_are_kept(decoder: Decod
     assert _checkpoints(tmp_path) == [4, 5, 8, 10]
 
 
+def test_a_kill_while_a_checkpoint_is_deleted_leaves_nothing_of_its_name(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of one would be listed, and answer no request, when the job ends."""
+    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=4))
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **named: None)  # as far as a kill lets it come
+    for _ in range(7):
+        support.run_step(job)
+        list(job.checkpoint())
+    job.close()
+    kept = [path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".tmp-")]
+    assert sorted(kept) == ["step-00000004", "step-00000005", "step-00000007"]
+
+
 def _checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import safetensors.torch
 import torch
 
 from cotenant.core.job import StepMetrics
-from cotenant.durable import atomic_folder
+from cotenant.durable import atomic_folder, remove_folder
 from cotenant.finetune.export import write_adapter_files
 from cotenant.models.lora import LoraAdapter
 
@@ -92,7 +91,7 @@ class CheckpointStore:
         kept = 0
         for path in list(self._newest_first()):
             if path not in kept_paths and not _announced(path):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)  # not piece by piece: what is left of one would be listed when the job ends
                 continue
             kept += 1
             if kept > _NUM_RESUMABLE:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, select, update
+from sqlalchemy import Connection, Row, delete, exists, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from cotenant.store import schema
@@ -69,6 +69,11 @@ class EventStore:
         query = select(_EVENTS.data).where(_EVENTS.job_id == job_id, _EVENTS.step.is_not(None)).order_by(_EVENTS.step)
         rows = self._database.read(lambda connection: connection.execute(query).scalars().all())
         return [msgspec.json.decode(data) for data in rows]
+
+    def has(self, job_id: str, message: str) -> bool:
+        """Whether a job has an event that says this."""
+        query = select(exists().where(_EVENTS.job_id == job_id, _EVENTS.message == message))
+        return bool(self._database.read(lambda connection: connection.execute(query).scalar_one()))
 
     def recorded_step(self, job_id: str) -> int:
         """The last step up to which all steps are stored; 0 if the first one is missing."""

@@ -9,10 +9,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from cotenant.api.jobs import events
 from cotenant.api.jobs.results import FILENAME, RESULT_PURPOSE, metrics_csv
 from cotenant.core.errors import NotFoundError
+from cotenant.core.job import StepMetrics
 from cotenant.store import FileRecord, JobError, JobRecord, JobStatus, Pending, Store, StoreError
+from cotenant.store.errors import store_error
 from cotenant.wire.messages import (
     CheckpointSaved,
     JobCancelled,
@@ -59,9 +63,7 @@ class Recorder:
             case JobStarted():
                 return self._started(message)
             case JobWarning():
-                running = {"status": JobStatus.RUNNING}
-                self._store.jobs.change(message.job_id, _RUNNING, running, [events.warning(message.message)])
-                return Outcome.NOTHING
+                return self._warning(message)
             case JobMetrics():
                 return self._metrics(message)
             case CheckpointSaved():
@@ -109,7 +111,16 @@ class Recorder:
             event = events.started() if job.total_steps is None else events.goes_on(message.resumed_step)
             # A job that has stopped early knows of fewer steps when it is taken up again; the first word stands.
             total_steps = message.total_steps if job.total_steps is None else job.total_steps
-            self._store.jobs.change(job.id, _RUNNING, {"total_steps": total_steps}, [event])
+            # What was estimated is over: the job has stood still since.
+            values = {"total_steps": total_steps, "estimated_finish": None}
+            self._store.jobs.change(job.id, _RUNNING, values, [event])
+        return Outcome.NOTHING
+
+    def _warning(self, message: JobWarning) -> Outcome:
+        """A worker that begins the job anew warns anew."""
+        if not self._store.events.has(message.job_id, message.message):
+            running = {"status": JobStatus.RUNNING}
+            self._store.jobs.change(message.job_id, _RUNNING, running, [events.warning(message.message)])
         return Outcome.NOTHING
 
     def _metrics(self, message: JobMetrics) -> Outcome:
@@ -201,17 +212,36 @@ class Recorder:
         metrics = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
         for step, path in found:
             if step != bad_step:
-                self._add_checkpoint(job, step, str(path), metrics.get(step))
+                self._add_checkpoint(job, step, str(path), metrics.get(step) or _figures_in(path))
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """The steps with a whole checkpoint, oldest first, and their folders."""
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise store_error(error) from error
+    for path in paths:
         match = _CHECKPOINT_FOLDER.fullmatch(path.name)
         if match and _is_whole(path):
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+class _Recorded(msgspec.Struct):
+    """Of ``trainer_state.json`` in a checkpoint's folder."""
+
+    metrics: StepMetrics | None = None
+
+
+def _figures_in(folder: Path) -> dict[str, Any] | None:
+    """Those of a step that was not reported, for its evaluation was still to come."""
+    try:
+        recorded = msgspec.json.decode((folder / "trainer_state.json").read_bytes(), type=_Recorded)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return None if recorded.metrics is None else events.figures(recorded.metrics)
 
 
 def _is_whole(folder: Path) -> bool:
