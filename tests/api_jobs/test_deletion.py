@@ -207,3 +207,19 @@ def test_a_folder_loses_its_name_in_one_rename(tmp_path: Path, monkeypatch: pyte
     durable.remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
     durable.remove_folder(folder)  # which is gone
+
+
+def test_checkpoints_that_the_worker_removed_leave_the_lists(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await with_checkpoints(there, 3)
+            for step in (6, 9):
+                path = write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+                durable.remove_folder(there.store.jobs.folder(job_id) / "checkpoints" / f"step-{step - 3:08d}")
+                await there.say(CheckpointSaved(job_id, step, path, None))
+                (name,) = await there.checkpoints(job_id)
+                assert name.endswith(f":ckpt-step-{step}")
+                assert await there.models() == ["tiny", name]
+            assert (await there.messages(job_id))[-1] == "The checkpoint of step 6 was deleted"
+
+    run(scenario)

@@ -17,7 +17,7 @@ from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
-from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE
+from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE, CheckpointStore
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.models.decoder import Decoder
@@ -158,8 +158,59 @@ def test_a_kill_while_a_checkpoint_is_deleted_leaves_nothing_of_its_name(
     assert sorted(kept) == ["step-00000004", "step-00000005", "step-00000007"]
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(None, [2, 4, 5, 6, 8, 10]), (2, [8, 10]), (1, [10])])
+@pytest.mark.parametrize("stops", [False, True])
+def test_older_checkpoints_go_beyond_the_limit(
+    decoder: Decoder, tmp_path: Path, limit: int | None, kept: list[int], stops: bool
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=2, save_total_limit=limit)
+    job = support.make_job(decoder, spec)
+    for _ in range(9):
+        support.run_step(job)
+        job.wait_for_writes()
+        assert limit is None or len(_checkpoints(tmp_path)) <= limit
+        if stops:
+            job.checkpoint()
+            assert limit is None or len(_checkpoints(tmp_path)) <= limit + 1
+            job.close()
+            job = support.make_job(decoder, spec)
+    support.run_to_end(job)
+    job.close()
+    assert _checkpoints(tmp_path) == kept
+
+
+def test_what_a_kill_left_over_the_limit_goes_at_the_next_start(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=2, save_total_limit=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "keep_newest", lambda *_: None)
+        job = support.make_job(decoder, spec)
+        for _ in range(6):
+            support.run_step(job)
+        job.wait_for_writes()
+        job.close()
+    assert _checkpoints(tmp_path) == [2, 4, 5, 6]
+    job = support.make_job(decoder, spec)
+    assert job.step == 6
+    announced = [update.step for update in job.start_updates() if isinstance(update, CheckpointSaved)]
+    assert announced == _checkpoints(tmp_path) == [5, 6]
+    job.close()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_the_best_checkpoint_is_kept_within_the_limit(decoder: Decoder, tmp_path: Path, limit: int) -> None:
+    settings = {"learning_rate": 0.05, "n_epochs": 4, "load_best_model_at_end": True, "save_total_limit": limit}
+    job = _reference(decoder, tmp_path, **settings)
+    best = job.start_updates()[-1]
+    assert isinstance(best, JobSucceeded)
+    kept = _checkpoints(tmp_path)
+    assert {best.best_step, 20} <= set(kept)
+    assert len(kept) == max(limit, len({best.best_step, 20}))
+
+
 def _checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("*"))
 
 
 def _tear(path: Path) -> None:

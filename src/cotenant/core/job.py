@@ -46,6 +46,7 @@ class Hyperparameters:
     ``eval_steps``/``save_steps`` 0: only at the end of each epoch. ``rank_pattern`` and ``alpha_pattern`` give modules
     whose name ends with a regular expression another ``r`` or ``lora_alpha``; the first that fits counts.
     ``early_stopping_patience``: evaluations without progress after which the job ends; 0: it never does.
+    ``save_total_limit``: checkpoints that are kept, the newest and the best in any case; None or 0: all.
     ``load_best_model_at_end``: the best step's adapter is exported, not the last one's. ``beta`` and
     ``label_smoothing`` are of method 'dpo' alone.
     """
@@ -69,6 +70,7 @@ class Hyperparameters:
     gradient_checkpointing: bool = False
     eval_steps: int = 0
     save_steps: int = 0
+    save_total_limit: int | None = None
     load_best_model_at_end: bool = False
     metric_for_best_model: str = "loss"
     early_stopping_patience: int = 0

@@ -69,8 +69,12 @@ class CheckpointError(Exception):
 class CheckpointStore:
     """The checkpoints of one job, in ``folder``."""
 
-    def __init__(self, folder: Path, base_model: str, tokenizer_folder: Path | None) -> None:
+    def __init__(
+        self, folder: Path, base_model: str, tokenizer_folder: Path | None, total_limit: int | None = None
+    ) -> None:
+        """``total_limit``: announced checkpoints that are kept, the best one counted among them; None or 0: all."""
         self._folder = folder
+        self._total_limit = total_limit
         self._base_model = base_model
         self._tokenizer_folder = tokenizer_folder
 
@@ -79,7 +83,8 @@ class CheckpointStore:
 
     def write(self, snapshot: Snapshot, best_step: int | None) -> Path:
         """Write a checkpoint atomically. Then remove those that are neither announced nor ``best_step``'s, and from all
-        but the newest ``_NUM_RESUMABLE`` what only training needs: they stay to be served."""
+        but the newest ``_NUM_RESUMABLE`` what only training needs: they stay to be served. With an announced one,
+        ``keep_newest``."""
         target = self.path(snapshot.state.step)
         with atomic_folder(target) as folder:
             write_adapter_files(snapshot.adapter, folder, self._base_model, self._tokenizer_folder)
@@ -96,7 +101,21 @@ class CheckpointStore:
             kept += 1
             if kept > _NUM_RESUMABLE:
                 (path / TENSOR_FILE).unlink(missing_ok=True)
+        if state.announced:
+            self.keep_newest(state.step, best_step)
         return target
+
+    def keep_newest(self, step: int, best_step: int | None) -> None:
+        """Remove what is over the limit of the checkpoints up to ``step``, oldest first, as transformers does: never
+        the newest announced one, nor ``best_step``'s. One that was made for a pause does not count."""
+        if not self._total_limit:
+            return
+        announced = [state.step for state, _ in self.announced() if state.step <= step]
+        kept = {*announced[-1:], *([] if best_step is None else [best_step])}
+        others = [step for step in announced if step not in kept]
+        num_others = max(0, self._total_limit - len(kept))
+        for step in others[: max(0, len(others) - num_others)]:
+            remove_folder(self.path(step))
 
     def newest(self) -> tuple[TrainerState, dict[str, torch.Tensor]] | None:
         """The newest checkpoint that is whole, with the tensors of ``TENSOR_FILE``; None if there is none."""

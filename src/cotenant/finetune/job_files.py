@@ -37,7 +37,9 @@ class JobFiles:
         self._spec = spec
         self._tokenizer_folder = tokenizer_folder
         self._log = MetricsLog(folder / METRICS_FILE)
-        self._checkpoints = CheckpointStore(folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder)
+        self._checkpoints = CheckpointStore(
+            folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder, spec.hyperparameters.save_total_limit
+        )
         self._writer = FileWriter(spec.job_id)
         self._unwritten: deque[Future[Sequence[FromWorker]]] = deque()  # checkpoints, oldest first
 
@@ -59,6 +61,10 @@ class JobFiles:
     def newest_checkpoint(self) -> tuple[TrainerState, dict[str, torch.Tensor]] | None:
         """See ``CheckpointStore.newest``."""
         return self._checkpoints.newest()
+
+    def keep_newest_checkpoints(self, step: int, best_step: int | None) -> None:
+        """See ``CheckpointStore.keep_newest``. Call before anything is written."""
+        self._checkpoints.keep_newest(step, best_step)
 
     def announced(self, up_to_step: int) -> list[CheckpointSaved]:
         """What was or should have been said of the checkpoints up to this step."""

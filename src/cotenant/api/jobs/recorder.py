@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from cotenant.api.jobs import events
+from cotenant.api.jobs.deletion import forget_missing_checkpoints
 from cotenant.api.jobs.results import FILENAME, RESULT_PURPOSE, metrics_csv
 from cotenant.core.errors import NotFoundError
 from cotenant.core.job import StepMetrics
@@ -114,6 +115,7 @@ class Recorder:
             # What was estimated is over: the job has stood still since.
             values = {"total_steps": total_steps, "estimated_finish": None}
             self._store.jobs.change(job.id, _RUNNING, values, [event])
+            forget_missing_checkpoints(self._store, job.id)
         return Outcome.NOTHING
 
     def _warning(self, message: JobWarning) -> Outcome:
@@ -141,6 +143,7 @@ class Recorder:
         if job is not None and _is_whole(Path(message.path)):
             metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
+            forget_missing_checkpoints(self._store, job.id)  # this one may have taken others' places
         return Outcome.NOTHING
 
     def _paused(self, message: JobPaused, draining: bool) -> Outcome:

@@ -75,6 +75,7 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
         "assistant_only_loss": _only_true,
         "eval_steps": between(0, _MAX_STEPS),
         "save_steps": between(0, _MAX_STEPS),
+        "save_total_limit": between(0, _MAX_STEPS),
         "load_best_model_at_end": boolean,
         "metric_for_best_model": _best_metric([name for name in BEST_METRICS if not name.startswith("rewards/")]),
         "early_stopping_patience": between(0, _MAX_STEPS),
