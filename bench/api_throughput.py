@@ -151,7 +151,7 @@ def serve(port: int, data_dir: str, step_ms: float, profile: str | None) -> int:
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
-    code = run_server(config, BaseModel(base.folder, base.spec.vocab_size), print, worker_command=command)
+    code = run_server(config, BaseModel(base.folder, base.spec.vocab_size, MODEL), print, worker_command=command)
     if profile:
         profiler.disable()
         profiler.dump_stats(profile)

@@ -159,8 +159,9 @@ class Server:
 
 
 @asynccontextmanager
-async def server(data_dir: Path, worker: RecordingWorker | None = None) -> AsyncIterator[Server]:
-    """Start on a data folder, and stop as a crash would: nothing is told to anybody."""
+async def server(data_dir: Path, worker: RecordingWorker | None = None, base: str = "tiny") -> AsyncIterator[Server]:
+    """Start on a data folder, and stop as a crash would: nothing is told to anybody. ``base``: the fingerprint of the
+    model that is served."""
     worker = worker or RecordingWorker()
     config = ServerConfig(
         ModelConfig("tiny"),
@@ -168,7 +169,7 @@ async def server(data_dir: Path, worker: RecordingWorker | None = None) -> Async
         data_dir=str(data_dir),
     )
     store = open_store(data_dir)
-    jobs = JobManager(store, worker, config, TINY)
+    jobs = JobManager(store, worker, config, TINY, base)
     worker.jobs = jobs
     app = FastAPI()
     names = ModelNames(config, TINY, worker, store)  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ async def serving(store: Store, folder: str, start: str = "ready") -> AsyncItera
     """The names of a server whose flags name one adapter, ``flagged``."""
     config = ServerConfig(ModelConfig("tiny"), lora=LoraConfig(modules=(("flagged", folder),)))
     async with running(make_client(start), ready=start == "ready") as client:
-        yield ModelNames(config, None, client, store), client
+        yield ModelNames(config, None, "base", client, store), client
 
 
 def scenario(store: Store, folder: str, steps: Callable[[ModelNames, WorkerClient], Awaitable[None]]) -> None:

@@ -33,6 +33,7 @@ def add_job(
         id=job_id,
         model="tiny",
         base_root="/models/tiny",
+        base_fingerprint="base",
         training_file=(file or add_file(store)).id,
         validation_file=validation,
         suffix=None,

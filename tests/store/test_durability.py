@@ -80,6 +80,22 @@ def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
+def test_jobs_of_the_first_schema_belong_to_whatever_is_served(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    job = add_running_job(store)
+    store.close()
+    with sqlite3.connect(tmp_path / "cotenant.db") as connection:
+        connection.execute("ALTER TABLE jobs DROP COLUMN base_fingerprint")
+        connection.execute("UPDATE schema_version SET version = 1")
+    connection.close()
+    for _ in range(2):
+        store = open_store(tmp_path)
+        assert store.jobs.get(job.id).base_fingerprint is None
+        assert store.jobs.first(JobStatus.RUNNING, "any") == store.jobs.get(job.id)
+        assert store.jobs.of_other_bases([JobStatus.RUNNING], "any") == []
+        store.close()
+
+
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInputError, match=r"data folder .*file.*--data-dir"):

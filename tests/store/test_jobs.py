@@ -78,10 +78,10 @@ def test_the_queue_is_in_order_of_creation_whatever_happened_since(store: Store)
     queued = {"status": JobStatus.QUEUED, "hyperparameters": Hyperparameters()}
     for job in reversed(jobs):
         store.jobs.change(job.id, [JobStatus.VALIDATING], queued)
-    first = store.jobs.first(JobStatus.QUEUED)
+    first = store.jobs.first(JobStatus.QUEUED, "base")
     assert first is not None
     assert first.id == jobs[0].id
-    assert store.jobs.first(JobStatus.RUNNING) is None
+    assert store.jobs.first(JobStatus.RUNNING, "base") is None
 
 
 def test_jobs_are_found_by_metadata(store: Store) -> None:

@@ -17,7 +17,7 @@ from cotenant.core.request import AdapterRef
 
 if TYPE_CHECKING:
     from cotenant.api.worker_client import WorkerClient
-    from cotenant.store.store import Store
+    from cotenant.store import ServedAdapter, Store
 
 OWNER = "cotenant"
 
@@ -64,9 +64,17 @@ class ModelNames:
     tell it the folder.
     """
 
-    def __init__(self, config: ServerConfig, base_folder: Path | None, worker: WorkerClient, store: Store) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        base_folder: Path | None,
+        base_fingerprint: str,
+        worker: WorkerClient,
+        store: Store,
+    ) -> None:
         self._config = config
         self._base_folder = base_folder
+        self._base_fingerprint = base_fingerprint
         self._worker = worker
         self._store = store
         self._started_at = time.time()
@@ -91,6 +99,8 @@ class ModelNames:
         adapter = await asyncio.to_thread(self._store.find_adapter, name)
         if adapter is None:
             raise unknown_model(name)
+        if not self._fits(adapter):
+            raise _of_another_base(adapter)
         return ResolvedName(name, AdapterRef(adapter.name, adapter.path))
 
     async def cards(self) -> list[ModelCard]:
@@ -100,7 +110,8 @@ class ModelNames:
         for named in self._named.values():
             cards.append(self._card(named.ref.name, named.ref.path, base, named.created_at))
         for adapter in await asyncio.to_thread(self._store.served_adapters):
-            cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
+            if self._fits(adapter):
+                cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
         return cards
 
     async def card(self, name: str) -> ModelCard:
@@ -108,6 +119,7 @@ class ModelNames:
         for card in await self.cards():
             if card.id == name:
                 return card
+        await self.resolve(name)  # says why there is none
         raise unknown_model(name)
 
     async def load_adapter(self, name: str, path: str, replace: bool) -> None:
@@ -170,6 +182,9 @@ class ModelNames:
             return
         raise InvalidInputError(f"The name '{name}' is in use: {reason}.", code="invalid_value", param="lora_name")
 
+    def _fits(self, adapter: ServedAdapter) -> bool:
+        return adapter.base_fingerprint in (None, self._base_fingerprint)
+
     @property
     def _base_root(self) -> str:
         return str(self._base_folder) if self._base_folder is not None else self._config.model.model
@@ -193,3 +208,12 @@ def _existing_folder(path: str) -> str:
 
 def unknown_model(name: str) -> NotFoundError:
     return NotFoundError(f"The model '{name[:200]}' does not exist.", code="model_not_found", param="model")
+
+
+def _of_another_base(adapter: ServedAdapter) -> NotFoundError:
+    return NotFoundError(
+        f"The model '{adapter.name}' belongs to another base model, '{adapter.parent}' ({adapter.base_root}, "
+        f"fingerprint {adapter.base_fingerprint}); it is served where that one is.",
+        code="model_not_found",
+        param="model",
+    )

@@ -49,10 +49,12 @@ class ServerFailedError(CotenantError):
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What the API process knows of the base model. ``folder`` None: random weights and a byte tokenizer."""
+    """What the API process knows of the base model. ``folder`` None: random weights and a byte tokenizer.
+    ``fingerprint``: which model it is, wherever it lies; jobs are recorded with it."""
 
     folder: Path | None
     vocab_size: int
+    fingerprint: str
 
 
 def run_server(
@@ -102,11 +104,12 @@ def _open_state(
     chat_template = load_chat_template(base.folder, config.model.chat_template)
     worker = WorkerClient(config, base.folder, worker_command=worker_command, prepared=prepared)
     with contextlib.closing(open_store(Path(config.data_dir))) as store:
-        jobs = JobManager(store, worker, config, base.folder)
+        jobs = JobManager(store, worker, config, base.folder, base.fingerprint)
         worker.attach_jobs(jobs)
         yield AppState(
             config=config,
             base_folder=base.folder,
+            base_fingerprint=base.fingerprint,
             worker=worker,
             tokenizer=tokenizer,
             chat_template=chat_template,

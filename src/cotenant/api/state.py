@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 @dataclass
 class AppState:
     """One per application, at ``app.state.cotenant``. ``base_folder`` holds the base model's files; None with random
-    weights. What is derived from these parts is made here, so that each is made once."""
+    weights. ``base_fingerprint`` says which model it is. What is derived from these parts is made here, so
+    that each is made once."""
 
     config: ServerConfig
     base_folder: Path | None
+    base_fingerprint: str
     worker: WorkerClient
     tokenizer: Tokenizer
     chat_template: ChatTemplate
@@ -41,7 +43,7 @@ class AppState:
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.config.model.name, self.worker)
-        self.models = ModelNames(self.config, self.base_folder, self.worker, self.store)
+        self.models = ModelNames(self.config, self.base_folder, self.base_fingerprint, self.worker, self.store)
         self.prompts = PromptEncoder(self.tokenizer, self.chat_template)
         self.token_texts = TokenTexts(self.tokenizer)
 

@@ -79,6 +79,7 @@ def run(config: ServerConfig) -> None:
 
 def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
     from cotenant.api.server import BaseModel, ServerFailedError, run_server
+    from cotenant.models.fingerprint import fingerprint
     from cotenant.models.registry import resolve_model
 
     logging.basicConfig(
@@ -91,7 +92,7 @@ def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
     _check_lora_modules(config.lora, resolved.spec)
     # Absolute, for adapters name their base by it, wherever they are read.
     folder = None if resolved.folder is None else resolved.folder.absolute()
-    base = BaseModel(folder, resolved.spec.vocab_size)
+    base = BaseModel(folder, resolved.spec.vocab_size, fingerprint(resolved, config.model))
     try:
         code = run_server(config, base, typer.echo, prepared=prepared)
     except ServerFailedError as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -14,18 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cotenant.core.errors import InvalidInputError, NotFoundError
+from cotenant.core.errors import InvalidInputError
 from cotenant.models.decoder import Decoder
 from cotenant.models.quantization import require_support
 from cotenant.models.registry import ResolvedModel
+from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import DecoderWeights, Target, allocate, targets
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that this decoder does not apply
 _INIT_STD = 0.02
-_NUM_NAMED = 5  # how many tensors an error lists
 _NUM_READERS = 4
 _PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
 
@@ -83,7 +80,7 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
     stored: dict[str, _Stored] = {}
     unexpected: list[str] = []
     with ExitStack() as stack:
-        for path in _shards(folder):
+        for path in shards(folder):
             with _reading(path):
                 shard = stack.enter_context(safe_open(path, framework="pt"))
                 for name in list(shard.keys()):
@@ -95,10 +92,10 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                         unexpected.append(name)
         missing = [name for name in places if name not in stored]
         if missing:
-            raise InvalidInputError(f"{folder}: the checkpoint lacks {_listed(missing)}", param="model")
+            raise InvalidInputError(f"{folder}: the checkpoint lacks {listed(missing)}", param="model")
         if unexpected:
             raise InvalidInputError(
-                f"{folder}: the checkpoint holds tensors that its config.json has no place for: {_listed(unexpected)}",
+                f"{folder}: the checkpoint holds tensors that its config.json has no place for: {listed(unexpected)}",
                 param="model",
             )
         _copy_all(stored, places, device)
@@ -167,24 +164,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 
 
-def _shards(folder: Path) -> list[Path]:
-    """The checkpoint's files."""
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        raise NotFoundError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="model")
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InvalidInputError(f"{index} cannot be read: {error!r}", param="model") from error
-    shards = [folder / Path(name).name for name in sorted(names)]
-    absent = [shard.name for shard in shards if not shard.is_file()]
-    if absent:
-        raise NotFoundError(f"{folder}: {INDEX_FILE} names files that are not there: {_listed(absent)}", param="model")
-    return shards
-
-
 def _check(path: Path, name: str, shape: tuple[int, ...], dtype: str, place: Target) -> None:
     if shape != place.shape:
         raise InvalidInputError(
@@ -199,9 +178,3 @@ def _check(path: Path, name: str, shape: tuple[int, ...], dtype: str, place: Tar
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
     """Tensors of some checkpoints that follow from the rest."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
-
-
-def _listed(names: Iterable[str]) -> str:
-    everything = list(names)
-    more = f" and {len(everything) - _NUM_NAMED} more" if len(everything) > _NUM_NAMED else ""
-    return ", ".join(everything[:_NUM_NAMED]) + more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Select, literal_column, select, union_all
+from sqlalchemy import Row, Select, literal_column, select, union_all
 
 from cotenant.store import schema
 from cotenant.store.database import Database
@@ -16,7 +16,8 @@ _ADAPTER_FILE = "adapter_config.json"
 
 
 class AdapterCatalog:
-    """Reads the adapters off the jobs and checkpoints. An adapter whose folder is gone is not served."""
+    """Reads the adapters off the jobs and checkpoints, of all base models. An adapter whose folder is gone is not
+    served."""
 
     def __init__(self, folder: Path, database: Database) -> None:
         self._folder = folder
@@ -26,7 +27,7 @@ class AdapterCatalog:
         """Oldest job first, its checkpoints in step order and then its result."""
         query = union_all(_results(), _checkpoints())
         rows = self._database.read(lambda connection: connection.execute(query.order_by("job_sequence", "step")).all())
-        adapters = [self._adapter(row.name, row.path, row.parent, row.created_at) for row in rows]
+        adapters = [self._adapter(row) for row in rows]
         return [adapter for adapter in adapters if adapter is not None]
 
     def find(self, name: str) -> ServedAdapter | None:
@@ -34,11 +35,13 @@ class AdapterCatalog:
         results = _results().where(schema.jobs.c.adapter_name == name)
         checkpoints = _checkpoints().where(schema.checkpoints.c.name == name)
         row = self._database.read(lambda connection: connection.execute(union_all(results, checkpoints)).first())
-        return None if row is None else self._adapter(row.name, row.path, row.parent, row.created_at)
+        return None if row is None else self._adapter(row)
 
-    def _adapter(self, name: str, path: str, parent: str, created_at: int) -> ServedAdapter | None:
-        folder = self._folder / path
-        return ServedAdapter(name, str(folder), parent, created_at) if (folder / _ADAPTER_FILE).is_file() else None
+    def _adapter(self, row: Row[Any]) -> ServedAdapter | None:
+        folder = self._folder / row.path
+        if not (folder / _ADAPTER_FILE).is_file():
+            return None
+        return ServedAdapter(row.name, str(folder), row.parent, row.base_root, row.base_fingerprint, row.created_at)
 
 
 def _results() -> Select[Any]:
@@ -49,6 +52,8 @@ def _results() -> Select[Any]:
         jobs.adapter_name.label("name"),
         jobs.adapter_path.label("path"),
         jobs.model.label("parent"),
+        jobs.base_root,
+        jobs.base_fingerprint,
         jobs.finished_at.label("created_at"),
     ).where(jobs.status == JobStatus.SUCCEEDED)
 
@@ -56,5 +61,12 @@ def _results() -> Select[Any]:
 def _checkpoints() -> Select[Any]:
     jobs, checkpoints = schema.jobs.c, schema.checkpoints.c
     return select(
-        jobs.sequence, checkpoints.step, checkpoints.name, checkpoints.path, jobs.model, checkpoints.created_at
+        jobs.sequence,
+        checkpoints.step,
+        checkpoints.name,
+        checkpoints.path,
+        jobs.model,
+        jobs.base_root,
+        jobs.base_fingerprint,
+        checkpoints.created_at,
     ).join_from(schema.checkpoints, schema.jobs, checkpoints.job_id == jobs.id)

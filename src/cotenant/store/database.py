@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, create_engine, event, insert, inspect, select
+from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from cotenant.core.errors import ConflictError
@@ -29,7 +29,8 @@ class Database:
     """
 
     def __init__(self, path: Path, ballast: Ballast) -> None:
-        """Opens or creates the file. Raises ConflictError if a newer version of this program wrote it."""
+        """Opens or creates the file, or brings it up to date. Raises ConflictError if a newer version of this program
+        wrote it."""
         self._ballast = ballast
         # Writers wait for each other here and not in SQLite, which would let them fail after a timeout.
         self._writing = threading.Lock()
@@ -96,3 +97,7 @@ def _prepare(connection: Connection, path: Path) -> None:
             code="schema_too_new",
             param="data-dir",
         )
+    for newer in range(version + 1, schema.SCHEMA_VERSION + 1):
+        for statement in schema.MIGRATIONS[newer]:
+            connection.exec_driver_sql(statement)
+        connection.execute(update(schema.schema_version).values(version=newer))

@@ -61,6 +61,7 @@ class JobStore:
                     status=JobStatus.VALIDATING,
                     model=job.model,
                     base_root=job.base_root,
+                    base_fingerprint=job.base_fingerprint,
                     training_file=job.training_file,
                     validation_file=job.validation_file,
                     suffix=job.suffix,
@@ -90,10 +91,17 @@ class JobStore:
             lambda connection: read_page(connection, query, schema.jobs, self._job_of, after=after, limit=limit)
         )
 
-    def first(self, status: JobStatus) -> JobRecord | None:
-        """The job that was created first of those with this status."""
-        query = select(schema.jobs).where(_COLUMNS.status == status).order_by(_COLUMNS.sequence).limit(1)
+    def first(self, status: JobStatus, base_fingerprint: str) -> JobRecord | None:
+        """The job that was created first of those with this status and base model."""
+        is_of_base = ~_is_of_another(base_fingerprint)
+        query = select(schema.jobs).where(_COLUMNS.status == status, is_of_base).order_by(_COLUMNS.sequence).limit(1)
         return self._database.read(lambda connection: self._one(connection, query))
+
+    def of_other_bases(self, statuses: Collection[JobStatus], base_fingerprint: str) -> list[JobRecord]:
+        """All jobs with these statuses whose base model is another one, oldest first."""
+        query = select(schema.jobs).where(_COLUMNS.status.in_(statuses), _is_of_another(base_fingerprint))
+        rows = self._database.read(lambda connection: connection.execute(query.order_by(_COLUMNS.sequence)).all())
+        return [self._job_of(row) for row in rows]
 
     def find_succeeded(self, adapter_name: str) -> JobRecord | None:
         """The job that has this name for its result, if it has one."""
@@ -199,6 +207,11 @@ def _require_files(connection: Connection, job: NewJob) -> None:
 
 def _file_id(file_id: str) -> Select[Any]:
     return select(schema.files.c.id).where(schema.files.c.id == file_id)
+
+
+def _is_of_another(base_fingerprint: str) -> ColumnElement[bool]:
+    """Of jobs that say which base model is theirs; those from before that was recorded belong to any."""
+    return func.coalesce(_COLUMNS.base_fingerprint, base_fingerprint) != base_fingerprint
 
 
 def _has_metadata(key: str, value: str) -> ColumnElement[bool]:

@@ -67,12 +67,14 @@ class JobError:
 class NewJob:
     """A job that is about to be stored. ``requested``: hyperparameters as the client gave them, 'auto' included.
 
-    ``model`` is the base model's served name, ``base_root`` the folder or hub id that adapters refer to it by.
+    ``model`` is the base model's served name, ``base_root`` the folder or hub id that adapters refer to it by, and
+    ``base_fingerprint`` its identity.
     """
 
     id: str
     model: str
     base_root: str
+    base_fingerprint: str
     training_file: str
     validation_file: str | None
     suffix: str | None
@@ -83,7 +85,8 @@ class NewJob:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A stored job. ``hyperparameters`` is None until the files are validated; ``adapter_path`` is absolute."""
+    """A stored job. ``hyperparameters`` is None until the files are validated; ``adapter_path`` is absolute;
+    ``base_fingerprint`` None: whatever model is served."""
 
     id: str
     created_at: int
@@ -93,6 +96,7 @@ class JobRecord:
     pending: Pending | None
     model: str
     base_root: str
+    base_fingerprint: str | None
     training_file: str
     validation_file: str | None
     suffix: str | None
@@ -151,9 +155,12 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """A trained adapter that requests may name. ``path``: its folder in PEFT's format; ``parent``: the base model."""
+    """A trained adapter that requests may name. ``path``: its folder in PEFT's format; ``parent``: the base model, of
+    which ``base_root`` and ``base_fingerprint`` are as in JobRecord."""
 
     name: str
     path: str
     parent: str
+    base_root: str
+    base_fingerprint: str | None
     created_at: int

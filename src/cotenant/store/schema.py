@@ -16,7 +16,10 @@ from sqlalchemy import (
 )
 
 # Raised with every change that an older version of this program would misread.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# What brings a database from the version before to this one, for each version since the first.
+MIGRATIONS = {2: ("ALTER TABLE jobs ADD COLUMN base_fingerprint VARCHAR",)}
 
 metadata = MetaData()
 
@@ -37,6 +40,7 @@ files = Table(
 
 # ``hyperparameters`` is NULL until the files are validated. ``pending`` is what a client has asked of a running job and
 # the worker has not confirmed. ``adapter_path`` is relative to the data folder, and NULL until the job has succeeded.
+# ``base_fingerprint`` says which base model a job belongs to; NULL, in jobs from before version 2: to any
 # Files may be deleted when the job has ended, so their ids are no foreign keys.
 jobs = Table(
     "jobs",
@@ -50,6 +54,7 @@ jobs = Table(
     Column("pending", String),
     Column("model", Text, nullable=False),
     Column("base_root", Text, nullable=False),
+    Column("base_fingerprint", String),
     Column("training_file", String, nullable=False),
     Column("validation_file", String),
     Column("suffix", String),

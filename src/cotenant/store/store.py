@@ -33,7 +33,7 @@ class Store:
         self._adapters = AdapterCatalog(folder, database)
 
     def served_adapters(self) -> list[ServedAdapter]:
-        """All adapters that requests may name."""
+        """All adapters that requests may name where their base model is served."""
         return self._adapters.all()
 
     def find_adapter(self, name: str) -> ServedAdapter | None:

@@ -57,7 +57,12 @@ class CreateJobRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def make_job(
-    body: CreateJobRequest, config: ServerConfig, base_folder: Path | None, store: Store, limits: Limits
+    body: CreateJobRequest,
+    config: ServerConfig,
+    base_folder: Path | None,
+    base_fingerprint: str,
+    store: Store,
+    limits: Limits,
 ) -> NewJob:
     """Check everything that can be checked before the files are read. Reads the store, so it belongs in a thread.
 
@@ -84,6 +89,7 @@ def make_job(
         id=job_id,
         model=base,
         base_root=_base_root(config.model.model, base_folder),
+        base_fingerprint=base_fingerprint,
         training_file=body.training_file,
         validation_file=body.validation_file,
         suffix=suffix,

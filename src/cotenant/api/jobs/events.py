@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cotenant.core.job import StepMetrics
-from cotenant.store import NewEvent
+from cotenant.store import JobRecord, NewEvent
 
 _LABELS = (
     ("train_loss", "training loss"),
@@ -48,6 +48,14 @@ def cut(file: str, max_tokens: int, max_length: int) -> NewEvent:
 def batch_is_everything(batch_size: int, num_examples: int) -> NewEvent:
     return NewEvent(
         f"batch_size is {batch_size}, but the training file has {num_examples} examples: each step takes all of them",
+        level="warn",
+    )
+
+
+def of_another_base(job: JobRecord) -> NewEvent:
+    return NewEvent(
+        f"The job belongs to another base model than the one that is served: '{job.model}' ({job.base_root}, "
+        f"fingerprint {job.base_fingerprint}). Serve that model on this data folder to go on",
         level="warn",
     )
 

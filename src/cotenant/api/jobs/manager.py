@@ -31,6 +31,7 @@ SETTLE_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 # A job that the worker has died on this often, without one new step between, is taken to be the reason.
 MAX_FRUITLESS_DEATHS = 4
+WAITING_OR_RUNNING = (JobStatus.VALIDATING, JobStatus.QUEUED, JobStatus.RUNNING)
 
 
 class WorkerLink(Protocol):
@@ -51,15 +52,26 @@ class WorkerLink(Protocol):
 class JobManager:
     """Owns every change of a job's status. The store is the truth; here is only what the worker was last told."""
 
-    def __init__(self, store: Store, worker: WorkerLink, config: ServerConfig, base_folder: Path | None) -> None:
-        """``base_folder`` holds the base model's tokenizer; None with random weights."""
+    def __init__(
+        self,
+        store: Store,
+        worker: WorkerLink,
+        config: ServerConfig,
+        base_folder: Path | None,
+        base_fingerprint: str,
+    ) -> None:
+        """``base_folder`` holds the base model's tokenizer; None with random weights. Jobs of base models with another
+        ``base_fingerprint`` wait until those are served."""
         self._store = store
         self._worker = worker
         self._config = config
         self._base_folder = base_folder
+        self._base_fingerprint = base_fingerprint
         self._recorder = Recorder(store)
         self._dispatcher = WakeableTask("queue of jobs", self._dispatch)
-        self._validator = Validator(store, config, base_folder, lambda: worker.last_ready, self._dispatcher.wake)
+        self._validator = Validator(
+            store, config, base_folder, base_fingerprint, lambda: worker.last_ready, self._dispatcher.wake
+        )
         # Held from reading a job's status until both the store and the worker know what follows from it.
         self._deciding = asyncio.Lock()
         self._in_worker: str | None = None
@@ -98,7 +110,7 @@ class JobManager:
         limits = limits_of(ready, self._config)
 
         def create() -> JobRecord:
-            job = make_job(body, self._config, self._base_folder, self._store, limits)
+            job = make_job(body, self._config, self._base_folder, self._base_fingerprint, self._store, limits)
             happened = events.created(job.id, job.training_file, job.validation_file)
             return self._store.jobs.create(job, happened)
 
@@ -215,9 +227,12 @@ class JobManager:
     async def _dispatch(self) -> bool:
         """Give the worker a job if it has none. True if that may be worth another look."""
         async with self._deciding:
-            if self._draining.is_set() or self._worker.ready is None or self._in_worker is not None:
+            if self._draining.is_set():
                 return False
-            job = await asyncio.to_thread(self._store.jobs.first, JobStatus.RUNNING)
+            await self._hold_back()
+            if self._worker.ready is None or self._in_worker is not None:
+                return False
+            job = await self._first(JobStatus.RUNNING)
             if job is not None and job.pending is not None:
                 await self._settle(job, job.pending)
                 return True
@@ -235,9 +250,32 @@ class JobManager:
                 logger.info("job %s: started in the worker (%d steps are on record)", job.id, spec.recorded_step)
             return False
 
+    async def _hold_back(self) -> None:
+        """Jobs that this server cannot run wait for one that can."""
+        others = self._store.jobs.of_other_bases
+        for job in await asyncio.to_thread(others, WAITING_OR_RUNNING, self._base_fingerprint):
+            await self._keep_waiting(job, events.of_another_base(job))
+
+    async def _keep_waiting(self, job: JobRecord, reason: NewEvent) -> None:
+        """The job stays where it is, or goes back to the queue, and says once why."""
+        if job.pending is not None:
+            await self._settle(job, job.pending)
+            return
+        status = JobStatus.QUEUED if job.status is JobStatus.RUNNING else job.status
+        newest = await asyncio.to_thread(self._store.events.page, job.id, limit=1)
+        is_said = [event.message for event in newest.items] == [reason.message]
+        if status is not job.status or not is_said:
+            await self._change(job, {"status": status}, [] if is_said else [reason])
+        if not is_said:
+            logger.warning("job %s waits: %s", job.id, reason.message)
+
+    async def _first(self, status: JobStatus) -> JobRecord | None:
+        """The first job of the base model that is served."""
+        return await asyncio.to_thread(self._store.jobs.first, status, self._base_fingerprint)
+
     async def _next_in_queue(self) -> JobRecord | None:
         """The first queued job, made ``running``."""
-        job = await asyncio.to_thread(self._store.jobs.first, JobStatus.QUEUED)
+        job = await self._first(JobStatus.QUEUED)
         if job is None:
             return None
         self._fruitless_deaths = 0

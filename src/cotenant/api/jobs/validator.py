@@ -39,6 +39,7 @@ class Validator:
         store: Store,
         config: ServerConfig,
         base_folder: Path | None,
+        base_fingerprint: str,
         model_facts: Callable[[], Ready | None],
         on_queued: Callable[[], None],
     ) -> None:
@@ -46,6 +47,7 @@ class Validator:
         self._store = store
         self._config = config
         self._base_folder = base_folder
+        self._base_fingerprint = base_fingerprint
         self._model_facts = model_facts
         self._on_queued = on_queued
         self._loop = WakeableTask("validation of files", self._validate_next)
@@ -69,7 +71,7 @@ class Validator:
 
     async def _validate_next(self) -> bool:
         ready = self._model_facts()
-        job = await asyncio.to_thread(self._store.jobs.first, JobStatus.VALIDATING)
+        job = await asyncio.to_thread(self._store.jobs.first, JobStatus.VALIDATING, self._base_fingerprint)
         if ready is None or job is None:
             return False
         logger.info("job %s: validating its files", job.id)
