@@ -191,6 +191,11 @@ class CoExecutionConfig:
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
         _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")
 
+    @property
+    def trains(self) -> bool:
+        """Whether jobs ever run under this policy."""
+        return self.policy != "inference-only"
+
     def slo(self, default: Slo) -> Slo:
         return Slo(
             self.slo_ttft_ms or default.ttft_ms,

@@ -21,7 +21,7 @@ from cotenant.api.errors import install_handlers
 from cotenant.api.jobs.manager import JobManager
 from cotenant.api.models import ModelCard, ModelList, ModelNames
 from cotenant.api.routes import files, fine_tuning, models
-from cotenant.config import ApiConfig, ModelConfig, ServerConfig
+from cotenant.config import ApiConfig, CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Slo
 from cotenant.store import Store, open_store
@@ -159,7 +159,9 @@ class Server:
 
 
 @asynccontextmanager
-async def server(data_dir: Path, worker: RecordingWorker | None = None, base: str = "tiny") -> AsyncIterator[Server]:
+async def server(
+    data_dir: Path, worker: RecordingWorker | None = None, base: str = "tiny", policy: str = "adaptive"
+) -> AsyncIterator[Server]:
     """Start on a data folder, and stop as a crash would: nothing is told to anybody. ``base``: the fingerprint of the
     model that is served."""
     worker = worker or RecordingWorker()
@@ -167,12 +169,13 @@ async def server(data_dir: Path, worker: RecordingWorker | None = None, base: st
         ModelConfig("tiny"),
         api=ApiConfig(max_upload_bytes=MAX_UPLOAD_BYTES, organization="acme"),
         data_dir=str(data_dir),
+        coexecution=CoExecutionConfig(policy=policy),
     )
     store = open_store(data_dir)
     jobs = JobManager(store, worker, config, TINY, base)
     worker.jobs = jobs
     app = FastAPI()
-    names = ModelNames(config, TINY, worker, store)  # type: ignore[arg-type]
+    names = ModelNames(config, TINY, base, worker, store)  # type: ignore[arg-type]
     app.state.cotenant = SimpleNamespace(
         config=config, base_folder=TINY, worker=worker, store=store, jobs=jobs, models=names
     )

@@ -229,6 +229,35 @@ def test_a_client_that_pauses_while_the_server_drains_is_obeyed(tmp_path: Path) 
     run(scenario)
 
 
+def test_under_a_policy_that_never_trains_jobs_wait_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            running = await there.started_job()
+            await there.say(report(running, 1, 2))
+
+        async with server(tmp_path, policy="inference-only") as there:
+            new = str((await there.create())["id"])
+            for job_id in (running, new):
+                async with asyncio.timeout(30):
+                    while not (warned := [e for e in await there.events(job_id) if e["level"] == "warn"]):
+                        await asyncio.sleep(0.01)
+                assert (await there.job(job_id))["status"] == "queued"
+                assert [event["message"] for event in warned] == [
+                    "This server's policy is inference-only: nothing trains until it is started with another --policy"
+                ]
+                assert f"job {job_id} waits: This server's policy is inference-only" in caplog.text
+            assert there.worker.sent == []
+
+        async with server(tmp_path) as there:
+            await there.wait_started(running)
+            await there.say(success(there, running))
+            await there.wait_started(running, new)
+
+    run(scenario)
+
+
 # What happens to the disk
 
 

@@ -44,7 +44,7 @@ def num_pages(
     most = 0
     if device.torch_device.type != "cpu":
         most = min(useful, total // size)
-        training = 0 if config.coexecution.policy == "inference-only" else training_bytes(spec, tasklet_tokens, dtype)
+        training = training_bytes(spec, tasklet_tokens, dtype) if config.coexecution.trains else 0
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
         workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
         partitions = len(device.partitions) * PARTITION_BYTES

@@ -90,7 +90,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
     and torch.OutOfMemoryError."""
     trace = None if config.trace_file is None else Trace(Path(config.trace_file))
-    trains = config.coexecution.policy != "inference-only"
+    trains = config.coexecution.trains
     serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
     model = " ".join(

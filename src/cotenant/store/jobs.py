@@ -97,9 +97,16 @@ class JobStore:
         query = select(schema.jobs).where(_COLUMNS.status == status, is_of_base).order_by(_COLUMNS.sequence).limit(1)
         return self._database.read(lambda connection: self._one(connection, query))
 
+    def of_base(self, statuses: Collection[JobStatus], base_fingerprint: str) -> list[JobRecord]:
+        """All jobs with these statuses and this base model, oldest first."""
+        return self._all(statuses, ~_is_of_another(base_fingerprint))
+
     def of_other_bases(self, statuses: Collection[JobStatus], base_fingerprint: str) -> list[JobRecord]:
         """All jobs with these statuses whose base model is another one, oldest first."""
-        query = select(schema.jobs).where(_COLUMNS.status.in_(statuses), _is_of_another(base_fingerprint))
+        return self._all(statuses, _is_of_another(base_fingerprint))
+
+    def _all(self, statuses: Collection[JobStatus], condition: ColumnElement[bool]) -> list[JobRecord]:
+        query = select(schema.jobs).where(_COLUMNS.status.in_(statuses), condition)
         rows = self._database.read(lambda connection: connection.execute(query.order_by(_COLUMNS.sequence)).all())
         return [self._job_of(row) for row in rows]
 

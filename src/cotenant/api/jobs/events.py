@@ -60,6 +60,12 @@ def of_another_base(job: JobRecord) -> NewEvent:
     )
 
 
+def nothing_trains(policy: str) -> NewEvent:
+    return NewEvent(
+        f"This server's policy is {policy}: nothing trains until it is started with another --policy", level="warn"
+    )
+
+
 def started() -> NewEvent:
     return NewEvent("Fine-tuning job started")
 

@@ -31,7 +31,8 @@ SETTLE_TIMEOUT_S = 10.0
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 # A job that the worker has died on this often, without one new step between, is taken to be the reason.
 MAX_FRUITLESS_DEATHS = 4
-WAITING_OR_RUNNING = (JobStatus.VALIDATING, JobStatus.QUEUED, JobStatus.RUNNING)
+READY_OR_RUNNING = (JobStatus.QUEUED, JobStatus.RUNNING)
+WAITING_OR_RUNNING = (JobStatus.VALIDATING, *READY_OR_RUNNING)
 
 
 class WorkerLink(Protocol):
@@ -230,7 +231,7 @@ class JobManager:
             if self._draining.is_set():
                 return False
             await self._hold_back()
-            if self._worker.ready is None or self._in_worker is not None:
+            if not self._config.coexecution.trains or self._worker.ready is None or self._in_worker is not None:
                 return False
             job = await self._first(JobStatus.RUNNING)
             if job is not None and job.pending is not None:
@@ -255,6 +256,9 @@ class JobManager:
         others = self._store.jobs.of_other_bases
         for job in await asyncio.to_thread(others, WAITING_OR_RUNNING, self._base_fingerprint):
             await self._keep_waiting(job, events.of_another_base(job))
+        if not self._config.coexecution.trains:
+            for job in await asyncio.to_thread(self._store.jobs.of_base, READY_OR_RUNNING, self._base_fingerprint):
+                await self._keep_waiting(job, events.nothing_trains(self._config.coexecution.policy))
 
     async def _keep_waiting(self, job: JobRecord, reason: NewEvent) -> None:
         """The job stays where it is, or goes back to the queue, and says once why."""
