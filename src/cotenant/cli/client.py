@@ -15,14 +15,18 @@ _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 60.0
 
 
+class ServerAwayError(CotenantError):
+    """The server cannot be reached, or says that it cannot answer now (503): it may be back soon."""
+
+
 class ApiClient:
-    """Calls paths below ``/v1``. Raises CotenantError with the server's own words, or if it cannot be reached."""
+    """Calls paths below ``/v1``. Raises CotenantError with the server's own words, ServerAwayError if there is none."""
 
     def __init__(self, url: str, api_key: str, transport: httpx.BaseTransport | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, transport=transport)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
 
     def __enter__(self) -> ApiClient:
         return self
@@ -56,16 +60,17 @@ class ApiClient:
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.InvalidURL as error:
-            raise CotenantError(f"{self._url} is not a URL: {error}") from error
+            raise CotenantError(f"{self.url} is not a URL: {error}") from error
         except httpx.TransportError as error:
-            raise CotenantError(f"cannot reach a server at {self._url}: {error}") from error
+            raise ServerAwayError(f"cannot reach a server at {self.url}: {error}") from error
         try:
             content = response.json()
         except ValueError:
             content = None
         if response.is_success and isinstance(content, dict):
             return content
-        raise CotenantError(_describe(response, content))
+        kind = ServerAwayError if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else CotenantError
+        raise kind(_describe(response, content))
 
 
 def _describe(response: httpx.Response, content: object) -> str:

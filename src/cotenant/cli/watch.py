@@ -5,26 +5,67 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from cotenant.cli.client import ApiClient
+from cotenant.cli.client import ApiClient, ServerAwayError
 from cotenant.cli.output import duration, local_time
+from cotenant.core.errors import CotenantError
 
 _ENDED = ("succeeded", "failed", "cancelled")
 _PAGE = 100
+PATIENCE_S = 300.0  # a server that is started again loads its model first
+_GOES_ON = "{}; the job goes on when the server is back"
 
 
-def watch_job(client: ApiClient, job_id: str, console: Console, interval_s: float = 1.0) -> int:
-    """Show the job until it ends; returns 0 if it succeeded, else 1. Raises CotenantError if the server is lost."""
-    path = f"/v1/fine_tuning/jobs/{job_id}"
+class _Watched:
+    """A job of a server that may be away for a while."""
+
+    def __init__(self, client: ApiClient, job_id: str, interval_s: float, patience_s: float) -> None:
+        self._client = client
+        self._job_id = job_id
+        self._interval_s = interval_s
+        self._patience_s = patience_s
+        self._was_seen = False
+
+    def look(self, last_event: str | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The job, and its events since the last one. Once the job was seen, a server that is away is waited for;
+        raises CotenantError if it stays away."""
+        away_since_s: float | None = None
+        path = f"/v1/fine_tuning/jobs/{self._job_id}"
+        while True:
+            try:
+                seen = self._client.get(path), _events_after(self._client, path, last_event)
+                self._was_seen = True
+                return seen
+            except ServerAwayError as error:
+                if not self._was_seen:
+                    raise
+                away_since_s = away_since_s or self._say_away(error)
+                if time.monotonic() - away_since_s > self._patience_s:
+                    again = f"cotenant jobs watch {self._job_id} --url {self._client.url}"
+                    raise CotenantError(f"{_GOES_ON.format(error)}: watch it again with `{again}`") from error
+            time.sleep(self._interval_s)
+
+    def _say_away(self, error: ServerAwayError) -> float:
+        """Since when it is: now."""
+        typer.echo(f"{_GOES_ON.format(error)}; trying for {duration(self._patience_s)}", err=True)
+        return time.monotonic()
+
+
+def watch_job(
+    client: ApiClient, job_id: str, console: Console, interval_s: float = 1.0, patience_s: float = PATIENCE_S
+) -> int:
+    """Show the job until it ends; returns 0 if it succeeded, else 1. A server that is away is waited for. Raises
+    CotenantError if it stays away, or was never there."""
+    watched = _Watched(client, job_id, interval_s, patience_s)
     last_event: str | None = None
     metrics: dict[str, Any] = {}
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            job = client.get(path)
-            events = _events_after(client, path, last_event)
+            job, events = watched.look(last_event)
             for event in events:
                 if event.get("type") == "metrics":
                     metrics = event.get("data") or metrics
