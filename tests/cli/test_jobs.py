@@ -182,4 +182,7 @@ def test_the_servers_own_words_are_shown(server: RunningServer) -> None:
 def test_a_missing_key_is_said(server: RunningServer) -> None:
     result = CliRunner().invoke(app, ["jobs", "list", "--url", server.base_url], env={"COTENANT_API_KEY": ""})
     assert isinstance(result.exception, CotenantError)
-    assert "API key" in result.exception.message
+    assert "asks for an API key: give --api-key or COTENANT_API_KEY" in result.exception.message
+    wrong = CliRunner().invoke(app, ["jobs", "list", "--url", server.base_url, "--api-key", "shazam"])
+    assert isinstance(wrong.exception, CotenantError)
+    assert "does not take this API key: check --api-key" in wrong.exception.message

@@ -69,6 +69,10 @@ class ApiClient:
             content = None
         if response.is_success and isinstance(content, dict):
             return content
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            has_key = "Authorization" in self._http.headers
+            problem = "does not take this API key: check" if has_key else "asks for an API key: give"
+            raise CotenantError(f"the server at {self.url} {problem} --api-key or COTENANT_API_KEY")
         kind = ServerAwayError if response.status_code == httpx.codes.SERVICE_UNAVAILABLE else CotenantError
         raise kind(_describe(response, content))
 
