@@ -65,6 +65,8 @@ class ModelConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        names_are_given = all(name.strip() for name in self.served_model_names)
+        _require(names_are_given, "served-model-name", "must not be empty; leave it out for the model's own")
         _require(self.load_format in LOAD_FORMATS, "load-format", f"must be one of {', '.join(LOAD_FORMATS)}")
         _require(self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}")
         _require(
@@ -249,7 +251,7 @@ _API_KEY_VARIABLE = "COTENANT_API_KEY"
 
 
 def api_key_from_environment() -> str:
-    """``COTENANT_API_KEY``, or an empty string."""
+    """``COTENANT_API_KEY``, or an empty string: a variable that is empty counts as one that is not set."""
     return os.environ.get(_API_KEY_VARIABLE, "")
 
 

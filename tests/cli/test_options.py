@@ -114,6 +114,22 @@ def test_the_key_comes_from_the_flag_then_the_file_then_the_environment(
     assert build_config("tiny", {"api_key": "flag"}, file).api.api_key == "flag"
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_opens_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """``--api-key "$UNSET"``. In the environment it counts as not set."""
+    with pytest.raises(InvalidInputError, match="--api-key: is empty"):
+        build_config("tiny", {"api_key": key}, None)
+    with pytest.raises(InvalidInputError, match="--api-key: is empty"):
+        build_config("tiny", {}, yaml_file(tmp_path, f"api-key: '{key}'"))
+    monkeypatch.setenv("COTENANT_API_KEY", "")
+    assert build_config("tiny", {}, None).api.api_key == ""
+
+
+def test_an_empty_name_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="--served-model-name: must not be empty"):
+        build_config("tiny", {"served_model_name": ["a", ""]}, None)
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

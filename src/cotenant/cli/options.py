@@ -165,6 +165,8 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
         values[_MODEL_KEY] = model
     if _MODEL_KEY not in values:
         raise InvalidInputError("MODEL is missing: give a folder, a Hugging Face id, or 'tiny'", param="model")
+    if not str(values.get("api_key", "none")).strip():
+        raise InvalidInputError("--api-key: is empty; leave it out for a server that asks for no key", param="api-key")
     values.setdefault("api_key", api_key_from_environment())
     if values.get("quantization") == _NO_QUANTIZATION:
         del values["quantization"]
