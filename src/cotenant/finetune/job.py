@@ -204,7 +204,7 @@ class TrainingJob:
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
-            message = f"{error} Earlier checkpoints are kept; try a lower learning_rate."
+            message = f"{error} Earlier checkpoints, if there are any, are kept; try a lower learning_rate."
             self._fail("training_diverged", message, None if math.isfinite(error.loss) else self.step)
         return shape
 
