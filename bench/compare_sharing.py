@@ -41,7 +41,7 @@ from cotenant.bench.colocate_text import comparison_lines, line
 from cotenant.bench.comparison import SEPARATE, compare
 from cotenant.bench.server import free_port
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
-from cotenant.cli.colocate_loads import TracePlan, plan_trace, read_traces, steady_parameters
+from cotenant.cli.colocate_loads import SteadyPlan, TracePlan, plan_trace, read_traces
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_bench import steady_len
@@ -264,7 +264,7 @@ def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[Share
     limit = arguments.max_model_len or limit
     sizes, context, num_tokens = arguments.steady_batch_sizes, arguments.context, arguments.num_tokens
     traces = read_traces(arguments.trace, arguments.busiest, limit, arguments.window)
-    loads = [SharedLoad(steady_parameters(size, context, num_tokens), seed) for seed, size in enumerate(sizes)]
+    loads = [SharedLoad(SteadyPlan(size, context, num_tokens).parameters, seed) for seed, size in enumerate(sizes)]
     for name, trace in traces.items():
         for scale in arguments.time_scale:
             plan = plan_trace(name, trace, scale, arguments.min_requests, arguments.cell_seconds)
