@@ -209,12 +209,23 @@ def test_a_sweep_ends_with_the_first_rate_that_misses(url: str, tmp_path: Path) 
     report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "0.5")
     assert [run["time_scale"] for run in report["runs"]] == [20.0]
     assert report["highest_sustained"] is None
+    assert "no time_scale of these was sustained" in printed
     report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "500")
     assert [run["time_scale"] for run in report["runs"]] == [20.0, 40.0]
     assert (report["swept"], report["highest_sustained"]) == ("time_scale", 40.0)
     assert "highest time_scale sustained: 40" in printed
     prompts = [tuple(body["prompt"]) for body in seen_by(url)]
     assert len(set(prompts)) == 20, "two runs of one report must not share prompts"
+
+
+def test_a_sweep_without_targets_judges_nothing_and_says_so(url: str, tmp_path: Path) -> None:
+    _, printed = bench(url, tmp_path, *SHORT[2:], "--sweep", "40,80")
+    assert "no request_rate was judged: give targets, as --slo-ttft-ms" in printed
+
+
+def test_the_url_may_end_as_openais_clients_have_it(url: str, tmp_path: Path) -> None:
+    report, _ = bench(f"{url}/v1", tmp_path, *SHORT)
+    assert report["completed"] == 20
 
 
 def test_results_of_several_servers_go_into_one_file(url: str, tmp_path: Path) -> None:

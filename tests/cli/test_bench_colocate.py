@@ -293,7 +293,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "error: --context: 400 tokens of 32 sequences around 1000 take up to 2176; the model takes 1024",
+            "error: --context: 400 tokens of 32 sequences around 1000 take up to 2176; the model takes 1024. About ",
         ),
         (["--batch-sizes", "64"], "error: --batch-sizes: 8 tokens of 64 sequences around 2 take up to "),
     ],

@@ -21,7 +21,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_version() -> None:
-    assert cotenant("version").stdout.strip() == __version__
+    for arguments in ("version", "--version"):
+        assert cotenant(arguments).stdout.strip() == __version__
 
 
 def test_the_built_in_models_folder_is_printed() -> None:

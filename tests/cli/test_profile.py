@@ -43,8 +43,9 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     tasklet_ms = [record[2] for record in first["records"] if record[1][0] == "tasklet"]
     # On a CPU one thing at a time runs. Tasklets of the optimizer are longer, and a machine may be disturbed.
     assert (beside_ms - alone_ms) / num_tasklets < 3 * max(tasklet_ms)
-    again = run_profile("--batch-sizes", "1,3", *flags)
+    again = run_profile("--batch-sizes", "1,3,4000", *flags, "--contexts", "64,100000")
     assert again.returncode == 0, again.stderr
+    assert "tokens: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
     assert "1 sequence of about 64 tokens: " in again.stdout
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert {2, 3} <= sizes, "what was measured before is still there"

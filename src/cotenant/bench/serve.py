@@ -234,11 +234,12 @@ def _num_short(planned: Sequence[PlannedRequest], run: Run) -> int:
 def _first_model(client: httpx.Client) -> str:
     try:
         response = client.get("/v1/models")
-        response.raise_for_status()
+        if not response.is_success:
+            raise ValueError(f"HTTP status {response.status_code}")
         return str(response.json()["data"][0]["id"])
     except httpx.TransportError as error:
         raise CotenantError(f"cannot reach a server at {client.base_url}: {error}") from error
-    except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise CotenantError(f"{client.base_url}v1/models names no model ({error}); name it with --model") from error
 
 

@@ -138,7 +138,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     console.print(
         f"{speed['mean']:.0f} tokens/s (steps: p10 {speed['p10']:.0f}, p90 {speed['p90']:.0f}), "
-        f"{report['share_of_matmul_rate']:.1%} of {report['ceilings']['matmul_tflop_s']:.1f} TFLOP/s at "
+        f"{report['share_of_matmul_rate']:.1%} of {_rate(report['ceilings']['matmul_tflop_s'])} at "
         f"{report['flop_per_token'] / 1e9:.3g} GFLOP a token"
     )
     peaks = ", ".join(
@@ -149,7 +149,8 @@ def _print(report: dict[str, Any]) -> None:
         f"{cpu_share['launching']:.1%} in launching"
     )
     uncut = report["uncut"]
-    console.print(f"steps cut into tasklets take {uncut['difference']:+.2%} of the time of uncut ones")
+    less_or_more = "less" if uncut["difference"] < 0 else "more"
+    console.print(f"steps cut into tasklets take {abs(uncut['difference']):.2%} {less_or_more} time than uncut ones")
     table = Table("ms", "count", "p50", "p10", "p90", "p99", "max")
     table.add_row("step", str(report["num_steps"]), *_cells(report["step_ms"]))
     for kind, times in report["tasklet_ms"].items():
@@ -159,6 +160,10 @@ def _print(report: dict[str, Any]) -> None:
             continue
         table.add_row(name, str(report[name]["num_samples"]), *_cells(report[name]["latency_ms"]))
     console.print(table)
+
+
+def _rate(tflop_s: float) -> str:
+    return f"{tflop_s:.1f} TFLOP/s" if tflop_s >= 1 else f"{tflop_s * 1e3:.3g} GFLOP/s"
 
 
 def _cells(spread: dict[str, float]) -> list[str]:

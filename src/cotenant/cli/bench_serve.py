@@ -114,6 +114,8 @@ def serve(
     from cotenant.bench.summary import Targets
 
     _check_url(url)
+    if endpoint.startswith("/v1/"):  # OpenAI's clients have it in the URL
+        url = url.rstrip("/").removesuffix("/v1")
     if stop_when_missed and slo_ttft_ms is None and slo_tpot_ms is None:
         raise InvalidInputError("--stop-when-missed needs --slo-ttft-ms or --slo-tpot-ms")
     check_outputs(json=json_path)
@@ -168,7 +170,13 @@ def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] |
 
     report = ServeBench(options, say, lambda run: print_run(run, console)).measure()
     if "runs" in report:
-        say(f"highest {report['swept']} sustained: {report['highest_sustained']}")
+        highest = report["highest_sustained"]
+        if highest is not None:
+            say(f"highest {report['swept']} sustained: {highest}")
+        elif all(run["sustained"] is None for run in report["runs"]):
+            say(f"no {report['swept']} was judged: give targets, as --slo-ttft-ms")
+        else:
+            say(f"no {report['swept']} of these was sustained")
     if json_path is not None:
         content = report if earlier is None else [*earlier, report]
         write_json(json_path, content, is_compact=options.save_detailed)

@@ -101,9 +101,10 @@ def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | Non
     plans = [SteadyPlan(size, context, num_tokens) for size in sizes]
     longest = max(plan.longest for plan in plans)
     if longest > limit:
+        before = longest - context - (num_tokens - num_tokens // 2)
         raise InvalidInputError(
             f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest}; the "
-            f"model takes {limit}",
+            f"model takes {limit}. About {before} of them come before the timing, until latencies are known",
             param=flag,
         )
     return plans

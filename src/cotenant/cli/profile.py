@@ -54,7 +54,9 @@ def profile(
     def longest(shape: tuple[int, int]) -> int:
         return steady_len(*shape, _NUM_TOKENS, PROFILE_UNTIMED)
 
-    shapes = [shape for shape in itertools.product(sizes, lengths) if longest(shape) <= limit]
+    shapes = list(itertools.product(sizes, lengths))
+    too_long = [shape for shape in shapes if longest(shape) > limit]
+    shapes = [shape for shape in shapes if shape not in too_long]
     if not shapes:
         raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
     folder = data_dir.expanduser().resolve()
@@ -70,6 +72,8 @@ def profile(
     # A server there would sooner or later write what it has learned itself over what is measured here.
     lock = lock_folder(folder, "`cotenant profile`")
     start_s = time.perf_counter()
+    if too_long:
+        typer.echo(f"left out, for {model} takes {limit} tokens: {_listed(too_long)}", err=True)
     try:
         with ColocateBench(config, workload, uses_data_dir=True) as bench:
             _measure(bench, shapes)
@@ -85,18 +89,26 @@ def profile(
 def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
     """Each of these shapes, a number of sequences and their tokens, and say what came of it."""
     alone = bench.alone(_SECONDS_ALONE)
+    too_many = [shape for shape in shapes if shape[0] > bench.max_num_seqs]
+    if too_many:
+        typer.echo(f"left out, for a batch has {bench.max_num_seqs} sequences: {_listed(too_many)}", err=True)
     for size, length in shapes:
         if size > bench.max_num_seqs:
             continue
         # Whatever the targets will be: some tasklets run beside each step, and no more.
         slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
         found = bench.profile(slo, size, length, _NUM_TOKENS)
+        beside = f"{found.beside_ms:.2f} ms with {found.tasklets_per_step:.1f} tasklets of training beside it"
         typer.echo(
             f"{counted(size, 'sequence')} of about {counted(length, 'token')}: {found.alone_ms:.2f} ms a step alone, "
-            f"{found.beside_ms:.2f} ms with {found.tasklets_per_step:.1f} tasklets of training beside it"
+            f"{beside if found.tasklets_per_step >= 0.05 else 'and no tasklet ran beside it'}"
         )
         for each in found.shared:
             typer.echo(
                 f"  on {each.partition.online_sms} of {each.partition.num_sms} SMs: {each.step_ms:.2f} ms, "
                 f"training on the others at {each.train_tokens_per_s / alone:.0%} of its speed alone"
             )
+
+
+def _listed(shapes: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{size} x {length}" for size, length in shapes)

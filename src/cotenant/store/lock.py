@@ -42,8 +42,9 @@ def lock_folder(folder: Path, holder: str) -> FolderLock:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return FolderLock(folder, holder)
     except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror
         raise InvalidInputError(
-            f"The data folder {folder} cannot be used: {error.strerror}. Choose another one with --data-dir.",
+            f"The data folder {folder} cannot be used: {reason}. Choose another one with --data-dir.",
             code="bad_data_dir",
             param="data-dir",
         ) from error

@@ -22,10 +22,11 @@ class Version(msgspec.Struct):
 @router.get("/health", responses=answers(None, 503))
 async def health(request: Request) -> Response:
     """200 once the model is loaded; 503 before, and while the worker is being restarted."""
-    if state_of(request).worker.ready is None:
-        return error_response(
-            "The model is not loaded yet.", 503, code="model_loading", headers={"Retry-After": str(RETRY_AFTER_S)}
-        )
+    worker = state_of(request).worker
+    if worker.ready is None:
+        was_ready = worker.last_ready is not None
+        text = "The model's worker is being restarted." if was_ready else "The model is not loaded yet."
+        return error_response(text, 503, code="model_loading", headers={"Retry-After": str(RETRY_AFTER_S)})
     return Response(status_code=200)
 
 
