@@ -44,7 +44,6 @@ from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
 from cotenant.cli.colocate_loads import SteadyPlan, TracePlan, plan_trace, read_traces
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
-from cotenant.runtime.colocate_bench import steady_len
 from cotenant.runtime.colocate_cell import judge
 
 _WARM_STEPS = 3  # of training, before anything is measured
@@ -264,7 +263,8 @@ def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[Share
     limit = arguments.max_model_len or limit
     sizes, context, num_tokens = arguments.steady_batch_sizes, arguments.context, arguments.num_tokens
     traces = read_traces(arguments.trace, arguments.busiest, limit, arguments.window)
-    loads = [SharedLoad(SteadyPlan(size, context, num_tokens).parameters, seed) for seed, size in enumerate(sizes)]
+    steady = [SteadyPlan(size, context, num_tokens) for size in sizes]
+    loads = [SharedLoad(plan.parameters, seed) for seed, plan in enumerate(steady)]
     for name, trace in traces.items():
         for scale in arguments.time_scale:
             plan = plan_trace(name, trace, scale, arguments.min_requests, arguments.cell_seconds)
@@ -273,7 +273,7 @@ def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[Share
         raise SharingError("--steady-batch-sizes or --trace: which load is to be served?")
     longest = max(
         [each.input_len + each.output_len for trace in traces.values() for each in trace.requests]
-        + [steady_len(size, context, num_tokens) for size in sizes]
+        + [plan.longest for plan in steady]
     )
     if longest > limit:
         raise SharingError(f"--context: {num_tokens} tokens around {context} take up to {longest}, the model {limit}")

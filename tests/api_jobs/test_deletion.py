@@ -123,12 +123,13 @@ def test_the_base_model_cannot_be_deleted(tmp_path: Path) -> None:
     run(scenario)
 
 
+def no_room(*_: object, **__: object) -> None:
+    raise StoreError("The disk is full.", code="disk_full")
+
+
 def test_what_is_deleted_while_a_crash_comes_is_neither_listed_nor_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(*_: object, **__: object) -> None:
-        raise StoreError("The disk is full.", code="disk_full")
-
     async def scenario() -> None:
         async with server(tmp_path) as there:
             job_id = await with_checkpoints(there, 3, 6)
@@ -148,9 +149,6 @@ def test_what_is_deleted_while_a_crash_comes_is_neither_listed_nor_served(
 
 
 def test_a_deletion_that_failed_half_way_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: object, **__: object) -> None:
-        raise StoreError("The disk is full.", code="disk_full")
-
     async def scenario() -> None:
         async with server(tmp_path) as there:
             job_id = await with_checkpoints(there, 3, 6)

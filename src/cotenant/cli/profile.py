@@ -54,9 +54,8 @@ def profile(
     def longest(shape: tuple[int, int]) -> int:
         return steady_len(*shape, _NUM_TOKENS, PROFILE_UNTIMED)
 
-    shapes = list(itertools.product(sizes, lengths))
-    too_long = [shape for shape in shapes if longest(shape) > limit]
-    shapes = [shape for shape in shapes if shape not in too_long]
+    asked = list(itertools.product(sizes, lengths))
+    shapes = [shape for shape in asked if longest(shape) <= limit]
     if not shapes:
         raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
     folder = data_dir.expanduser().resolve()
@@ -72,8 +71,7 @@ def profile(
     # A server there would sooner or later write what it has learned itself over what is measured here.
     lock = lock_folder(folder, "`cotenant profile`")
     start_s = time.perf_counter()
-    if too_long:
-        typer.echo(f"left out, for {model} takes {limit} tokens: {_listed(too_long)}", err=True)
+    _say_left_out(f"{model} takes {limit} tokens", [shape for shape in asked if longest(shape) > limit])
     try:
         with ColocateBench(config, workload, uses_data_dir=True) as bench:
             _measure(bench, shapes)
@@ -89,12 +87,9 @@ def profile(
 def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
     """Each of these shapes, a number of sequences and their tokens, and say what came of it."""
     alone = bench.alone(_SECONDS_ALONE)
-    too_many = [shape for shape in shapes if shape[0] > bench.max_num_seqs]
-    if too_many:
-        typer.echo(f"left out, for a batch has {bench.max_num_seqs} sequences: {_listed(too_many)}", err=True)
-    for size, length in shapes:
-        if size > bench.max_num_seqs:
-            continue
+    most = bench.max_num_seqs
+    _say_left_out(f"a batch has {most} sequences", [shape for shape in shapes if shape[0] > most])
+    for size, length in (shape for shape in shapes if shape[0] <= most):
         # Whatever the targets will be: some tasklets run beside each step, and no more.
         slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
         found = bench.profile(slo, size, length, _NUM_TOKENS)
@@ -110,5 +105,7 @@ def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
             )
 
 
-def _listed(shapes: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"{size} x {length}" for size, length in shapes)
+def _say_left_out(reason: str, shapes: Sequence[tuple[int, int]]) -> None:
+    if shapes:
+        listed = ", ".join(f"{size} x {length}" for size, length in shapes)
+        typer.echo(f"left out, for {reason}: {listed}", err=True)

@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 def fingerprint(resolved: ResolvedModel, config: ModelConfig) -> str:
     """The same for the same config and weights, wherever their folder lies and whatever dtype they are served in;
-    another for others. Of weights it reads headers, sizes and a sample of each tensor: milliseconds for any model.
+    another for others. Of weights it reads headers, sizes and a sample of each tensor, however large that is.
     Random weights are their seed; that devices draw other numbers from it is not looked at.
 
     Raises NotFoundError or InvalidInputError for a folder that could not be loaded either.

@@ -286,8 +286,9 @@ class WorkerLoop:
         slack_ms: dict[str, float] = {}
         if not snapshot.batch.empty and step_ms is not None:
             slack_ms["tpot"] = decode_slack_ms(requests, self._slo, now_s, step_ms, snapshot.margin)
-            if any(request.first_token_s is None for request in requests):
-                slack_ms["ttft"] = first_token_slack_ms(requests, self._slo, now_s, step_ms)
+            waiting_ms = first_token_slack_ms(requests, self._slo, now_s, step_ms)
+            if math.isfinite(waiting_ms):
+                slack_ms["ttft"] = waiting_ms
         message = self._stats.message(self._engine, self._executor, self._training, slack_ms, self.margin)
         self._channel.send(message)
 
