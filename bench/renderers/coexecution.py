@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cotenant.bench import board_power
 from cotenant.bench.colocate_text import comparison_lines, place_name
 from cotenant.bench.comparison import SUBJECT, place_key
 from cotenant.bench.device_losses import HEADER, NOTE, loss_rows
@@ -29,6 +30,8 @@ def colocate(results: Sequence[Result]) -> list[str]:
         if "comparison" in result:
             parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
         parts += _losses(result)
+        if power := board_power.power_rows(result):
+            parts += [board_power.NOTE, table(board_power.HEADER, power)]
     return parts
 
 

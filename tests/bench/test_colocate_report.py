@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cotenant.bench.board_power import power_rows
 from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines, table_row
 from cotenant.bench.comparison import compare
@@ -53,7 +54,14 @@ def cell(policy: str, scale: float, tpot_ms: float) -> dict[str, Any]:
         "cdf": {"ttft_ms": values, "tpot_ms": values, "itl_ms": values},
         "train_tokens_per_s": 0.0 if policy == "inference-only" else 50.0 * tpot_ms,
         "harvest": 0.0 if policy == "inference-only" else 50.0 * tpot_ms / 4000.0,
-        "utilisation": {"sm": 0.9, "memory": 0.4},
+        "utilisation": {
+            "sm": 0.9,
+            "memory": 0.4,
+            "sm_clock_mhz": 1440.4,
+            "power_w": 698.6,
+            "power_limited": 0.956,
+            "power_limit_w": 700.0,
+        },
         "device_time": {
             "prompts_alone": 0.15 if policy == "inference-only" else 0.2,
             "prompts_shared": 0.0,
@@ -121,6 +129,21 @@ def test_the_page_has_every_policy_and_every_chart_and_nothing_from_elsewhere(
             assert legend == set(POLICIES)
 
 
+def test_what_the_board_draws_is_told_of_training_alone_and_of_each_place(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    alone = {**report["cells"][0]["utilisation"], "power_w": 701.2, "sm_clock_mhz": 1512.0}
+    rows = power_rows({**report, "train_alone_utilisation": alone})
+    assert rows[0] == ["training alone", "-", "701", "700", "96%", "1,512"]
+    assert [row[1] for row in rows[1:]] == ["adaptive", "inference-only"] * 4
+    assert all(row[2:] == ["699", "700", "96%", "1,440"] for row in rows[1:])
+    text = "".join(written(tmp_path / "report.html", report).itertext())
+    assert "What the board draws" in text
+    for one in report["cells"]:  # as earlier versions wrote it
+        one["utilisation"] = {"sm": 0.9, "memory": 0.4}
+    assert power_rows(report) == []
+
+
 def test_a_grid_of_several_runs_names_them(tmp_path: Path, report: dict[str, Any]) -> None:
     runs = [{"command": f"bench part {number}", "train_alone_tokens_per_s": 1000.0 + number} for number in (1, 2, 1)]
     root = written(tmp_path / "page.html", {**report, "runs": runs})
@@ -162,7 +185,9 @@ def test_what_was_not_measured_is_left_out(tmp_path: Path, report: dict[str, Any
         one.update(attainment=None, num_requests=0, ttft_ms=None, tpot_ms=None, itl_ms=None)
     root = written(tmp_path / "report.html", old)
     assert not [name for name in captions(root) if "device" in name or "Time" in name]
-    assert "Where the device's time goes" not in "".join(root.itertext())
+    text = "".join(root.itertext())
+    assert "Where the device's time goes" not in text
+    assert "What the board draws" not in text
     assert table_row(old["cells"][0])[5:] == ["-"] * 4
     assert written(tmp_path / "empty.html", {**report, "cells": []}) is not None
 

@@ -23,3 +23,6 @@ def test_a_busy_gpu_is_busier_than_an_idle_one() -> None:
     assert figures is not None
     assert 0.3 < figures["sm"] <= 1.0
     assert 0.0 <= figures["memory"] <= 1.0
+    assert 0.0 <= figures["power_limited"] <= 1.0
+    assert 10 < figures["power_w"] < 1.2 * figures["power_limit_w"]
+    assert 100 < figures["sm_clock_mhz"] < 4000

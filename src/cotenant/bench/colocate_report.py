@@ -6,6 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cotenant.bench.board_power import HEADER as POWER_HEADER
+from cotenant.bench.board_power import NOTE as POWER_NOTE
+from cotenant.bench.board_power import power_rows
 from cotenant.bench.colocate_charts import ColocateCharts
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
@@ -31,6 +34,7 @@ def _body(report: Mapping[str, Any]) -> str:
     about = f"{place}: who had the device over time, and how long steps took, tasklets beside or after them included."
     parts += _section("Timelines", about, timelines)
     parts += _losses(report["cells"])
+    parts += _power(report)
     parts += _distributions(charts.distributions())
     parts += ["<h2>All cells</h2>", f'<p class="sub">Latencies in ms. {_MARKS}</p>', _cells(report)]
     return "\n".join(parts)
@@ -124,6 +128,17 @@ def _losses(cells: Sequence[Mapping[str, Any]]) -> list[str]:
         "<h2>Where the device's time goes</h2>",
         f'<p class="sub">{html.escape(NOTE)}</p>',
         table(("place", "policy", *LOSS_HEADER), rows),
+    ]
+
+
+def _power(report: Mapping[str, Any]) -> list[str]:
+    rows = power_rows(report)
+    if not rows:
+        return []
+    return [
+        "<h2>What the board draws</h2>",
+        f'<p class="sub">{html.escape(POWER_NOTE)}</p>',
+        table(POWER_HEADER, rows),
     ]
 
 

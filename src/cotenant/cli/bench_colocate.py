@@ -200,7 +200,8 @@ def colocate(
         with ColocateBench(config, workload) as bench:
             say_phase("timing training alone")
             alone = round(bench.alone(alone_seconds), 2)
-            report = {**_report(bench, label), **settings, "train_alone_tokens_per_s": alone, "cells": []}
+            measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}
+            report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
             # A seed for each load: what policies are compared under is the same.

@@ -147,6 +147,7 @@ class ColocateBench:
         self._last_watch: _Watch | None = None
         self._warm: set[Partition] = set()
         self._alone_ms: dict[TaskletShape, float] = {}  # of tasklets, without requests
+        self.alone_utilisation: dict[str, float] | None = None  # of the device, the last time that training was alone
 
     def __enter__(self) -> ColocateBench:
         return self
@@ -202,10 +203,12 @@ class ColocateBench:
         device_time = self._account()
         start_s = load.now_s
         tokens_per_s = 0.0
-        while load.now_s < start_s + duration_s or not tokens_per_s:
-            self._iterate(loop, watch)
-            if load.now_s >= start_s + duration_s:
-                tokens_per_s = watch.timeline.tokens_per_s(start_s, load.now_s)
+        with self._sampler() as utilisation:
+            while load.now_s < start_s + duration_s or not tokens_per_s:
+                self._iterate(loop, watch)
+                if load.now_s >= start_s + duration_s:
+                    tokens_per_s = watch.timeline.tokens_per_s(start_s, load.now_s)
+        self.alone_utilisation = utilisation.figures
         self._alone_ms = device_time.tasklets_ms(load.now_s - start_s)
         return tokens_per_s
 

@@ -1,4 +1,5 @@
-"""How busy a GPU is while something is measured, as NVML tells it; nothing where it cannot be asked."""
+"""How busy a GPU is while something is measured, and whether its power holds it back, as NVML tells it; nothing where
+it cannot be asked."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import importlib
 import logging
 import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,13 +16,24 @@ logger = logging.getLogger(__name__)
 _SAMPLE_EVERY_S = 0.1
 
 
+class _Sample(NamedTuple):
+    """``sm``, ``memory``: shares of the time since the one before."""
+
+    sm: float
+    memory: float
+    sm_clock_mhz: float
+    power_w: float
+    power_limited: float  # 1.0: the clocks are held down for the board's power
+
+
 class UtilisationSampler:
     """Samples in a thread while it is entered as a context manager; ``figures`` afterwards. It needs the package
     nvidia-ml-py (pynvml) and a CUDA device that is not a slice of one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._samples: list[tuple[int, int]] = []  # percent: of SMs, of memory
+        self._samples: list[_Sample] = []
+        self._power_limit_w = 0.0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -40,12 +52,16 @@ class UtilisationSampler:
 
     @property
     def figures(self) -> dict[str, float] | None:
-        """``sm``: the mean share of time in which some SM ran a kernel; ``memory``: in which memory was read or
-        written. None if nothing could be read."""
+        """Means: ``sm``, the share of time in which some SM ran a kernel; ``memory``, in which memory was read or
+        written; ``sm_clock_mhz``; ``power_w``, of ``power_limit_w``, and ``power_limited``, the share of samples in
+        which that held the clocks down. None if nothing could be read."""
         if not self._samples:
             return None
-        sms, memory = zip(*self._samples, strict=True)
-        return {"sm": round(sum(sms) / len(sms) / 100, 4), "memory": round(sum(memory) / len(memory) / 100, 4)}
+        means = (sum(values) / len(values) for values in zip(*self._samples, strict=True))
+        return {
+            **{name: round(mean, 4) for name, mean in zip(_Sample._fields, means, strict=True)},
+            "power_limit_w": self._power_limit_w,
+        }
 
     def _sample(self) -> None:
         try:
@@ -57,10 +73,22 @@ class UtilisationSampler:
         try:
             uuid = torch.cuda.get_device_properties(self._device).uuid
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self._power_limit_w = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
             while not self._over.wait(_SAMPLE_EVERY_S):
-                rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-                self._samples.append((rates.gpu, rates.memory))
+                self._samples.append(_read(nvml, handle))
         except Exception as error:
             logger.info("utilisation is not sampled: %s", error)
         finally:
             nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, handle: Any) -> _Sample:
+    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
+    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+    return _Sample(
+        sm=rates.gpu / 100,
+        memory=rates.memory / 100,
+        sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        power_limited=float(bool(reasons & nvml.nvmlClocksEventReasonSwPowerCap)),
+    )
