@@ -3,11 +3,13 @@ the mode "fused" can gain over running the two one after the other.
 
 For each number of training rows and of sequences that decode, microseconds of a layer's four products: of the decode
 step alone (as it is served), of the forward alone, and of both in one product each. ``saved_us``: what fusing saves of
-the sum; where it is negative the rows together leave the tile grid of the library's kernels, and fusing costs time.
+the sum; little where the rows together leave the tile grid of the library's kernels.
 
-    python bench/fused_products.py --train-rows 480,512,992,1024,1984,2016,2048 --decode-rows 8,32,64
+    python bench/fused_products.py --train-rows 480,512,992,1024,1984,2016,2048 --decode-rows 8,32,64 [--seconds 1]
 
-Needs an NVIDIA GPU. Adapters, attention and what lies between the products are the same either way and left out.
+These are moments, at the clocks that a cool board has. With ``--seconds`` both ways then run for so long each, in turn
+and twice: ``apart_us`` and ``together_us``, at the clocks that the board's power leaves them. Needs an NVIDIA GPU.
+Adapters, attention and what lies between the products are the same either way and left out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 
 import torch
 from skinny_tilings import SHAPES
@@ -27,44 +30,65 @@ _NAMES = ("qkv", "output", "gate_up", "down")
 _NUM_LAYERS = 4  # in turn: more than the cache holds
 _NUM_TIMES = 15
 
+Graphs = dict[int, torch.cuda.CUDAGraph]
+"""By rows: the products of some layers."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train-rows", default="480,512,992,1024,1984,2016,2048")
     parser.add_argument("--decode-rows", default="8,32,64")
+    parser.add_argument("--seconds", type=float, default=0.0)
     arguments = parser.parse_args()
     trains, decodes = (
         [int(part) for part in text.split(",")] for text in (arguments.train_rows, arguments.decode_rows)
     )
-    layers = [
-        [torch.randn(SHAPES[name], device="cuda", dtype=torch.bfloat16) / SHAPES[name][1] ** 0.5 for name in _NAMES]
-        for _ in range(_NUM_LAYERS)
-    ]
-    sizes = sorted({*trains, *decodes, *(train + decode for train in trains for decode in decodes)})
-    alone_us = _layer_us(layers, sizes)
+    graphs = _captured(sorted({*trains, *decodes, *(train + decode for train in trains for decode in decodes)}))
+    alone_us = _moments_us(graphs)
     for train in trains:
         for decode in decodes:
-            apart_us = alone_us[train] + alone_us[decode]
-            figures = {
-                "train_rows": train,
-                "decode_rows": decode,
-                "train_us": round(alone_us[train], 1),
-                "decode_us": round(alone_us[decode], 1),
-                "fused_us": round(alone_us[train + decode], 1),
-                "saved_us": round(apart_us - alone_us[train + decode], 1),
-            }
-            print(json.dumps(figures), flush=True)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+            found = {"train_us": alone_us[train], "decode_us": alone_us[decode], "fused_us": alone_us[train + decode]}
+            found["saved_us"] = found["train_us"] + found["decode_us"] - found["fused_us"]
+            if arguments.seconds > 0:
+                ways = {"apart_us": (train, decode), "together_us": (train + decode,)}
+                times = [(name, _lasting_us(graphs, sizes, arguments.seconds)) for name, sizes in [*ways.items()] * 2]
+                found |= {name: statistics.mean(us for each, us in times if each == name) for name in ways}
+            figures = {name: round(us, 1) for name, us in found.items()}
+            print(json.dumps({"train_rows": train, "decode_rows": decode, **figures}), flush=True)
 
 
 @torch.no_grad()
-def _layer_us(layers: list[list[torch.Tensor]], sizes: list[int]) -> dict[int, float]:
-    """By rows, a layer's products: medians over rounds in which all sizes take turns, so that clocks are alike."""
-    graphs = {size: _captured(layers, size) for size in sizes}
-    times_us: dict[int, list[float]] = {size: [] for size in sizes}
+def _captured(sizes: Sequence[int]) -> Graphs:
+    weights = [
+        torch.randn(SHAPES[name], device="cuda", dtype=torch.bfloat16) / SHAPES[name][1] ** 0.5
+        for _ in range(_NUM_LAYERS)
+        for name in _NAMES
+    ]
+    inputs = {
+        (rows, width): torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+        for rows in sizes
+        for _, width in SHAPES.values()
+    }
+
+    def run(rows: int) -> None:
+        for weight in weights:
+            product(inputs[rows, weight.shape[1]], weight)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graphs = {rows: capture_graph(lambda rows=rows: run(rows), None) for rows in sizes}
+    stream.synchronize()
+    _keep.extend([*weights, *inputs.values()])
+    return graphs
+
+
+_keep: list[torch.Tensor] = []  # a graph holds addresses, not tensors
+
+
+def _moments_us(graphs: Graphs) -> dict[int, float]:
+    """Medians over rounds in which all sizes take turns, so that clocks are alike."""
+    times_us: dict[int, list[float]] = {size: [] for size in graphs}
     for _ in range(_NUM_TIMES):
         for size, graph in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,25 +97,25 @@ def _layer_us(layers: list[list[torch.Tensor]], sizes: list[int]) -> dict[int, f
             graph.replay()
             end.record()
             end.synchronize()
-            times_us[size].append(start.elapsed_time(end) * 1e3 / len(layers))
+            times_us[size].append(start.elapsed_time(end) * 1e3 / _NUM_LAYERS)
     return {size: statistics.median(found) for size, found in times_us.items()}
 
 
-def _captured(layers: list[list[torch.Tensor]], rows: int) -> torch.cuda.CUDAGraph:
-    inputs = {width: torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _, width in SHAPES.values()}
-
-    def run() -> None:
-        for weight in (weight for layer in layers for weight in layer):
-            product(inputs[weight.shape[1]], weight)
-
-    return _on_a_stream(lambda: capture_graph(run, None))
-
-
-def _on_a_stream(capture: Callable[[], torch.cuda.CUDAGraph]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        return capture()
+def _lasting_us(graphs: Graphs, sizes: Sequence[int], seconds: float) -> float:
+    """Of these one after the other, again and again: the mean of the second half."""
+    ends: list[torch.cuda.Event] = []
+    over_s = time.perf_counter() + seconds
+    while time.perf_counter() < over_s or len(ends) < 4:
+        if len(ends) >= 4:
+            ends[-4].synchronize()  # some lie ahead
+        for size in sizes:
+            graphs[size].replay()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        ends.append(end)
+    torch.cuda.synchronize()
+    half = ends[len(ends) // 2 :]
+    return half[0].elapsed_time(half[-1]) * 1e3 / (len(half) - 1) / _NUM_LAYERS
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ SECTIONS = (
         "On a GPU: steady sequences again",
         "The same later, on another host with nothing else on it. Sequences are timed when `adaptive`'s margin has "
         "come to rest. The kernels of training's products were chosen by trial for each number of SMs in this version, "
-        "which gained nothing beside decode steps and is no longer done.",
+        "which gained next to nothing beside decode steps and is no longer done.",
     ),
     Section(
         "colocate_conv_h200.json",
