@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from cotenant.core.request import Request
 from cotenant.runtime.load import Arrival, Load
-from cotenant.runtime.utilisation import UtilisationSampler
 from cotenant.wire.messages import AddRequest
 
 
@@ -26,9 +23,3 @@ def test_loads_of_one_seed_differ_in_the_first_token_alone() -> None:
         assert left.sampling == right.sampling
     assert [len(request.prompt) for request in one] == [6, 1, 40]
     assert requests(4, 7)[2].prompt != one[2].prompt
-
-
-def test_utilisation_is_nothing_where_there_is_no_gpu() -> None:
-    with UtilisationSampler(torch.device("cpu")) as sampler:
-        pass
-    assert sampler.figures is None

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import statistics
 import threading
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,24 +18,13 @@ logger = logging.getLogger(__name__)
 _SAMPLE_EVERY_S = 0.1
 
 
-class _Sample(NamedTuple):
-    """``sm``, ``memory``: shares of the time since the one before."""
-
-    sm: float
-    memory: float
-    sm_clock_mhz: float
-    power_w: float
-    power_limited: float  # 1.0: the clocks are held down for the board's power
-
-
 class UtilisationSampler:
     """Samples in a thread while it is entered as a context manager; ``figures`` afterwards. It needs the package
     nvidia-ml-py (pynvml) and a CUDA device that is not a slice of one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._samples: list[_Sample] = []
-        self._power_limit_w = 0.0
+        self._samples: list[dict[str, float]] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -53,15 +44,12 @@ class UtilisationSampler:
     @property
     def figures(self) -> dict[str, float] | None:
         """Means: ``sm``, the share of time in which some SM ran a kernel; ``memory``, in which memory was read or
-        written; ``sm_clock_mhz``; ``power_w``, of ``power_limit_w``, and ``power_limited``, the share of samples in
-        which that held the clocks down. None if nothing could be read."""
+        written; where the GPU tells them, ``sm_clock_mhz``, ``power_w``, ``power_limit_w``, and ``power_limited``, the
+        share of samples in which that limit held the clocks down. None if nothing could be read."""
         if not self._samples:
             return None
-        means = (sum(values) / len(values) for values in zip(*self._samples, strict=True))
-        return {
-            **{name: round(mean, 4) for name, mean in zip(_Sample._fields, means, strict=True)},
-            "power_limit_w": self._power_limit_w,
-        }
+        names = [name for name in self._samples[0] if all(name in sample for sample in self._samples)]
+        return {name: round(statistics.fmean(sample[name] for sample in self._samples), 4) for name in names}
 
     def _sample(self) -> None:
         try:
@@ -73,7 +61,6 @@ class UtilisationSampler:
         try:
             uuid = torch.cuda.get_device_properties(self._device).uuid
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            self._power_limit_w = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
             while not self._over.wait(_SAMPLE_EVERY_S):
                 self._samples.append(_read(nvml, handle))
         except Exception as error:
@@ -82,13 +69,15 @@ class UtilisationSampler:
             nvml.nvmlShutdown()
 
 
-def _read(nvml: Any, handle: Any) -> _Sample:
-    rates = nvml.nvmlDeviceGetUtilizationRates(handle)
-    reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-    return _Sample(
-        sm=rates.gpu / 100,
-        memory=rates.memory / 100,
-        sm_clock_mhz=nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-        power_w=nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        power_limited=float(bool(reasons & nvml.nvmlClocksEventReasonSwPowerCap)),
-    )
+def _read(nvml: Any, handle: Any) -> dict[str, float]:
+    rates = nvml.nvmlDeviceGetUtilizationRates(handle)  # percent of the time since they were asked for last
+    found = {"sm": rates.gpu / 100, "memory": rates.memory / 100}
+    with suppress(nvml.NVMLError, AttributeError):  # not every GPU tells, nor does every version of the package ask
+        reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
+        found |= {
+            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "power_w": nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3,
+            "power_limited": float(bool(reasons & nvml.nvmlClocksEventReasonSwPowerCap)),
+        }
+    return found
