@@ -187,3 +187,28 @@ def test_layers_are_computed_again_before_training_has_to_wait(decoder: Decoder,
     assert _sizes(job) == [40, 40, 40, 40]
     support.run_to_end(job)
     job.close()
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_long_example_makes_no_other_micro_batch_longer(decoder: Decoder, tmp_path: Path, method: str) -> None:
+    """Nor does it start again where the memory that there is has been looked at: it cannot be cut."""
+    long, short = 3 * support.TASKLET_TOKENS, 10
+    lengths = (long, long, *[short] * 22)
+    examples = [([5 + i] * length, [0.0] * 4 + [1.0] * (length - 4)) for i, length in enumerate(lengths)]
+    spec = support.make_spec(tmp_path, examples=examples, batch_size=6, n_epochs=2, max_length=4 * long, method=method)
+    job = support.make_job(decoder, spec)
+    longest = long if method == "supervised" else 2 * long
+    sizes = set[int]()
+    while job.step < job.total_steps // 2:
+        shape = job.run_tasklet()
+        if shape.kind not in (TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.EVAL_FORWARD):
+            continue
+        sizes.add(shape.num_tokens)
+        if shape.num_tokens == longest and job.in_flight:
+            upcoming = job.upcoming()
+            job.require(0)
+            assert job.in_flight
+            assert job.upcoming() == upcoming
+    assert longest in sizes
+    assert max(sizes - {longest}) <= support.TASKLET_TOKENS
+    job.close()

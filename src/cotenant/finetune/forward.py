@@ -92,9 +92,9 @@ class ForwardPasses:
 
     def limit(self, max_tokens: int) -> None:
         """Cut what is not done yet into micro-batches of at most so many tokens, in each part where one has more. If
-        that is the one in flight, it starts again, in another cut."""
+        that is the one in flight and can be cut, it starts again."""
         num_kept = self._num_done
-        if self._pass is not None and self._micro_batches[num_kept].num_tokens <= max_tokens:
+        if self._pass is not None and self._fits(self._micro_batches[num_kept], max_tokens):
             num_kept += 1
         else:
             self.discard()
@@ -102,12 +102,16 @@ class ForwardPasses:
         for part in self._parts:
             kept, rest = part[:num_kept], part[num_kept:]
             num_kept -= len(kept)
-            if any(shape.num_tokens > max_tokens for shape in rest):
+            if not all(self._fits(shape, max_tokens) for shape in rest):
                 rest = self._split(self._dataset, [example for shape in rest for example in shape.examples], max_tokens)
             parts.append((*kept, *rest))
         run, within = self._cursor.run, self._cursor.within
         self._set(parts)
         self._cursor.seek(run, within)
+
+    def _fits(self, shape: MicroBatchShape, max_tokens: int) -> bool:
+        """Whether it has at most so many tokens, or cannot be cut."""
+        return shape.num_tokens <= max_tokens or len(self._split(self._dataset, shape.examples, max_tokens)) == 1
 
     @property
     def _num_done(self) -> int:

@@ -159,12 +159,11 @@ class TrainingStep:
 
     def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
         """Split what is not done yet into micro-batches of at most so many tokens, whose layers keep what ``recompute``
-        says. The one in flight starts again, in another cut, if it is larger or keeps more."""
+        says. The one in flight starts again if it is to be cut, or keeps more."""
         num_done = self._num_done
         keeps_less = recompute and not self._recompute
         self._recompute = recompute
-        fits = self._pass is not None and self._micro_batches[num_done].num_tokens <= max_tasklet_tokens
-        if fits and not keeps_less:
+        if self._pass is not None and not keeps_less and self._fits(self._micro_batches[num_done], max_tasklet_tokens):
             num_done += 1
         else:
             self.discard()
@@ -173,10 +172,17 @@ class TrainingStep:
             return
         examples = [example for shape in rest for example in shape.examples]
         self._prepared = None
-        self._micro_batches = (*done, *self._objective.split(self._dataset, examples, max_tasklet_tokens))
+        self._micro_batches = (*done, *self._split(examples, max_tasklet_tokens))
         run, within = self._cursor.run, self._cursor.within
         self._cursor = self._new_cursor()
         self._cursor.seek(run, within)
+
+    def _fits(self, shape: MicroBatchShape, max_tokens: int) -> bool:
+        """Whether it has at most so many tokens, or cannot be cut."""
+        return shape.num_tokens <= max_tokens or len(self._split(shape.examples, max_tokens)) == 1
+
+    def _split(self, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
+        return self._objective.split(self._dataset, examples, max_tokens)
 
     @property
     def _num_done(self) -> int:

@@ -101,6 +101,7 @@ class Trainer:
         efficiency = None
         if num_multiprocessors is not None:
             efficiency = partial(wave_efficiency, decoder.spec, num_multiprocessors=num_multiprocessors)
+        self._max_tasklet_tokens = max_tasklet_tokens
         sizes = ladder(max_tasklet_tokens, order.longest, efficiency, most_is_fixed=limit_is_fixed)
         widest = max(max_tasklet_tokens, order.longest)
         self._budget = make_budget(
@@ -154,8 +155,9 @@ class Trainer:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a micro-batch at most, with the memory that there is now; 0: there is room for none."""
-        return self._budget.max_tokens
+        """Tokens of a micro-batch at most, with the memory that there is now; 0: there is room for none. What cannot be
+        cut, a longer example or pair, has room as well where there is any."""
+        return min(self._budget.max_tokens, self._max_tasklet_tokens)
 
     @property
     def left_bytes(self) -> int:
@@ -307,7 +309,7 @@ class Trainer:
     def _limit(self) -> None:
         """Cut what is not done yet to the memory that there is now, if that has room for anything."""
         self._upcoming = None
-        limit = self._budget.max_tokens
+        limit = self.max_tokens
         if self._step is not None and limit > 0:
             self._step.limit(limit, recompute=self._recomputes)
         if self._evaluation is not None and limit > 0:
@@ -334,7 +336,7 @@ class Trainer:
                 PreferenceLoss(hyper.beta, hyper.label_smoothing),
                 step_index=index,
                 seed=hyper.seed,
-                max_tasklet_tokens=self._budget.max_tokens,
+                max_tasklet_tokens=self.max_tokens,
                 recompute=self._recomputes,
                 activations=self._activations,
             )
@@ -342,7 +344,7 @@ class Trainer:
             *inputs,
             step_index=index,
             seed=hyper.seed,
-            max_tasklet_tokens=self._budget.max_tokens,
+            max_tasklet_tokens=self.max_tokens,
             recompute=self._recomputes,
             objective=CrossEntropy(),
             activations=self._activations,
@@ -400,7 +402,7 @@ class Trainer:
         if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
         full = self._order.evaluates(step, self._full_every)
-        limit = self._budget.max_tokens
+        limit = self.max_tokens
         return self._validation.evaluation(self._decoder, self._state.adapter, full=full, max_tokens=limit)
 
 
