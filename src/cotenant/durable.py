@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".tmp-"
+_REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of a folder that holds what was at its name's place
 # What is left of a disk belongs to the database: it has to say of whatever else did not fit that it did not.
 RESERVED_BYTES = 2 * 1024 * 1024
 
@@ -36,8 +37,9 @@ def leave_room(path: Path) -> None:
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Give a temporary sibling folder to fill; on success it becomes ``target`` in one rename, all of it on disk.
 
-    ``target`` must not exist or is replaced. On any error, a full disk included, the temporary folder is removed and
-    the target is left as it was. A disk is full to it where it would take what the database needs.
+    ``target`` must not exist or is replaced, in two renames: a crash between them leaves it to ``remove_leftovers`` to
+    put the old one back. On any error, a full disk included, the temporary folder is removed and the target is left as
+    it was. A disk is full to it where it would take what the database needs.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     leave_room(target.parent)
@@ -49,14 +51,27 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         fsync_path(temporary)
         leave_room(temporary)
         if target.exists():
-            discarded = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, dir=target.parent))
-            os.replace(target, discarded / target.name)
-            shutil.rmtree(discarded, ignore_errors=True)
-        os.replace(temporary, target)
-        fsync_path(target.parent)
+            _replace(target, temporary)
+        else:
+            os.replace(temporary, target)
+            fsync_path(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _replace(target: Path, folder: Path) -> None:
+    """Have ``folder`` take the place of ``target``, whose content goes once that is on disk: deleting takes long."""
+    replaced = Path(tempfile.mkdtemp(prefix=_REPLACED_PREFIX, dir=target.parent))
+    os.replace(target, replaced / target.name)
+    try:
+        os.replace(folder, target)
+    except BaseException:
+        os.replace(replaced / target.name, target)
+        replaced.rmdir()
+        raise
+    fsync_path(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
@@ -90,7 +105,12 @@ def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a crash left half-written anywhere below ``folder``."""
+    """Delete what a crash left half-written anywhere below ``folder``, and put back what was about to be replaced."""
+    for path in list(folder.rglob(f"{_REPLACED_PREFIX}*")):
+        for old in path.iterdir():
+            if not (path.parent / old.name).exists():
+                os.replace(old, path.parent / old.name)
+                fsync_path(path.parent)
     for path in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -63,6 +63,7 @@ def sampling(**fields: Any) -> SamplingParams:
         ("presence_penalty", -2.5),
         ("frequency_penalty", 3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
         ("stop", 5),
         ("stop", ""),
         ("stop", ["a"] * 17),
@@ -123,6 +124,10 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("tool_choice", "required"),
         ("continue_final_message", True),
         ("echo", True),
+        ("web_search_options", {}),
+        ("prompt_logprobs", 0),
+        ("spaces_between_special_tokens", False),
+        ("detokenize", False),
         ("never_heard_of_it", False),
     ],
 )

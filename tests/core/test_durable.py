@@ -44,6 +44,63 @@ def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "target"]
 
 
+def test_a_folder_that_cannot_take_the_old_ones_place_leaves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "a").write_text("old")
+    rename = os.replace
+
+    def replace(source: Path, destination: Path) -> None:
+        if destination == target and (source / "a").read_text() == "new":
+            raise OSError(28, "No space left on device")
+        rename(source, destination)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="No space"), atomic_folder(target) as folder:
+        (folder / "a").write_text("new")
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+_REPLACER = """
+import os, shutil, sys
+from pathlib import Path
+from cotenant.durable import atomic_folder
+target, last = Path(sys.argv[1]), int(sys.argv[2])
+calls = 0
+
+def dying(function):
+    def call(*arguments, **options):
+        global calls
+        calls += 1
+        if calls > last:
+            os._exit(9)
+        return function(*arguments, **options)
+    return call
+
+os.replace, shutil.rmtree = dying(os.replace), dying(shutil.rmtree)
+with atomic_folder(target) as folder:
+    (folder / "a").write_text("new")
+"""
+
+
+@pytest.mark.parametrize(("num_calls", "content"), [(0, "old"), (1, "old"), (2, "new"), (3, "new")])
+def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new(
+    tmp_path: Path, num_calls: int, content: str
+) -> None:
+    """Renames, and the removal of the old one: killed before each of them."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "a").write_text("old")
+    process = subprocess.run([sys.executable, "-c", _REPLACER, str(target), str(num_calls)], check=False)
+    assert process.returncode == (0 if num_calls == 3 else 9)
+    remove_leftovers(tmp_path)
+    assert (target / "a").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
 _WRITER = """
 import sys
 from pathlib import Path

@@ -256,6 +256,27 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert _checkpoints(tmp_path) == [2, 4, 5, 6, 8, 10]
 
 
+def test_damaged_checkpoints_of_later_steps_cost_none_that_is_written_after_them(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=2)
+    job = support.make_job(decoder, spec)
+    for _ in range(6):
+        support.run_step(job)
+    job.wait_for_writes()
+    job.close()
+    for path in (tmp_path / "checkpoints").iterdir():
+        (path / "trainer_state.safetensors").unlink(missing_ok=True)
+    job = support.make_job(decoder, spec)
+    assert job.step == 0
+    support.run_step(job)
+    job.checkpoint()
+    job.close()
+    job = support.make_job(decoder, spec)
+    assert job.step == 1
+    job.close()
+
+
 def test_resumed_job_reports_what_the_store_does_not_have(decoder: Decoder, tmp_path: Path) -> None:
     spec = support.make_spec(tmp_path)
     job = support.make_job(decoder, spec)

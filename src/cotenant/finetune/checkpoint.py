@@ -94,7 +94,8 @@ class CheckpointStore:
             (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
         kept_paths = {target} if best_step is None else {target, self.path(best_step)}
         kept = 0
-        for path in list(self._newest_first()):
+        # Those of later steps are damaged, or training would have gone on from there: they do not count.
+        for path in [path for path in self._newest_first() if path.name <= target.name]:
             if path not in kept_paths and not _announced(path):
                 remove_folder(path)  # not piece by piece: what is left of one would be listed when the job ends
                 continue

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec
+from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.data import load_training, load_validation, unmeasured
 from cotenant.finetune.dataset import Dataset
@@ -38,7 +40,7 @@ class Prepared:
 
 def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepared | None:
     """For a ``TrainingJob`` of the same arguments; None if it is finished. Takes seconds for a large file, writes
-    nothing, and may run on any thread.
+    nothing but what a crash left undone, and may run on any thread.
 
     Raises:
         InvalidInputError: the data or the settings cannot be used.
@@ -51,6 +53,7 @@ def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepare
     order = DataOrder(dataset.lengths, spec.hyperparameters)
     adapter = new_adapter(spec, model)
     try:
+        remove_leftovers(Path(spec.folder))  # a checkpoint may be among them
         checkpoint = files.newest_checkpoint()
     except OSError as error:
         raise as_job_error(error) from error

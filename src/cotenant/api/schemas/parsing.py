@@ -24,7 +24,8 @@ IGNORED_FIELDS = frozenset(
     }
 )  # fmt: skip
 
-# Known to OpenAI's or vLLM's API and not to us. Harmless only with the values listed here, or an empty one.
+# Known to OpenAI's or vLLM's API and not to us. Harmless only with the values listed here, or an empty one, but for
+# those whose empty values ask for something.
 UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
@@ -70,6 +71,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
     "web_search_options": (),
 }
+_EMPTY_ASKS = frozenset({"detokenize", "prompt_logprobs", "spaces_between_special_tokens", "web_search_options"})
 
 _TYPE_WORDS = {
     "int": "an integer",
@@ -107,7 +109,7 @@ def parse(fields: dict[str, Any], kind: type[T]) -> T:
             raise InvalidInputError(
                 f"Unrecognized request argument supplied: {name[:100]}.", code="unknown_parameter", param=name[:100]
             )
-        if not _asks_for_nothing(value, UNSUPPORTED_FIELDS[name]):
+        if not _asks_for_nothing(name, value):
             raise InvalidInputError(
                 f"'{name}' is not supported by this server.", code="unsupported_parameter", param=name
             )
@@ -122,8 +124,9 @@ def convert(fields: Any, kind: type[T]) -> T:
         raise _described(str(error)) from None
 
 
-def _asks_for_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    return not value or value in harmless
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    harmless = UNSUPPORTED_FIELDS[name]
+    return (not value and name not in _EMPTY_ASKS) or value in harmless
 
 
 def _described(complaint: str) -> InvalidInputError:

@@ -14,6 +14,7 @@ from cotenant.core.request import SamplingParams
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, in float32
 _INT32 = 2**31 - 1
 _SEED_VALUES = 2**63
 
@@ -47,7 +48,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] = msgspec.field(default_factory=list)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=2)] = 1.0
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = msgspec.field(
         default_factory=dict
     )
