@@ -16,7 +16,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES, Hyperparameters
 
 LIMITS = Limits(max_model_len=512, max_lora_rank=64)
-SIZE = DatasetSize(num_examples=400, max_tokens=100)
+SIZE = DatasetSize(num_examples=400, num_tokens=20_000, max_tokens=100)
 
 
 def resolved(**given: Any) -> Hyperparameters:
@@ -34,8 +34,18 @@ def test_nothing_given_is_sensible() -> None:
     [(10, 10, 4), (1, 25, 4), (33, 4, 4), (34, 3, 4), (399, 3, 4), (400, 3, 8), (1600, 3, 32), (10**6, 3, 32)],
 )
 def test_auto_follows_the_number_of_examples(num_examples: int, n_epochs: int, batch_size: int) -> None:
-    settings = resolve({"n_epochs": "auto", "batch_size": "auto"}, DatasetSize(num_examples, 10), LIMITS)
+    settings = resolve(
+        {"n_epochs": "auto", "batch_size": "auto"}, DatasetSize(num_examples, 10 * num_examples, 10), LIMITS
+    )
     assert (settings.n_epochs, settings.batch_size) == (n_epochs, batch_size)
+
+
+def test_with_packing_auto_counts_rows() -> None:
+    """Else an epoch would be a few steps of all rows."""
+    size = DatasetSize(10_000, 400_000, 60)
+    assert resolve({}, size, LIMITS).batch_size == 32
+    assert resolve({"packing": True, "max_length": 2000}, size, LIMITS).batch_size == 4
+    assert resolve({"packing": True, "max_length": 500}, size, LIMITS).batch_size == 16
 
 
 def test_trl_and_peft_names() -> None:
@@ -128,9 +138,9 @@ def test_a_comparison_may_be_asked_for_by_either_setting() -> None:
 
 def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     limits = Limits(max_model_len=100_000, max_lora_rank=64)
-    assert resolve({"packing": True}, DatasetSize(10, 300), limits).max_length == 2048
-    assert resolve({"packing": True}, DatasetSize(10, 3000), limits).max_length == 3000
-    assert resolve({}, DatasetSize(10, 300), limits).max_length == 100_000
+    assert resolve({"packing": True}, DatasetSize(10, 1000, 300), limits).max_length == 2048
+    assert resolve({"packing": True}, DatasetSize(10, 9000, 3000), limits).max_length == 3000
+    assert resolve({}, DatasetSize(10, 1000, 300), limits).max_length == 100_000
 
 
 @given(st.floats(1e-300, 1e6))

@@ -41,9 +41,11 @@ _CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_lengt
 
 @dataclass(frozen=True, slots=True)
 class DatasetSize:
-    """What resolving needs to know of the training file. ``max_tokens``: of its longest example."""
+    """What resolving needs to know of the training file. ``num_tokens``: of all its examples; ``max_tokens``: of the
+    longest."""
 
     num_examples: int
+    num_tokens: int
     max_tokens: int
 
 
@@ -80,9 +82,11 @@ def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> 
     given["learning_rate"] = _learning_rate(given, given.get("method", SUPERVISED))
     given.pop("learning_rate_multiplier", None)
     given.setdefault("n_epochs", _auto_epochs(size.num_examples))
-    given.setdefault("batch_size", _auto_batch_size(size.num_examples))
     given.setdefault("lora_alpha", 2.0 * given.get("r", _DEFAULTS.r))
     given.setdefault("max_length", _auto_length(size, limits, given.get("packing", False)))
+    # What steps are counted in: examples, or rows that are packed with them, no fewer than this.
+    num_units = math.ceil(size.num_tokens / given["max_length"]) if given.get("packing") else size.num_examples
+    given.setdefault("batch_size", _auto_batch_size(num_units))
     given.setdefault("load_best_model_at_end", given.get("early_stopping_patience", 0) > 0)
     if "target_modules" in given:
         given["target_modules"] = tuple(given["target_modules"])
@@ -125,9 +129,9 @@ def _auto_epochs(num_examples: int) -> int:
     return min(_MAX_AUTO_EPOCHS, max(_DEFAULTS.n_epochs, math.ceil(_MIN_EXAMPLES_SEEN / num_examples)))
 
 
-def _auto_batch_size(num_examples: int) -> int:
+def _auto_batch_size(num_units: int) -> int:
     smallest, largest = _AUTO_BATCH_SIZES
-    wanted = max(1, num_examples // _STEPS_PER_EPOCH)
+    wanted = max(1, num_units // _STEPS_PER_EPOCH)
     return min(largest, max(smallest, 1 << (wanted.bit_length() - 1)))
 
 

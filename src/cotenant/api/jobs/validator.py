@@ -92,7 +92,7 @@ class Validator:
     async def _finish(self, job: JobRecord, preparing: asyncio.Task[tuple[PreparedFile, ...]], limits: Limits) -> None:
         try:
             files = preparing.result()
-            size = DatasetSize(files[0].num_examples, files[0].max_tokens)
+            size = DatasetSize(files[0].num_examples, files[0].num_tokens, files[0].max_tokens)
             settings = resolve(job.requested, size, limits)
         except CotenantError as error:
             logger.info("job %s: its files are refused: %s", job.id, error.message)
