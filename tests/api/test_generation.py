@@ -120,9 +120,14 @@ def test_the_text_does_not_depend_on_how_tokens_are_grouped(text: str, stops: li
     assert not any(stop in text_of(grouped) for stop in stops)
 
 
-@pytest.mark.parametrize(("num_before", "num_runs"), [(0, 1), (1, 2)])
-def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(num_before: int, num_runs: int) -> None:
-    """Before the first token ``WorkerClient`` runs it again itself, a limited number of times."""
+@pytest.mark.parametrize(
+    ("num_before", "failed", "num_runs"), [(0, None, 1), (1, None, 2), (1, "the worker died 5 times within 60 s", 1)]
+)
+def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
+    num_before: int, failed: str | None, num_runs: int
+) -> None:
+    """Before the first token ``WorkerClient`` runs it again itself, a limited number of times; and not where there will
+    be no other worker."""
     runs: list[str] = []
 
     async def generate(asked: Request) -> AsyncIterator[SequenceOutput]:
@@ -132,7 +137,8 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(num_befor
         raise WorkerLostError("The model's worker was killed.")
 
     metrics = Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny"))))
-    state: Any = SimpleNamespace(metrics=metrics, tokenizer=TOKENIZER, worker=SimpleNamespace(generate=generate))
+    worker = SimpleNamespace(generate=generate, failed=failed)
+    state: Any = SimpleNamespace(metrics=metrics, tokenizer=TOKENIZER, worker=worker)
     with pytest.raises(WorkerLostError):
         asyncio.run(collect_choice(state, Choice(request(), TextOptions(), time.monotonic())))
     assert len(set(runs)) == len(runs) == num_runs

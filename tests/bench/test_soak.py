@@ -61,6 +61,13 @@ def test_what_does_not_hold_is_a_reason_and_an_exit_code(server: RunningServer, 
     assert "FAILED: memory grew" in printed
 
 
+def test_a_run_too_short_to_judge_memory_says_so(server: RunningServer, tmp_path: Path) -> None:
+    code, report, _ = soak(server, tmp_path, "--minutes", "0.05", "--sample-seconds", "60")
+    assert code == 1
+    (problem,) = report["problems"]
+    assert "too few to compare" in problem
+
+
 def test_a_worker_that_died_meanwhile_is_noticed(server: RunningServer, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), server.base_url, "--minutes", "0.15"]

@@ -52,6 +52,16 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     open_store(tmp_path).close()  # the folder is a server's again
 
 
+def test_tasklets_are_no_longer_than_a_jobs(tmp_path: Path) -> None:
+    flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
+    result = run_profile("--batch-sizes", "1", *flags, "--tasklet-tokens", "32")
+    assert result.returncode == 0, result.stderr
+    (path,) = (tmp_path / "latencies").iterdir()
+    tasklets = [shape[1] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "tasklet"]
+    assert {"forward", "backward", "loss"} <= {kind for kind, *_ in tasklets}
+    assert max(num_tokens for _, num_tokens, *_ in tasklets) <= 32
+
+
 def test_a_folder_that_a_server_uses_is_left_alone(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     store = open_store(folder)

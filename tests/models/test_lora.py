@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models.lora import LoraAdapter, read_adapter, save_adapter
+from cotenant.models.peft_config import read_config
 from cotenant.models.spec import ModelSpec
 from models import support
 from models.support import PagedCache, Pair, tokens
@@ -289,3 +290,10 @@ def test_the_rank_limit_is_inclusive(llama: Pair, tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="rank 4"):
         _load(tmp_path, llama.decoder.spec, max_rank=3)
     shutil.rmtree(tmp_path)
+
+
+def test_a_folder_that_has_gone_is_named_as_gone(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="is not there any more"):
+        read_config(tmp_path / "gone")
+    with pytest.raises(InvalidInputError, match=r"holds no adapter_config\.json"):
+        read_config(tmp_path)

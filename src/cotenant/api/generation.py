@@ -264,7 +264,7 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
                     collected.append(piece)
             return collected
         except WorkerLostError:
-            if run == MAX_COLLECT_RUNS or not collected:
+            if run == MAX_COLLECT_RUNS or not collected or state.worker.failed is not None:
                 raise
             logger.warning("%s: the worker died, running the request again", choice.request.request_id)
             choice = replace(choice, request=replace(choice.request, request_id=f"{choice.request.request_id}-again"))

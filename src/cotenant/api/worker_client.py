@@ -334,7 +334,8 @@ class WorkerClient:
         if not live.streamed and live.num_runs < MAX_RUNS and not self.draining:
             live.results.clear()
         else:
-            live.fail(WorkerLostError(f"The model's worker {reason}.", code="worker_lost"))
+            tried = f" It was run {live.num_runs} times, and is not run again." if live.num_runs > 1 else ""
+            live.fail(WorkerLostError(f"The model's worker {reason}.{tried}", code="worker_lost"))
 
     def on_give_up(self, message: str, exit_code: int) -> None:
         self.failed = message

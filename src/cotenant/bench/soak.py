@@ -229,8 +229,11 @@ class Soak:
         if gone:
             self.problems.append(f"processes of the server have ended: {sorted(gone)}")
             return
-        if not warm:
-            self.problems.append("memory was not sampled after the warm-up")
+        if len(warm) < 2:
+            self.problems.append(
+                f"after the warm-up memory was sampled {len(warm)} times, too few to compare: run longer, or sample "
+                "more often"
+            )
             return
         before, after = warm[0]["rss_bytes"], self._samples[-1]["rss_bytes"]
         if after > before + self.options.rss_bound_bytes:

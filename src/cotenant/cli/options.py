@@ -99,7 +99,12 @@ _ALL_FLAGS = (
         "Batch size to capture a decode graph for, in place of the server's choice; may be given several times.",
     ),
     Flag("max-loras", LoraConfig, "max_loras", "Most adapters on the device at once."),
-    Flag("max-cpu-loras", LoraConfig, "max_cpu_loras", "Most adapters in host memory; at least --max-loras."),
+    Flag(
+        "max-cpu-loras",
+        LoraConfig,
+        "max_cpu_loras",
+        "Most adapters in host memory, one more than --max-loras at least.",
+    ),
     Flag("max-lora-rank", LoraConfig, "max_lora_rank", "Highest rank of an adapter."),
     Flag("lora-modules", LoraConfig, "modules", "NAME=FOLDER of an adapter to serve; may be given several times."),
     Flag("policy", CoExecutionConfig, "policy", f"{', '.join(POLICIES)}."),

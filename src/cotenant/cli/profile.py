@@ -46,6 +46,7 @@ def profile(
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
+    from cotenant.runtime.build import default_tasklet_tokens
     from cotenant.runtime.colocate_bench import PROFILE_UNTIMED, ColocateBench, steady_len
     from cotenant.runtime.finetune_workload import Workload
     from cotenant.runtime.latency_file import LATENCY_FOLDER
@@ -65,7 +66,8 @@ def profile(
         coexecution=CoExecutionConfig("adaptive", tasklet_tokens=tasklet_tokens),
         data_dir=str(folder),
     )
-    seq_len = min(_SEQ_LEN, limit)
+    # An example is never cut: longer ones would be micro-batches longer than a job's.
+    seq_len = min(_SEQ_LEN, limit, tasklet_tokens or default_tasklet_tokens(device))
     workload = Workload(seq_len, _ROWS * seq_len, tasklet_tokens or 0, 16, False)
     check_folder("data-dir", folder / LATENCY_FOLDER)
     # A server there would sooner or later write what it has learned itself over what is measured here.

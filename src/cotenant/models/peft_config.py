@@ -179,6 +179,10 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if not path.parent.is_dir():
+            raise InvalidInputError(
+                f"the adapter's folder {path.parent} is not there any more: put it back, or unload the adapter"
+            ) from error
         raise InvalidInputError(
             f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format"
         ) from error

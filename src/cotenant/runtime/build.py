@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,9 @@ from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.sizing import num_pages
-from cotenant.scheduler.space import sm_shares
+from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
+
+logger = logging.getLogger(__name__)
 
 # Of a micro-batch at most, on each type of device, unless --tasklet-tokens says otherwise.
 TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -35,6 +38,11 @@ class Serving:
     engine: OnlineEngine
     max_model_len: int
     tasklet_tokens: int
+
+
+def default_tasklet_tokens(device: str) -> int:
+    """Of a micro-batch at most, where nothing else is said; ``device`` as for `--device`."""
+    return TASKLET_TOKENS["cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"]
 
 
 def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> torch.dtype:
@@ -61,6 +69,12 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         prepare(resolved.spec, device.torch_device, dtype)  # before all else: it takes the longest
     if shares and device.num_multiprocessors is not None:
         device.split(round(share * device.num_multiprocessors) for share in shares)
+    if not device.partitions and config.coexecution.policy in NEED_PARTITIONS:
+        logger.warning(
+            "--policy %s divides a GPU's multiprocessors, and there are none to divide here: training runs only while "
+            "nobody asks",
+            config.coexecution.policy,
+        )
     decoder = load_decoder(
         resolved, device.torch_device, dtype, config.model.seed, quantization=config.model.quantization
     )

@@ -20,6 +20,7 @@ _SM_SHARES = {
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
     "static": (0.6,),
 }
+NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
 _UNKNOWN_RATIO = 1.25
 # Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
