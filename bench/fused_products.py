@@ -18,7 +18,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from skinny_tilings import SHAPES
@@ -43,7 +43,10 @@ def main() -> None:
     trains, decodes = (
         [int(part) for part in text.split(",")] for text in (arguments.train_rows, arguments.decode_rows)
     )
-    graphs = _captured(sorted({*trains, *decodes, *(train + decode for train in trains for decode in decodes)}))
+    sizes = sorted({*trains, *decodes, *(train + decode for train in trains for decode in decodes)})
+    weights = [_random(*SHAPES[name]) for _ in range(_NUM_LAYERS) for name in _NAMES]
+    inputs = {(rows, width): _random(rows, width) for rows in sizes for _, width in SHAPES.values()}
+    graphs = _captured(sizes, weights, inputs)  # which hold addresses, not tensors: both stay until the end
     alone_us = _moments_us(graphs)
     for train in trains:
         for decode in decodes:
@@ -57,19 +60,14 @@ def main() -> None:
             print(json.dumps({"train_rows": train, "decode_rows": decode, **figures}), flush=True)
 
 
-@torch.no_grad()
-def _captured(sizes: Sequence[int]) -> Graphs:
-    weights = [
-        torch.randn(SHAPES[name], device="cuda", dtype=torch.bfloat16) / SHAPES[name][1] ** 0.5
-        for _ in range(_NUM_LAYERS)
-        for name in _NAMES
-    ]
-    inputs = {
-        (rows, width): torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
-        for rows in sizes
-        for _, width in SHAPES.values()
-    }
+def _random(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
 
+
+@torch.no_grad()
+def _captured(
+    sizes: Sequence[int], weights: Sequence[torch.Tensor], inputs: Mapping[tuple[int, int], torch.Tensor]
+) -> Graphs:
     def run(rows: int) -> None:
         for weight in weights:
             product(inputs[rows, weight.shape[1]], weight)
@@ -79,11 +77,7 @@ def _captured(sizes: Sequence[int]) -> Graphs:
     with torch.cuda.stream(stream):
         graphs = {rows: capture_graph(lambda rows=rows: run(rows), None) for rows in sizes}
     stream.synchronize()
-    _keep.extend([*weights, *inputs.values()])
     return graphs
-
-
-_keep: list[torch.Tensor] = []  # a graph holds addresses, not tensors
 
 
 def _moments_us(graphs: Graphs) -> dict[int, float]:

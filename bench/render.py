@@ -129,8 +129,8 @@ SECTIONS = (
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
         "The same later, on another host with nothing else on it. Sequences are timed when `adaptive`'s margin has "
-        "come to rest. The kernels of training's products were chosen by trial for each number of SMs in this version, "
-        "which gained next to nothing beside decode steps and is no longer done.",
+        "come to rest. In this version the kernels of training's products were chosen by trial for each number of SMs, "
+        "which is no longer done, and a step in a partition could be made up for by 8 tokens.",
     ),
     Section(
         "colocate_conv_h200.json",
@@ -165,14 +165,16 @@ SECTIONS = (
         "nothing else on it, but for the last cell: the run was cut off there. In the second table, `rest` is also the "
         "time in which the tasklets of a partition go on with no batch beside them. The third says which resource is "
         "spent: the board is at its power limit nearly all of the time, and most of it while it only serves. Kernels "
-        "were chosen as in the section above. The run below it, on another host, chose none.",
+        "were chosen as for the steady sequences above. The run below it, on another host, chose none; in both a step "
+        "in a partition could be made up for by 8 tokens.",
     ),
     Section(
         "fused_products_h200.txt",
         "On a GPU: what fusing a decode step into a forward would save",
         "Microseconds of a layer's four products. Fused into 2,048 tokens' products a decode step of 32 sequences "
         "saves 65 of its 142, for together they leave the tile grid, and 121 where there are 2,016: that in each layer "
-        "that the two have in common, while the job is in a forward pass. At 40 ms a token some 24 layers have room.",
+        "that the two have in common, while the job is in a forward pass. By the script's first version, which let go "
+        "of the products' inputs once graphs had their addresses: what was multiplied may have been other numbers.",
         "python bench/fused_products.py",
     ),
     Section(

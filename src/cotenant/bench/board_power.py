@@ -11,15 +11,15 @@ from cotenant.bench.comparison import REFERENCE, SUBJECT, by_place
 HEADER = ("", "policy", "power, W", "limit, W", "time held down by it", "SM clock, MHz")
 NOTE = (
     "What the board draws on average, beside its limit, in which share of the time that limit holds the clocks down, "
-    "and the clock of the SMs. Where both tenants are at work and the limit holds them down, what one gains the other "
-    "loses: a step and a training token cost energy, whoever has how many SMs."
+    "and the clock of the SMs, all of which share what the limit leaves."
 )
 
 
 def power_rows(report: Mapping[str, Any]) -> list[list[str]]:
-    """Under ``HEADER``: training alone, then each place as served alone and as shared by `adaptive`; those that were
-    read."""
-    found = [("training alone", "-", report.get("train_alone_utilisation"))]
+    """Under ``HEADER``: training alone, but of reports of several runs, then each place as served alone and as shared
+    by `adaptive`; those that were read."""
+    alone = None if report.get("runs") else report.get("train_alone_utilisation")
+    found = [("training alone", "-", alone)]
     for place in by_place(report["cells"]):
         found += [
             (place_name(cell), cell["policy"], cell.get("utilisation"))
