@@ -139,6 +139,7 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
     metrics = Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny"))))
     worker = SimpleNamespace(generate=generate, failed=failed)
     state: Any = SimpleNamespace(metrics=metrics, tokenizer=TOKENIZER, worker=worker)
-    with pytest.raises(WorkerLostError):
+    with pytest.raises(WorkerLostError) as caught:
         asyncio.run(collect_choice(state, Choice(request(), TextOptions(), time.monotonic())))
     assert len(set(runs)) == len(runs) == num_runs
+    assert ("begun 2 times" in caught.value.message) == (num_runs == 2)

@@ -206,7 +206,7 @@ def test_an_output_that_nobody_took_does_not_stop_a_new_run() -> None:
 def test_a_request_that_kills_every_worker_is_given_up_and_the_others_go_on() -> None:
     async def scenario() -> None:
         async with running(make_client(crashes=CrashWindow(max_crashes=10, first_delay_s=0.01))) as client:
-            with pytest.raises(WorkerLostError):
+            with pytest.raises(WorkerLostError, match=f"was run {MAX_RUNS} times"):
                 await outputs_of(client, make_request(stand_in.DIE))
             assert len(await outputs_of(client, make_request(stand_in.COUNT))) == 3
             assert client.num_restarts == MAX_RUNS

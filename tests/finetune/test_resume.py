@@ -14,7 +14,7 @@ import pytest
 
 import forked
 from cotenant.core.errors import ConflictError
-from cotenant.core.job import Hyperparameters
+from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
 from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE, CheckpointStore
@@ -209,6 +209,15 @@ def test_the_best_checkpoint_is_kept_within_the_limit(decoder: Decoder, tmp_path
     assert len(kept) == max(limit, len({best.best_step, 20}))
 
 
+def _train(decoder: Decoder, spec: JobSpec, num_steps: int) -> None:
+    """So far; what it has written is on disk."""
+    job = support.make_job(decoder, spec)
+    for _ in range(num_steps):
+        support.run_step(job)
+    job.wait_for_writes()
+    job.close()
+
+
 def _checkpoints(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("*"))
 
@@ -240,11 +249,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     decoder: Decoder, tmp_path: Path, name: str, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = support.make_spec(tmp_path, save_steps=2)
-    job = support.make_job(decoder, spec)
-    for _ in range(4):
-        support.run_step(job)
-    job.wait_for_writes()
-    job.close()
+    _train(decoder, spec, 4)
     damage(tmp_path / "checkpoints" / "step-00000004" / name)
     job = support.make_job(decoder, spec)
     assert job.step == 2
@@ -260,11 +265,7 @@ def test_damaged_checkpoints_of_later_steps_cost_none_that_is_written_after_them
     decoder: Decoder, tmp_path: Path
 ) -> None:
     spec = support.make_spec(tmp_path, save_steps=2)
-    job = support.make_job(decoder, spec)
-    for _ in range(6):
-        support.run_step(job)
-    job.wait_for_writes()
-    job.close()
+    _train(decoder, spec, 6)
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "trainer_state.safetensors").unlink(missing_ok=True)
     job = support.make_job(decoder, spec)

@@ -263,9 +263,12 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
                 async for _, piece in pieces:
                     collected.append(piece)
             return collected
-        except WorkerLostError:
-            if run == MAX_COLLECT_RUNS or not collected or state.worker.failed is not None:
+        except WorkerLostError as error:
+            if not collected or state.worker.failed is not None:
                 raise
+            if run == MAX_COLLECT_RUNS:
+                tried = f"The request was begun {run} times and is not run again."
+                raise WorkerLostError(f"{error.message} {tried}", code=error.code) from error
             logger.warning("%s: the worker died, running the request again", choice.request.request_id)
             choice = replace(choice, request=replace(choice.request, request_id=f"{choice.request.request_id}-again"))
     raise AssertionError("unreachable")

@@ -334,7 +334,8 @@ class WorkerClient:
         if not live.streamed and live.num_runs < MAX_RUNS and not self.draining:
             live.results.clear()
         else:
-            tried = f" It was run {live.num_runs} times, and is not run again." if live.num_runs > 1 else ""
+            is_suspect = not live.streamed and live.num_runs == MAX_RUNS
+            tried = f" The request was run {MAX_RUNS} times and is not run again." if is_suspect else ""
             live.fail(WorkerLostError(f"The model's worker {reason}.{tried}", code="worker_lost"))
 
     def on_give_up(self, message: str, exit_code: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, Split, build, fits
 from cotenant.finetune.tasklets import Cursor, EvaluationPass, loss_run
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
@@ -16,7 +16,6 @@ from cotenant.models.lora import LoraAdapter
 _RUNS_PER_MICRO_BATCH = 2  # forward layers, loss
 
 Take = Callable[[MicroBatch, torch.Tensor], None]
-Split = Callable[[Dataset, Sequence[int], int], tuple[MicroBatchShape, ...]]
 
 
 class ForwardPasses:
@@ -94,7 +93,7 @@ class ForwardPasses:
         """Cut what is not done yet into micro-batches of at most so many tokens, in each part where one has more. If
         that is the one in flight and can be cut, it starts again."""
         num_kept = self._num_done
-        if self._pass is not None and self._fits(self._micro_batches[num_kept], max_tokens):
+        if self._pass is not None and fits(self._micro_batches[num_kept], self._dataset, max_tokens, self._split):
             num_kept += 1
         else:
             self.discard()
@@ -102,16 +101,12 @@ class ForwardPasses:
         for part in self._parts:
             kept, rest = part[:num_kept], part[num_kept:]
             num_kept -= len(kept)
-            if not all(self._fits(shape, max_tokens) for shape in rest):
+            if not all(fits(shape, self._dataset, max_tokens, self._split) for shape in rest):
                 rest = self._split(self._dataset, [example for shape in rest for example in shape.examples], max_tokens)
             parts.append((*kept, *rest))
         run, within = self._cursor.run, self._cursor.within
         self._set(parts)
         self._cursor.seek(run, within)
-
-    def _fits(self, shape: MicroBatchShape, max_tokens: int) -> bool:
-        """Whether it has at most so many tokens, or cannot be cut."""
-        return shape.num_tokens <= max_tokens or len(self._split(self._dataset, shape.examples, max_tokens)) == 1
 
     @property
     def _num_done(self) -> int:

@@ -14,7 +14,6 @@ import torch
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.device import Device
-from cotenant.durable import remove_leftovers
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.divergence import TrainingError
@@ -110,13 +109,11 @@ class TrainingJob:
         self._resumed_step = 0
         self._warnings: tuple[str, ...] = ()
         try:
-            remove_leftovers(Path(spec.folder))
-            if self.finished_path is not None:
+            prepared = prepared or prepare(spec, decoder.spec, max_tasklet_tokens)
+            if prepared is None:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
-                prepared = prepared or prepare(spec, decoder.spec, max_tasklet_tokens)
-                assert prepared is not None, "the job is not finished"
                 self._training = self._load(
                     decoder, prepared, max_tasklet_tokens, limit_is_fixed, clock, free_bytes, device
                 )

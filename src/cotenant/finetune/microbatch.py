@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,15 @@ def split(dataset: Dataset, examples: Sequence[int], max_tokens: int) -> tuple[M
         )
         for items in pack(lengths, max_tokens)
     )
+
+
+Split = Callable[[Dataset, Sequence[int], int], tuple[MicroBatchShape, ...]]
+"""As ``split``: a job's own way to divide examples."""
+
+
+def fits(shape: MicroBatchShape, dataset: Dataset, max_tokens: int, divide: Split) -> bool:
+    """Whether a micro-batch has at most so many tokens, or cannot be cut."""
+    return shape.num_tokens <= max_tokens or len(divide(dataset, shape.examples, max_tokens)) == 1
 
 
 def build(dataset: Dataset, shape: MicroBatchShape, adapter: LoraAdapter | None, device: torch.device) -> MicroBatch:

@@ -47,13 +47,16 @@ def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepare
         CotenantError: the job's folder cannot be read.
     """
     files = JobFiles(spec, None)
+    try:
+        remove_leftovers(Path(spec.folder))  # a checkpoint may be among them
+    except OSError as error:
+        raise as_job_error(error) from error
     if files.finished:
         return None
     dataset = load_training(spec, model)
     order = DataOrder(dataset.lengths, spec.hyperparameters)
     adapter = new_adapter(spec, model)
     try:
-        remove_leftovers(Path(spec.folder))  # a checkpoint may be among them
         checkpoint = files.newest_checkpoint()
     except OSError as error:
         raise as_job_error(error) from error

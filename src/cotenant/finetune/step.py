@@ -15,7 +15,7 @@ from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, rows_for
 from cotenant.finetune.captured_loss import part_size
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
-from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build, fits
 from cotenant.finetune.objective import Objective
 from cotenant.finetune.tasklets import Cursor, TrainingPass, done_once, loss_run
 from cotenant.models.decoder import Decoder
@@ -163,7 +163,9 @@ class TrainingStep:
         num_done = self._num_done
         keeps_less = recompute and not self._recompute
         self._recompute = recompute
-        if self._pass is not None and not keeps_less and self._fits(self._micro_batches[num_done], max_tasklet_tokens):
+        divide = self._objective.split
+        in_flight = None if self._pass is None else self._micro_batches[num_done]
+        if in_flight is not None and not keeps_less and fits(in_flight, self._dataset, max_tasklet_tokens, divide):
             num_done += 1
         else:
             self.discard()
@@ -172,17 +174,10 @@ class TrainingStep:
             return
         examples = [example for shape in rest for example in shape.examples]
         self._prepared = None
-        self._micro_batches = (*done, *self._split(examples, max_tasklet_tokens))
+        self._micro_batches = (*done, *divide(self._dataset, examples, max_tasklet_tokens))
         run, within = self._cursor.run, self._cursor.within
         self._cursor = self._new_cursor()
         self._cursor.seek(run, within)
-
-    def _fits(self, shape: MicroBatchShape, max_tokens: int) -> bool:
-        """Whether it has at most so many tokens, or cannot be cut."""
-        return shape.num_tokens <= max_tokens or len(self._split(shape.examples, max_tokens)) == 1
-
-    def _split(self, examples: Sequence[int], max_tokens: int) -> tuple[MicroBatchShape, ...]:
-        return self._objective.split(self._dataset, examples, max_tokens)
 
     @property
     def _num_done(self) -> int:
