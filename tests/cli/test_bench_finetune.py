@@ -34,7 +34,14 @@ def test_figures_agree_with_each_other(tmp_path: Path) -> None:
     tasklets = report["tasklet_ms"]
     num_layers = tasklets["forward"]["count"] // (3 * 3)
     counted = {kind: times["count"] for kind, times in tasklets.items()}
-    assert counted == {"forward": 9 * num_layers, "loss": 9, "backward": 9 * num_layers, "optimizer": 3}
+    assert counted == {
+        "forward": 9 * num_layers,
+        "loss": 9,
+        "recompute": 9 * (num_layers - 1),
+        "backward": 9 * num_layers,
+        "optimizer": 3,
+    }
+    assert report["num_recomputed_layers"] == num_layers - 1
     for times in (
         report["step_ms"],
         *tasklets.values(),
@@ -118,3 +125,20 @@ def test_sequences_of_random_lengths_are_packed(tmp_path: Path) -> None:
     assert report["min_len"] == 8
     assert 64 < report["micro_batch_tokens"] <= 128
     assert 0.6 * 2 * 256 < report["trained_tokens"] < 2 * 256, "rows are full, but not quite"
+
+
+def test_less_memory_makes_layers_be_recomputed_and_too_little_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    flags = ["--seq-len", "128", "--tokens-per-step", "256", "--tasklet-tokens", "128", "--device", "cpu"]
+    flags += ["--steps", "1", "--warmup-steps", "0", "--samples", "1", "--json", str(path)]
+    numbers = []
+    for gib in ("0.03", "0.01"):
+        result = bench_finetune("tiny", *flags, "--activation-memory", gib)
+        assert result.returncode == 0, result.stderr
+        report = json.loads(path.read_text())
+        assert report["micro_batch_tokens"] == 128
+        numbers.append(report["num_recomputed_layers"])
+    assert numbers[0] < numbers[1]
+    result = bench_finetune("tiny", *flags, "--activation-memory", "0.001")
+    assert result.returncode != 0
+    assert "--activation-memory: not even micro-batches of 128 tokens fit there" in result.stderr

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.core.tasklet import TaskletKind, runs_of
-from cotenant.finetune.budget import ActivationBudget, ladder
+from cotenant.finetune.budget import ActivationBudget, Choice, choices, ladder
 from cotenant.finetune.footprint import activation_bytes, passing_bytes
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
@@ -40,9 +42,9 @@ def test_a_ladder_is_short_and_holds_what_must_fit(most: int, longest: int) -> N
     st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 28)), max_size=30),
 )
 def test_what_is_given_away_is_not_used(most: int, longest: int, calls: list[tuple[bool, int]]) -> None:
-    needed = {size: activation_bytes(SPEC, size, torch.float32, recompute=False) for size in ladder(most, longest)}
-    total, kept_back = max(needed.values()), passing_bytes(SPEC, max(most, longest), torch.float32)
-    budget = ActivationBudget(needed, kept_back_bytes=kept_back)
+    ways = _choices(ladder(most, longest))
+    total, kept_back = max(way.num_bytes for way in ways), passing_bytes(SPEC, max(most, longest), torch.float32)
+    budget = ActivationBudget(ways, kept_back_bytes=kept_back)
     lent = 0
     assert budget.max_tokens == max(most, longest)
     for takes, num_bytes in calls:
@@ -60,15 +62,54 @@ def test_what_is_given_away_is_not_used(most: int, longest: int, calls: list[tup
         tokens = budget.max_tokens
         if tokens:
             assert tokens >= longest
-            assert activation_bytes(SPEC, tokens, torch.float32, recompute=False) <= total - lent
+            assert activation_bytes(SPEC, tokens, torch.float32, budget.num_recomputed) <= total - lent
         else:
-            assert activation_bytes(SPEC, longest, torch.float32, recompute=False) > total - lent
+            assert activation_bytes(SPEC, longest, torch.float32, SPEC.num_layers - 1) > total - lent
+
+
+def _choices(
+    sizes: tuple[int, ...], efficiency: Callable[[int], float] | None = None, *, recompute_all: bool = False
+) -> tuple[Choice, ...]:
+    def needed(size: int, num_recomputed: int) -> int:
+        return activation_bytes(SPEC, size, torch.float32, num_recomputed)
+
+    return choices(sizes, SPEC.num_layers, needed, 0.4, efficiency, recompute_all=recompute_all)
+
+
+@given(st.integers(500, 5000), st.floats(0.0, 1.0))
+def test_of_what_fits_the_fastest_is_chosen(most: int, share: float) -> None:
+    """Each layer that is recomputed costs a tenth here, and half as many tokens a fifth."""
+    sizes = ladder(most, 100)
+    ways = _choices(sizes, lambda size: 0.8 ** math.log2(most / size))
+    bytes_left = int(share * max(way.num_bytes for way in ways))
+    budget = ActivationBudget(ways, available_bytes=bytes_left)
+    times = {
+        way: (1 + 0.1 * way.num_recomputed) * 1.25 ** math.log2(most / way.max_tokens)
+        for way in ways
+        if way.num_bytes <= bytes_left
+    }
+    if not times:
+        assert budget.max_tokens == 0
+        return
+    chosen = {(way.max_tokens, way.num_recomputed): time for way, time in times.items()}
+    assert chosen[budget.max_tokens, budget.num_recomputed] == pytest.approx(min(times.values()))
+
+
+@given(st.integers(500, 5000), st.floats(0.0, 1.0))
+def test_where_all_sizes_are_alike_layers_are_recomputed_only_where_they_must_be(most: int, share: float) -> None:
+    ways = _choices(ladder(most, 100))
+    assert {way.num_recomputed for way in ways} == set(range(SPEC.num_layers))
+    budget = ActivationBudget(ways, available_bytes=int(share * max(way.num_bytes for way in ways)))
+    fitting = [(-way.num_recomputed, way.max_tokens) for way in ways if way.num_bytes <= budget.left_bytes]
+    expected = max(fitting, default=(0, 0))
+    assert (-budget.num_recomputed, budget.max_tokens) == expected
+    assert {way.num_recomputed for way in _choices((100, 200), recompute_all=True)} == {SPEC.num_layers - 1}
 
 
 def _bytes_for(decoder: Decoder, num_tokens: int) -> int:
     """What must go for micro-batches of ``num_tokens`` to be the largest that fit."""
     sizes = (support.TASKLET_TOKENS, num_tokens)
-    most, wanted = (activation_bytes(decoder.spec, size, decoder.dtype, recompute=False) for size in sizes)
+    most, wanted = (activation_bytes(decoder.spec, size, decoder.dtype) for size in sizes)
     return most - (wanted if num_tokens else 0)
 
 
@@ -174,19 +215,58 @@ def _flat(folder: Path) -> torch.Tensor:
 def test_layers_are_computed_again_before_training_has_to_wait(decoder: Decoder, tmp_path: Path) -> None:
     examples = [([7] * 40, [0.0] * 4 + [1.0] * 36)] * 8
     job = support.make_job(decoder, support.make_spec(tmp_path, examples=examples, batch_size=4, max_steps=2))
-    support.run(job, 2)
-    least = activation_bytes(decoder.spec, 40, decoder.dtype, recompute=True)
-    given_bytes = job.require(_bytes_for(decoder, 0) - least)
-    assert not job.in_flight, "what it keeps has no room"
-    assert _sizes(job) == [40, 40, 40, 40]
+    total, given_bytes = _bytes_for(decoder, 0), 0
+    for num_recomputed in range(1, decoder.spec.num_layers):
+        support.run(job, 2)
+        least = activation_bytes(decoder.spec, 40, decoder.dtype, num_recomputed)
+        given_bytes += job.require(total - given_bytes - least)
+        assert not job.in_flight, "what it keeps has no room"
+        assert _sizes(job) == [40, 40, 40, 40]
+        assert _num_recomputed(job) == 4 * num_recomputed
     support.run_step(job)
     assert job.step == 1
     job.require(1)
     assert job.upcoming() == ()
     job.release(given_bytes + 1)
     assert _sizes(job) == [40, 40, 40, 40]
+    assert _num_recomputed(job) == 0
     support.run_to_end(job)
     job.close()
+
+
+def test_recomputing_some_layers_changes_no_bit(decoder: Decoder, tmp_path: Path) -> None:
+    """Whose number changes at any moment, also while a micro-batch is in flight."""
+    examples = [([7 + i] * 40, [0.0] * 4 + [1.0] * 36) for i in range(12)]
+    adapters = []
+    for name in ("undisturbed", "disturbed"):
+        job = support.make_job(
+            decoder, support.make_spec(tmp_path / name, examples=examples, batch_size=4, max_steps=9, **WITH_DROPOUT)
+        )
+        generator, total, lent, numbers = random.Random(5), _bytes_for(decoder, 0), 0, set[int]()
+        while not job.done:
+            if not job.upcoming():
+                job.wait_for_writes()
+            else:
+                support.run(job, generator.randint(1, 7) if _num_left(job) > 7 else 1)
+                if name == "disturbed" and job.upcoming():
+                    job.release(lent)
+                    num_recomputed = generator.randint(0, decoder.spec.num_layers - 1)
+                    lent = job.require(total - activation_bytes(decoder.spec, 40, decoder.dtype, num_recomputed))
+                    numbers.add(_num_recomputed(job) % 4)
+            job.take_updates()
+        job.close()
+        assert (len(numbers) > 2) == (name == "disturbed")
+        adapters.append(support.adapter_bytes(tmp_path / name))
+    assert adapters[0] == adapters[1]
+
+
+def _num_left(job: TrainingJob) -> int:
+    return sum(cycle.num_tasklets for cycle in job.upcoming())
+
+
+def _num_recomputed(job: TrainingJob) -> int:
+    """Layers, over all micro-batches that are upcoming."""
+    return sum(run.count for run in runs_of(job.upcoming()) if run.shape.kind is TaskletKind.RECOMPUTE)
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])

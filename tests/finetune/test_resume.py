@@ -16,7 +16,7 @@ import forked
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.core.tasklet import TaskletKind
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS
 from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE, CheckpointStore
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
@@ -27,7 +27,8 @@ from finetune import run_job, support
 VALIDATION = support.random_examples(10, seed=5)
 PATTERNS = {"rank_pattern": {"q_proj": 3, "down_proj": 7}, "alpha_pattern": {"up_proj": 3.0}, "use_rslora": True}
 DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
-PARTS = {*FORWARD_PARTS, *BACKWARD_PARTS}  # of captured layers, which a CPU does not have
+# Of captured layers, which a CPU does not have, and of those that are recomputed, which few jobs have.
+PARTS = {*FORWARD_PARTS, *RECOMPUTE_PARTS, *BACKWARD_PARTS, TaskletKind.RECOMPUTE}
 
 
 def _reference(decoder: Decoder, folder: Path, **changes: object) -> TrainingJob:

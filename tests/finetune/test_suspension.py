@@ -13,7 +13,7 @@ import torch
 
 from cotenant.core.job import JobSpec
 from cotenant.core.tasklet import TaskletKind, runs_of
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.batch import AdapterSpan, Batch, TrainingSegment
 from cotenant.models.decoder import Decoder
@@ -22,6 +22,7 @@ from finetune import support
 
 WITH_DROPOUT = {"lora_dropout": 0.1}
 DPO = {"method": "dpo", "batch_size": 3, "lora_dropout": 0.1}
+RECOMPUTING = {"gradient_checkpointing": True}
 
 
 def _undisturbed(decoder: Decoder, folder: Path, **changes: object) -> bytes:
@@ -39,7 +40,7 @@ def _num_left(job: TrainingJob) -> int:
     return sum(cycle.num_tasklets for cycle in job.upcoming())
 
 
-@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT, DPO], ids=["plain", "dropout", "dpo"])
+@pytest.mark.parametrize("changes", [{}, WITH_DROPOUT, DPO, RECOMPUTING], ids=["plain", "dropout", "dpo", "recompute"])
 def test_discarding_at_random_points_changes_no_bit(
     decoder: Decoder, tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -62,7 +63,9 @@ def test_discarding_at_random_points_changes_no_bit(
         job.take_updates()
     job.close()
     assert num_discards == 200
-    assert discarded_kinds == set(TaskletKind) - {*FORWARD_PARTS, *BACKWARD_PARTS}
+    parts = {*FORWARD_PARTS, *RECOMPUTE_PARTS, *BACKWARD_PARTS}
+    recomputes = "gradient_checkpointing" in changes
+    assert discarded_kinds == set(TaskletKind) - parts - (set() if recomputes else {TaskletKind.RECOMPUTE})
     assert support.adapter_bytes(tmp_path / "discarded") == expected
     assert _metrics(tmp_path / "discarded") == _metrics(tmp_path / "undisturbed")
 

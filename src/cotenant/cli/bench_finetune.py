@@ -50,6 +50,14 @@ def finetune(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass.")
     ] = False,
+    activation_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="GiB that activations may take: micro-batches and what their layers keep are chosen to fit.",
+            show_default=False,
+        ),
+    ] = None,
     num_steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 20,
     num_warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps before them.")] = 3,
     num_samples: Annotated[
@@ -76,7 +84,8 @@ def finetune(
     from cotenant.runtime.finetune_bench import open_bench
     from cotenant.runtime.finetune_workload import Workload
 
-    workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len)
+    most_bytes = None if activation_memory is None else int(activation_memory * 2**30)
+    workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len, most_bytes)
     say_phase(f"loading {model}, and timing the device")
     bench = open_bench(chosen, workload)
     report = {
@@ -134,7 +143,7 @@ def _print(report: dict[str, Any]) -> None:
     console = open_console(highlight=True)
     console.print(
         f"{report['model']}, {report['dtype']}, on {report['device']}: {report['num_micro_batches']} micro-batches of "
-        f"{report['micro_batch_tokens']} tokens a step"
+        f"{report['micro_batch_tokens']} tokens a step; {report['num_recomputed_layers']} layers computed again"
     )
     console.print(
         f"{speed['mean']:.0f} tokens/s (steps: p10 {speed['p10']:.0f}, p90 {speed['p90']:.0f}), "

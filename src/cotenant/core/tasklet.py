@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 class TaskletKind(StrEnum):
     """What a tasklet does. A training micro-batch runs FORWARD for each layer, LOSS, BACKWARD for each layer in
-    reverse; a step ends with one OPTIMIZER tasklet, which is atomic. Where layers are captured they are cut into
-    attention and MLP, and the MLP's backward before its last product, lest a GPU be busy with one for too long. EVAL_*
-    are the same without gradients."""
+    reverse; a step ends with one OPTIMIZER tasklet, which is atomic. RECOMPUTE comes before the BACKWARD of a layer
+    that kept its input alone. Where layers are captured they are cut into attention and MLP, and the MLP's backward
+    before its last product, lest a GPU be busy with one for too long. EVAL_* are the same without gradients."""
 
     FORWARD = "forward"
     FORWARD_ATTENTION = "forward_attention"
     FORWARD_MLP = "forward_mlp"
     LOSS = "loss"
+    RECOMPUTE = "recompute"
+    RECOMPUTE_ATTENTION = "recompute_attention"
+    RECOMPUTE_UP = "recompute_up"
     BACKWARD = "backward"
     BACKWARD_DOWN = "backward_down"
     BACKWARD_UP = "backward_up"

@@ -46,9 +46,9 @@ def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
 
 
 class Activations:
-    """For micro-batches of at most ``max_tokens`` tokens, whose layers keep what ``recompute`` says, or less; their
-    gradients are added to ``gradient``, see ``TrainingPack``. Where ``device`` is no GPU, nothing is captured, and the
-    same functions run eagerly."""
+    """For micro-batches of at most ``max_tokens`` tokens, of whose layers ``num_recomputed`` keep their inputs alone,
+    or for what takes less; their gradients are added to ``gradient``, see ``TrainingPack``. Where ``device`` is no GPU,
+    nothing is captured, and the same functions run eagerly."""
 
     def __init__(
         self,
@@ -57,29 +57,29 @@ class Activations:
         gradient: torch.Tensor,
         device: Device,
         max_tokens: int,
-        *,
-        recompute: bool,
+        num_recomputed: int = 0,
     ) -> None:
         self._decoder = decoder
         self._device = device
         self._pack = TrainingPack(adapter, decoder.dtype, gradient)
-        self._bytes: dict[tuple[int, bool], int] = {}
-        self._arena = device.create_arena(self.bytes_for(max_tokens, recompute=recompute), CHUNK_BYTES)
+        self._bytes: dict[tuple[int, int], int] = {}
+        self._arena = device.create_arena(self.bytes_for(max_tokens, num_recomputed), CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        self._frames: OrderedDict[tuple[Frame, bool], CapturedLayers] = OrderedDict()
+        self._frames: OrderedDict[tuple[Frame, int], CapturedLayers] = OrderedDict()
         self._refreshing: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layer and lane
         self._num_fresh = 0  # layers, from the first on, that know of the adapter's weights as they are
         self._reaches = _Reaches(device)
 
     @classmethod
     def for_job(
-        cls, decoder: Decoder, state: TrainingState, device: Device, max_tokens: int, *, recompute: bool
+        cls, decoder: Decoder, state: TrainingState, device: Device, max_tokens: int, *, recompute_all: bool
     ) -> Activations | None:
         """None for a job whose layers cannot be captured."""
         if not can_capture(decoder, state.adapter):
             return None
-        return cls(decoder, state.adapter, state.optimizer.gradient, device, max_tokens, recompute=recompute)
+        num_recomputed = decoder.spec.num_layers - 1 if recompute_all else 0
+        return cls(decoder, state.adapter, state.optimizer.gradient, device, max_tokens, num_recomputed)
 
     @property
     def num_lanes(self) -> int:
@@ -100,16 +100,15 @@ class Activations:
         """Of the memory that is there now."""
         return len(self._arena.mapped) * self._arena.chunk_bytes
 
-    def bytes_for(self, num_tokens: int, *, recompute: bool) -> int:
+    def bytes_for(self, num_tokens: int, num_recomputed: int) -> int:
         """What a micro-batch of so many tokens needs at most."""
-        return self._frame_bytes(rows_for(num_tokens), recompute)
+        return self._frame_bytes(rows_for(num_tokens), num_recomputed)
 
-    def _frame_bytes(self, num_rows: int, recompute: bool) -> int:
-        found = self._bytes.get((num_rows, recompute))
+    def _frame_bytes(self, num_rows: int, num_recomputed: int) -> int:
+        found = self._bytes.get((num_rows, num_recomputed))
         if found is None:
-            spec, dtype = self._decoder.spec, self._decoder.dtype
-            found = frame_bytes(spec, dtype, self._pack, num_rows, recompute=recompute)
-            self._bytes[num_rows, recompute] = found
+            found = frame_bytes(self._decoder.spec, self._decoder.dtype, self._pack, num_rows, num_recomputed)
+            self._bytes[num_rows, num_recomputed] = found
         return found
 
     def refresh(self) -> None:
@@ -130,23 +129,23 @@ class Activations:
             self._refreshing[key] = capture_graph(refresh, self._pool)
         self._refreshing[key].replay()
 
-    def begin(self, micro_batch: MicroBatch, *, recompute: bool) -> CapturedPass:
+    def begin(self, micro_batch: MicroBatch, num_recomputed: int) -> CapturedPass:
         """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
         spec, lengths = self._decoder.spec, micro_batch.segment.lengths
         frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
-        needed = self._frame_bytes(frame.num_rows, recompute)
+        needed = self._frame_bytes(frame.num_rows, num_recomputed)
         missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
         if missing:
             self._arena.map(missing)
             self._reaches.note((max(missing) + 1) * self.chunk_bytes)  # it is cleared
-        key = (frame, recompute)
+        key = (frame, num_recomputed)
         layers = self._frames.get(key)
         if layers is None:
             if len(self._frames) >= _MAX_FRAMES:
                 self._device.wait_for_tasklets()
                 self._frames.popitem(last=False)
             storage = self._storage[:needed]
-            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, recompute=recompute)
+            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, num_recomputed)
             self._frames[key] = layers
         self._frames.move_to_end(key)
         self._reaches.note(layers.shared_bytes)
@@ -229,25 +228,26 @@ class CapturedPass:
         self._refresh = refresh
         self._note_reach = note_reach
         self.micro_batch = micro_batch
-        self._layer = 0  # whose forward runs, and after the loss the number of layers whose backward has not
+        self._num_done = 0  # layers whose forward has run, less those whose backward has
 
     def run(self, kind: TaskletKind) -> None:
         """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
+        layer = self._num_done if kind in FORWARD_PARTS else self._num_done - 1
         if kind is FORWARD_PARTS[0]:
-            self._refresh(self._layer)
-        if kind is BACKWARD_PARTS[0]:
-            self._layer -= 1
-        self._note_reach(self._layers.reach(self._layer))
-        self._layers.run(kind, self._layer)
+            self._refresh(layer)
+        self._note_reach(self._layers.reach(layer))
+        self._layers.run(kind, layer)
         if kind is FORWARD_PARTS[-1]:
-            self._layer += 1
+            self._num_done += 1
+        elif kind is BACKWARD_PARTS[-1]:
+            self._num_done -= 1
 
     def loss(self, total_weight: float, function: LossFunction) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         num_tokens, gradient = self.micro_batch.batch.num_tokens, self._layers.gradient
         self._note_reach(self._layers.shared_bytes)
         gradient.zero_()
-        hidden = self._layers.edge(self._layer)[:num_tokens]
+        hidden = self._layers.edge(self._num_done)[:num_tokens]
         return function(self._decoder, hidden, self.micro_batch, total_weight, gradient[:num_tokens])
 
     @torch.no_grad()

@@ -8,7 +8,9 @@ means.)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 # Halvings of the largest micro-batch that are rungs.
 _MOST_HALVINGS = 5
@@ -17,6 +19,8 @@ _LEAST_SHARE = 0.75
 _TOKEN_BLOCK = 128
 # A smaller micro-batch has costs of its own, and how much better it fits is an estimate.
 _LEAST_GAIN = 1.05
+# Layers are recomputed in so many steps from none to all: few, since each makes frames of its own.
+_RECOMPUTING_STEPS = 4
 
 
 def ladder(
@@ -47,31 +51,68 @@ def _rung(halving: int, longest: int, efficiency: Callable[[int], float]) -> int
     return best if efficiency(best) >= _LEAST_GAIN * efficiency(fitting[0]) else fitting[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How micro-batches use memory: of ``max_tokens`` tokens at most, of whose layers the first ``num_recomputed`` keep
+    their inputs alone, they need ``num_bytes``."""
+
+    max_tokens: int
+    num_recomputed: int
+    num_bytes: int
+
+
+def choices(
+    sizes: Sequence[int],
+    num_layers: int,
+    needed_bytes: Callable[[int, int], int],
+    time_share: float,
+    efficiency: Callable[[int], float] | None,
+    *,
+    recompute_all: bool,
+) -> tuple[Choice, ...]:
+    """All ways to train, the fastest first: each number of tokens of ``sizes``, ascending, with none of the layers to
+    all but the last recomputed, or always so many with ``recompute_all``. (What the last layer keeps its backward needs
+    at once, before any other layer's.)
+
+    ``needed_bytes``: of a number of tokens and one of layers. ``time_share``: of the time of a micro-batch, what
+    it takes on top to recompute all layers. ``efficiency``: of a number of tokens on the device; a larger one is never
+    believed to be worse. None: all are alike, so that layers are recomputed only where nothing else fits.
+    """
+    steps = range(_RECOMPUTING_STEPS, _RECOMPUTING_STEPS + 1) if recompute_all else range(_RECOMPUTING_STEPS + 1)
+    levels = sorted({-(-(num_layers - 1) * step // _RECOMPUTING_STEPS) for step in steps})
+    rates = accumulate((1.0 if efficiency is None else efficiency(size) for size in sizes), max)
+    speeds = dict(zip(sizes, rates, strict=True))
+
+    def time(choice: Choice) -> float:
+        return (1.0 + time_share * choice.num_recomputed / num_layers) / speeds[choice.max_tokens]
+
+    every = (Choice(size, level, needed_bytes(size, level)) for size in sizes for level in levels)
+    return tuple(sorted(every, key=lambda choice: (time(choice), -choice.max_tokens)))
+
+
 class ActivationBudget:
     """Training's memory for activations: what the largest micro-batch takes, or ``available_bytes`` if that is less,
     without what was given away.
 
-    ``needed_bytes``: of micro-batches, by their tokens; ``recomputing_bytes``: the same where layers keep their inputs
-    alone, which costs arithmetic and is chosen only when no micro-batch fits otherwise. ``kept_back_bytes`` are never
-    given away. Memory is given and taken in multiples of ``granularity_bytes``.
+    ``choices``: the best first, of which the first that has room holds. ``kept_back_bytes`` are never given away.
+    Memory is given and taken in multiples of ``granularity_bytes``.
     """
 
     def __init__(
         self,
-        needed_bytes: Mapping[int, int],
+        choices: Iterable[Choice],
         *,
-        recomputing_bytes: Mapping[int, int] | None = None,
         kept_back_bytes: int = 0,
         available_bytes: int | None = None,
         granularity_bytes: int = 1,
     ) -> None:
-        self._needed = dict(needed_bytes)
-        self._recomputing = dict(recomputing_bytes or {})
+        self._choices = tuple(choices)
         self._granularity = granularity_bytes
-        self._total = -(-max(self._needed.values()) // granularity_bytes) * granularity_bytes
+        most = max(kept_back_bytes, *(choice.num_bytes for choice in self._choices))
+        self._total = -(-most // granularity_bytes) * granularity_bytes
         if available_bytes is not None:
             self._total = min(self._total, available_bytes // granularity_bytes * granularity_bytes)
-        self._kept_back = min(self._total, kept_back_bytes)
+        self._kept_back = min(self._total, -(-kept_back_bytes // granularity_bytes) * granularity_bytes)
         self._lend(0)
 
     @property
@@ -81,15 +122,10 @@ class ActivationBudget:
 
     def _lend(self, num_bytes: int) -> None:
         """Have so many given away in all. ``max_tokens``: of a micro-batch; 0 when not even the smallest has room.
-        ``recomputes``: whether there is room for micro-batches only if layers keep their inputs alone. Both are asked
-        for each tasklet."""
+        ``num_recomputed``: of its layers. Both are asked for each tasklet."""
         self.lent_bytes = num_bytes
-        most, most_recomputing = self._largest(self._needed), self._largest(self._recomputing)
-        self.recomputes = most == 0 and most_recomputing > 0
-        self.max_tokens = most or most_recomputing
-
-    def _largest(self, needed_bytes: Mapping[int, int]) -> int:
-        return max((size for size, needed in needed_bytes.items() if needed <= self.left_bytes), default=0)
+        best = next((choice for choice in self._choices if choice.num_bytes <= self.left_bytes), None)
+        self.max_tokens, self.num_recomputed = (0, 0) if best is None else (best.max_tokens, best.num_recomputed)
 
     def require(self, num_bytes: int) -> int:
         """Give away as much of ``num_bytes``, rounded up, as there is; how much that was."""

@@ -29,8 +29,9 @@ from cotenant.models.spec import ModelSpec
 from cotenant.models.tape import LayerTape
 from cotenant.models.training_pack import PackedLayer, TrainingPack
 
-# A layer's tasklets, in order.
+# A layer's tasklets, in order. The second ones come before the third where a layer has kept its input alone.
 FORWARD_PARTS = (TaskletKind.FORWARD_ATTENTION, TaskletKind.FORWARD_MLP)
+RECOMPUTE_PARTS = (TaskletKind.RECOMPUTE_ATTENTION, TaskletKind.RECOMPUTE_UP)
 BACKWARD_PARTS = (TaskletKind.BACKWARD_DOWN, TaskletKind.BACKWARD_UP, TaskletKind.BACKWARD_ATTENTION)
 # Rows of a frame come in multiples of this: few frames for many lengths, and whole tiles for the products.
 _ROW_BLOCK = 128
@@ -66,10 +67,10 @@ def rows_for(num_tokens: int) -> int:
     return math.ceil(num_tokens / _ROW_BLOCK) * _ROW_BLOCK
 
 
-def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, *, recompute: bool) -> int:
+def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, num_recomputed: int) -> int:
     """What a frame's layers keep, with the input and the output of each."""
     memory = _Memory(None)
-    _Places(spec, dtype, pack, num_rows, memory, recompute=recompute)
+    _Places(spec, dtype, pack, num_rows, memory, num_recomputed)
     return memory.num_bytes
 
 
@@ -90,7 +91,9 @@ class _Memory:
 
 
 class _Places:
-    """Where the tensors of a frame lie. With ``recompute`` layers keep their inputs alone and share the rest."""
+    """Where the tensors of a frame lie. ``num_recomputed``: of the layers, the first ones, that keep their inputs
+    alone, not all. What else they make lies where the first of the others keeps it, whose forward comes after theirs
+    and its backward before."""
 
     def __init__(
         self,
@@ -99,8 +102,7 @@ class _Places:
         pack: TrainingPack,
         num_rows: int,
         memory: _Memory,
-        *,
-        recompute: bool,
+        num_recomputed: int,
     ) -> None:
         hidden = (num_rows, spec.hidden_size)
         # The last one is the output of the last layer.
@@ -110,13 +112,12 @@ class _Places:
         firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in pack.layers]
         # What a single layer touches comes last, so that most of the upper part can be taken away while a layer runs.
         self.shared_bytes = memory.num_bytes
-        num_kept = 1 if recompute else spec.num_layers
         kept, ends = [], []
-        for _ in range(num_kept):
+        for _ in range(spec.num_layers - num_recomputed):
             kept.append(_tape_buffers(spec, dtype, num_rows, memory))
             ends.append(memory.num_bytes)
-        self.kept = [{**kept[layer % num_kept], **first} for layer, first in enumerate(firsts)]
-        self.reaches = [ends[layer % num_kept] for layer in range(spec.num_layers)]
+        self.kept = [{**kept[max(0, layer - num_recomputed)], **first} for layer, first in enumerate(firsts)]
+        self.reaches = [ends[max(0, layer - num_recomputed)] for layer in range(spec.num_layers)]
 
 
 def _tape_buffers(spec: ModelSpec, dtype: torch.dtype, num_rows: int, memory: _Memory) -> dict[str, torch.Tensor]:
@@ -152,15 +153,13 @@ class CapturedLayers:
         frame: Frame,
         storage: torch.Tensor,
         pool: Any | None,
-        *,
-        recompute: bool,
+        num_recomputed: int,
     ) -> None:
         spec = decoder.spec
         self._decoder = decoder
         self._frame = frame
         self._graphs = None if pool is None else LaneGraphs(pool)
-        self._recompute = recompute
-        self._places = _Places(spec, decoder.dtype, pack, frame.num_rows, _Memory(storage), recompute=recompute)
+        self._places = _Places(spec, decoder.dtype, pack, frame.num_rows, _Memory(storage), num_recomputed)
         self._tapes = [
             LayerTape(slice(0, frame.num_rows), packed, {**kept, "output": edge})
             for packed, kept, edge in zip(pack.layers, self._places.kept, self._places.edges[1:], strict=True)
@@ -214,11 +213,12 @@ class CapturedLayers:
 
     def run(self, kind: TaskletKind, layer: int) -> None:
         """A part of a layer, forward or backward."""
-        function = partial(_FUNCTIONS[kind], self, layer)
+        function = _FUNCTIONS[kind]  # of two kinds that do the same, graphs are the same
         if self._graphs is None:
-            function()
+            function(self, layer)
         else:
-            self._graphs.run((kind, layer), kind, function, may_capture=self._num_loaded > 1)
+            launch = partial(function, self, layer)
+            self._graphs.run((function, layer), function, launch, may_capture=self._num_loaded > 1)
 
     def _plan(self, attention: SegmentAttention) -> None:
         self._decoder.plan(self._batch, self._places.cos, self._places.signed_sin, attention)
@@ -232,12 +232,13 @@ class CapturedLayers:
         self._decoder.mlp_half(layer, self._tapes[layer].middle, self._batch, tape=self._tapes[layer])
 
     @torch.no_grad()
-    def _backward_down(self, layer: int) -> None:
+    def _recompute_up(self, layer: int) -> None:
         tape = self._tapes[layer]
-        if self._recompute:
-            self._forward_attention(layer)
-            self._decoder.gate_up(layer, tape.middle, self._batch, tape)
-        down_backward(self._decoder, layer, tape, self._places.gradient)
+        self._decoder.gate_up(layer, tape.middle, self._batch, tape)
+
+    @torch.no_grad()
+    def _backward_down(self, layer: int) -> None:
+        down_backward(self._decoder, layer, self._tapes[layer], self._places.gradient)
 
     @torch.no_grad()
     def _backward_up(self, layer: int) -> None:
@@ -256,6 +257,8 @@ class CapturedLayers:
 _FUNCTIONS = {
     TaskletKind.FORWARD_ATTENTION: CapturedLayers._forward_attention,
     TaskletKind.FORWARD_MLP: CapturedLayers._forward_mlp,
+    TaskletKind.RECOMPUTE_ATTENTION: CapturedLayers._forward_attention,
+    TaskletKind.RECOMPUTE_UP: CapturedLayers._recompute_up,
     TaskletKind.BACKWARD_DOWN: CapturedLayers._backward_down,
     TaskletKind.BACKWARD_UP: CapturedLayers._backward_up,
     TaskletKind.BACKWARD_ATTENTION: CapturedLayers._backward_attention,

@@ -16,14 +16,16 @@ _STATE_BYTES_PER_WEIGHT = 5 * 4 + 3 * 2
 _MIB = 1 << 20
 
 
-def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, *, recompute: bool) -> int:
-    """What a micro-batch keeps at the end of its forward pass, and what its loss or a layer's backward takes on top."""
+def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, num_recomputed: int = 0) -> int:
+    """What a micro-batch keeps at the end of its forward pass, and what its loss or a layer's backward takes on top.
+    ``num_recomputed``: of the layers, the first ones, that keep their inputs alone, the last one not among them.
+    They have their tapes one at a time, when those of all others are gone."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     attended = spec.num_heads * spec.head_dim
     # A layer's tape: input, projected and rotated heads (these and their result padded), the middle, gate and up.
     attention = int(2 * MOST_PADDED * (heads + attended))
     tape = 2 * spec.hidden_size + heads + attention + 2 * spec.intermediate_size
-    kept = spec.hidden_size * spec.num_layers + tape if recompute else tape * spec.num_layers
+    kept = spec.hidden_size * num_recomputed + tape * (spec.num_layers - num_recomputed)
     return num_tokens * kept * dtype.itemsize + passing_bytes(spec, num_tokens, dtype)
 
 
@@ -57,7 +59,7 @@ def require_room(
     """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batches fit: the longest
     example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, or that of
     the validation file, ``longest_measured`` tokens (0: there is none); and an adapter of ``num_weights`` elements."""
-    trained = activation_bytes(spec, longest, dtype, recompute=True)
+    trained = activation_bytes(spec, longest, dtype, spec.num_layers - 1)
     needed = state_bytes(num_weights) + max(trained, passing_bytes(spec, longest_measured, dtype))
     if needed > free_bytes:
         raise lacking_room(needed, free_bytes, longest, longest_measured)

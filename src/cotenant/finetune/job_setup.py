@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
-from cotenant.core.job import JobSpec
+from cotenant.core.job import LINEAR_MODULES, JobSpec
 from cotenant.finetune.activations import Activations
-from cotenant.finetune.budget import ActivationBudget
+from cotenant.finetune.budget import ActivationBudget, choices
 from cotenant.finetune.footprint import (
     activation_bytes,
     captured_bytes,
@@ -58,37 +59,39 @@ def make_budget(
     widest: int,
     longest_measured: int,
     available_bytes: int | None,
+    efficiency: Callable[[int], float] | None,
     *,
-    recompute: bool,
+    recompute_all: bool,
 ) -> ActivationBudget:
     """``sizes``: tokens of micro-batches that train; ``widest``: of any at most; ``longest_measured``: of the longest
     validation example, which is never cut (0: there is none). ``activations``: where layers are captured.
-    ``recompute``: layers always keep their inputs alone; otherwise only when nothing else has room. Raises
-    CotenantError if nothing has room."""
+    ``efficiency`` and ``recompute_all``: see ``choices``. Raises CotenantError if nothing has room."""
     spec, dtype = decoder.spec, decoder.dtype
 
-    def needed(size: int, recompute: bool) -> int:
+    def needed(size: int, num_recomputed: int) -> int:
         if activations is None:
-            return activation_bytes(spec, size, dtype, recompute=recompute)
-        return activations.bytes_for(size, recompute=recompute)
+            return activation_bytes(spec, size, dtype, num_recomputed)
+        return activations.bytes_for(size, num_recomputed)
 
-    usual = {size: needed(size, recompute) for size in sizes}
-    recomputing = None if recompute else {size: needed(size, True) for size in sizes}
+    ways = choices(sizes, spec.num_layers, needed, _recomputed_share(spec), efficiency, recompute_all=recompute_all)
     if activations is None:
         # Validation and DPO's reference never run while training keeps something, and are cut as it is.
         uncut = passing_bytes(spec, longest_measured, dtype)
-        return ActivationBudget(
-            usual, recomputing_bytes=recomputing, kept_back_bytes=uncut, available_bytes=available_bytes
-        )
+        return ActivationBudget(ways, kept_back_bytes=uncut, available_bytes=available_bytes)
     # What passes does not lie in the arena, and each further lane has graphs of its own.
     passing = passing_bytes(spec, max(widest, longest_measured), dtype)
     passing += (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
     left = None if available_bytes is None else max(0, available_bytes - passing)
-    budget = ActivationBudget(
-        usual, recomputing_bytes=recomputing, available_bytes=left, granularity_bytes=activations.chunk_bytes
-    )
+    budget = ActivationBudget(ways, available_bytes=left, granularity_bytes=activations.chunk_bytes)
     if available_bytes is not None and budget.max_tokens == 0:
         longest = min(sizes)
-        chunk, least = activations.chunk_bytes, needed(longest, True)
+        chunk, least = activations.chunk_bytes, needed(longest, spec.num_layers - 1)
         raise lacking_room(passing + -(-least // chunk) * chunk, available_bytes, longest, longest_measured)
     return budget
+
+
+def _recomputed_share(spec: ModelSpec) -> float:
+    """Of the products of a layer's forward and backward, those that are done again where it is recomputed: all of the
+    forward's but the last. (The backward's are as many: gradients of inputs, over frozen weights.)"""
+    sizes = {module: math.prod(spec.module_shape(module)) for module in LINEAR_MODULES}
+    return 0.5 * (1.0 - sizes["down_proj"] / sum(sizes.values()))

@@ -40,7 +40,7 @@ class PreferenceStep:
         step_index: int,
         seed: int,
         max_tasklet_tokens: int,
-        recompute: bool,
+        num_recomputed: int = 0,
         activations: Activations | None = None,
     ) -> None:
         self._decoder = decoder
@@ -59,7 +59,7 @@ class PreferenceStep:
             step_index=step_index,
             seed=seed,
             max_tasklet_tokens=max_tasklet_tokens,
-            recompute=recompute,
+            num_recomputed=num_recomputed,
             objective=self._objective,
             activations=activations,
         )
@@ -117,10 +117,10 @@ class PreferenceStep:
         self._reference.discard()
         self._step.discard()
 
-    def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
+    def limit(self, max_tasklet_tokens: int, *, num_recomputed: int) -> None:
         """As of ``TrainingStep``; what is left of the reference is cut as well."""
         self._reference.limit(max_tasklet_tokens)
-        self._step.limit(max_tasklet_tokens, recompute=recompute)
+        self._step.limit(max_tasklet_tokens, num_recomputed=num_recomputed)
 
     def preference(self) -> PreferenceMetrics | None:
         """The step's rewards. Waits for the device."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.device.upload import upload
 from cotenant.finetune.activations import Activations, CapturedPass
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, rows_for
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS, rows_for
 from cotenant.finetune.captured_loss import part_size
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
@@ -50,13 +52,13 @@ class TrainingStep:
         step_index: int,
         seed: int,
         max_tasklet_tokens: int,
-        recompute: bool,
+        num_recomputed: int = 0,
         objective: Objective,
         activations: Activations | None = None,
     ) -> None:
-        """``recompute``: layers keep their inputs alone. ``activations``: where they are captured; None: they run
-        eagerly."""
-        self._recompute = recompute
+        """``num_recomputed``: so many layers keep their inputs alone. ``activations``: where layers are captured; None:
+        they run eagerly."""
+        self._num_recomputed = num_recomputed
         self._activations = activations
         self._refreshed = False  # whether the activations know of the adapter's weights as they are in this step
         self._objective = objective
@@ -65,9 +67,7 @@ class TrainingStep:
         self._dataset = dataset
         self._step_index = step_index
         self._seed = seed
-        self._micro_batches = objective.split(dataset, examples, max_tasklet_tokens)
-        self._runs_per_micro_batch = sum(1 for _ in runs_of(self._cycles(self._micro_batches[0])))
-        self._cursor = self._new_cursor()
+        self._set(objective.split(dataset, examples, max_tasklet_tokens))
         self._pass: TrainingPass | CapturedPass | None = None
         self._prepared: MicroBatch | None = None  # the next one, built ahead
         self.total_weight = objective.total_weight(dataset, examples)
@@ -155,34 +155,44 @@ class TrainingStep:
     def discard(self) -> None:
         """Drop the activations and gradients of the micro-batch in flight, which starts again."""
         self._pass = self._prepared = None
-        self._cursor.seek(self._num_done * self._runs_per_micro_batch)
+        self._cursor.seek(self._first_runs[self._num_done])
 
-    def limit(self, max_tasklet_tokens: int, *, recompute: bool) -> None:
-        """Split what is not done yet into micro-batches of at most so many tokens, whose layers keep what ``recompute``
-        says. The one in flight starts again if it is to be cut, or keeps more."""
-        num_done = self._num_done
-        keeps_less = recompute and not self._recompute
-        self._recompute = recompute
-        divide = self._objective.split
-        in_flight = None if self._pass is None else self._micro_batches[num_done]
-        if in_flight is not None and not keeps_less and fits(in_flight, self._dataset, max_tasklet_tokens, divide):
-            num_done += 1
+    def limit(self, max_tasklet_tokens: int, *, num_recomputed: int) -> None:
+        """Split what is not done yet into micro-batches of at most so many tokens, of whose layers ``num_recomputed``
+        keep their inputs alone. The one in flight starts again if it is to be cut, or keeps more."""
+        num_kept, divide = self._num_done, self._objective.split
+        in_flight = None if self._pass is None else self._micro_batches[num_kept]
+        if (
+            in_flight is not None
+            and num_recomputed <= self._recomputed[num_kept]
+            and fits(in_flight, self._dataset, max_tasklet_tokens, divide)
+        ):
+            num_kept += 1
         else:
             self.discard()
-        done, rest = self._micro_batches[:num_done], self._micro_batches[num_done:]
+        self._num_recomputed = num_recomputed
+        kept, rest = self._micro_batches[:num_kept], self._micro_batches[num_kept:]
         if not rest:
             return
         examples = [example for shape in rest for example in shape.examples]
         self._prepared = None
-        self._micro_batches = (*done, *divide(self._dataset, examples, max_tasklet_tokens))
         run, within = self._cursor.run, self._cursor.within
-        self._cursor = self._new_cursor()
+        self._set((*kept, *divide(self._dataset, examples, max_tasklet_tokens)), self._recomputed[:num_kept])
         self._cursor.seek(run, within)
+
+    def _set(self, micro_batches: Sequence[MicroBatchShape], recomputed: Sequence[int] = ()) -> None:
+        """``recomputed``: layers of the first of them, which are done or in flight; of the others as many as now."""
+        self._micro_batches = tuple(micro_batches)
+        self._recomputed = (*recomputed, *[self._num_recomputed] * (len(micro_batches) - len(recomputed)))
+        each = [self._cycles(*pair) for pair in zip(self._micro_batches, self._recomputed, strict=True)]
+        # Of each micro-batch, its first run's number among all; then that of all runs.
+        self._first_runs = (0, *accumulate(sum(1 for _ in runs_of(cycles)) for cycles in each))
+        self._cursor = Cursor(tuple(cycle for cycles in each for cycle in cycles))
 
     @property
     def _num_done(self) -> int:
         """Micro-batches done: the index of the one in flight."""
-        return self._cursor.run // self._runs_per_micro_batch
+        return bisect_right(self._first_runs, self._cursor.run) - 1
 
     def _current_pass(self) -> TrainingPass | CapturedPass:
         if self._pass is None:
@@ -192,9 +202,10 @@ class TrainingStep:
                 if not self._refreshed:
                     self._activations.refresh()
                     self._refreshed = True
-                self._pass = self._activations.begin(micro_batch, recompute=self._recompute)
+                self._pass = self._activations.begin(micro_batch, self._recomputed[self._num_done])
             else:
-                self._pass = TrainingPass(self._decoder, micro_batch, recompute=self._recompute)
+                num_recomputed = self._recomputed[self._num_done]
+                self._pass = TrainingPass(self._decoder, micro_batch, num_recomputed=num_recomputed)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
             self._adapter.dropout_masks = self._dropout_masks(micro_batch) if self._adapter.dropout > 0.0 else None
         return self._pass
@@ -217,33 +228,34 @@ class TrainingStep:
     def _advance(self) -> None:
         cursor = self._cursor
         cursor.advance()
-        if cursor.within == 0 and cursor.run % self._runs_per_micro_batch == 0:
+        if cursor.within == 0 and cursor.run in self._first_runs:
             assert self._pass is not None
             with done_once():
                 self._pass.commit()
                 self._sums += self._current_sums
             self._pass = None
 
-    def _new_cursor(self) -> Cursor:
-        return Cursor(tuple(cycle for shape in self._micro_batches for cycle in self._cycles(shape)))
-
-    def _cycles(self, shape: MicroBatchShape) -> tuple[TaskletCycle, ...]:
+    def _cycles(self, shape: MicroBatchShape, num_recomputed: int) -> tuple[TaskletCycle, ...]:
         num_layers = self._decoder.spec.num_layers
 
         def run(kind: TaskletKind, count: int = 1) -> TaskletRun:
             return TaskletRun(TaskletShape(kind, shape.num_tokens, shape.max_length), count)
 
         loss = loss_run(TaskletKind.LOSS, shape)
+        num_kept = num_layers - num_recomputed
         if self._activations is None:
-            eager = run(TaskletKind.FORWARD, num_layers), loss, run(TaskletKind.BACKWARD, num_layers)
-            return tuple(TaskletCycle((each,)) for each in eager)
-        if self._objective.is_cross_entropy:
-            size = part_size(rows_for(shape.num_tokens))
-            num_parts = max(1, math.ceil(shape.num_targets / size))
-            loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
-        forward = TaskletCycle(tuple(map(run, FORWARD_PARTS)), num_layers)
-        backward = TaskletCycle(tuple(map(run, BACKWARD_PARTS)), num_layers)
-        return forward, TaskletCycle((loss,)), backward
+            forward = TaskletCycle((run(TaskletKind.FORWARD, num_layers),))
+            backward = TaskletCycle((run(TaskletKind.BACKWARD, num_kept),), min(1, num_kept))
+            again = TaskletCycle((run(TaskletKind.RECOMPUTE), run(TaskletKind.BACKWARD)), num_recomputed)
+        else:
+            if self._objective.is_cross_entropy:
+                size = part_size(rows_for(shape.num_tokens))
+                num_parts = max(1, math.ceil(shape.num_targets / size))
+                loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
+            forward = TaskletCycle(tuple(map(run, FORWARD_PARTS)), num_layers)
+            backward = TaskletCycle(tuple(map(run, BACKWARD_PARTS)), num_kept)
+            again = TaskletCycle(tuple(map(run, (*RECOMPUTE_PARTS, *BACKWARD_PARTS))), num_recomputed)
+        return tuple(cycle for cycle in (forward, TaskletCycle((loss,)), backward, again) if cycle.count)
 
 
 def _gradient_scale(dtype: torch.dtype, total_weight: float) -> float:

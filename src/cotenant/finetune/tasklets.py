@@ -103,15 +103,16 @@ class Cursor:
 class TrainingPass:
     """Forward, loss and backward of one micro-batch. Its gradients are its own until ``commit``.
 
-    ``recompute``: a layer's forward keeps its input alone, and its backward begins with the forward again.
+    ``num_recomputed``: so many layers, the first ones, keep their inputs alone; what their backward needs besides is
+    computed again before it.
     """
 
-    def __init__(self, decoder: Decoder, micro_batch: MicroBatch, *, recompute: bool = False) -> None:
+    def __init__(self, decoder: Decoder, micro_batch: MicroBatch, *, num_recomputed: int = 0) -> None:
         self._decoder = decoder
         self._micro_batch = micro_batch
-        self._recompute = recompute
+        self._num_recomputed = num_recomputed
         self._edge: torch.Tensor | None = None  # [tokens, hidden], the next layer's input
-        self._kept: list[LayerTape | torch.Tensor] = []  # of the layers done: tapes or, with ``recompute``, inputs
+        self._kept: list[LayerTape | torch.Tensor] = []  # of the layers done: tapes or, where they suffice, inputs
         self._gradient: torch.Tensor | None = None  # [tokens, hidden], at the output of the last of them
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] = []  # LoRA matrices, each with its gradient
 
@@ -132,21 +133,27 @@ class TrainingPass:
 
     def end_forward(self, output: torch.Tensor, tape: LayerTape) -> None:
         """Keep a layer's output [tokens, hidden], and the tape that its forward filled."""
-        self._kept.append(self.begin_forward() if self._recompute else tape)
+        self._kept.append(self.begin_forward() if self._keeps_input_alone else tape)
         self._edge = output
 
     @torch.no_grad()
     def forward(self) -> None:
         """Run the next layer."""
-        tape = self._new_tape()
-        batch = self._micro_batch.batch
-        output = self._decoder.layer(self.layer, self.begin_forward(), batch, tape=None if self._recompute else tape)
-        self.end_forward(output, tape)
+        tape, batch = self._new_tape(), self._micro_batch.batch
+        filled = None if self._keeps_input_alone else tape
+        self.end_forward(self._decoder.layer(self.layer, self.begin_forward(), batch, tape=filled), tape)
+
+    @property
+    def _keeps_input_alone(self) -> bool:
+        """Of the next layer."""
+        return self.layer < self._num_recomputed
 
     def run(self, kind: TaskletKind) -> None:
         """Run the next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
         if kind is TaskletKind.FORWARD:
             self.forward()
+        elif kind is TaskletKind.RECOMPUTE:
+            self.recompute()
         else:
             self.backward()
 
@@ -159,15 +166,21 @@ class TrainingPass:
         return sums
 
     @torch.no_grad()
+    def recompute(self) -> None:
+        """Compute again what the next layer's backward needs; it has kept its input."""
+        hidden = self._kept.pop()
+        assert isinstance(hidden, torch.Tensor), "the layer's tape is there"
+        tape = self._new_tape()
+        self._decoder.layer(len(self._kept), hidden, self._micro_batch.batch, tape=tape)
+        self._kept.append(tape)
+
+    @torch.no_grad()
     def backward(self) -> None:
         """Run one layer's backward, from the last to the first, and free its activations."""
         assert self._gradient is not None, "the loss comes first"
         kept = self._kept.pop()
+        assert isinstance(kept, LayerTape), "what it needs is computed again first"
         index = len(self._kept)
-        if isinstance(kept, torch.Tensor):
-            tape = self._new_tape()
-            self._decoder.layer(index, kept, self._micro_batch.batch, tape=tape)
-            kept = tape
         # Nobody learns from the first layer's input: the embedding is frozen.
         self._gradient = layer_backward(
             self._decoder, index, kept, self._gradient, self._add_gradient, needs_input=index > 0

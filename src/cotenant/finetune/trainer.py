@@ -111,7 +111,8 @@ class Trainer:
             widest,
             validation.longest if validation is not None else 0,
             available_bytes,
-            recompute=hyper.gradient_checkpointing,
+            efficiency,
+            recompute_all=hyper.gradient_checkpointing,
         )
         self._on_step = on_step
         self._pending = pending
@@ -158,6 +159,11 @@ class Trainer:
         """Tokens of a micro-batch at most, with the memory that there is now; 0: there is room for none. What cannot be
         cut, a longer example or pair, has room as well where there is any."""
         return min(self._budget.max_tokens, self._max_tasklet_tokens)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Layers of the next micro-batches that keep their inputs alone."""
+        return self._budget.num_recomputed
 
     @property
     def left_bytes(self) -> int:
@@ -276,10 +282,10 @@ class Trainer:
         """Give memory of activations away, and return how much: all of ``num_bytes`` if training has so much to give.
 
         Micro-batches become so small that they fit what is left. One in flight that is larger is dropped; finished ones
-        are kept, and every sample is trained on once. Where there is no room even for the longest example, its layers
-        keep their inputs alone and compute the rest again; where that has no room either, nothing is ``upcoming`` until
-        enough is released. That goes for validation and DPO's reference as well; what validation's longest example
-        takes is not given away.
+        are kept, and every sample is trained on once. Some or all of the layers keep their inputs alone and are
+        computed again, where the smaller micro-batches that would have room without that are slower, or there are none;
+        where even the longest example has no room so, nothing is ``upcoming`` until enough is released. That goes for
+        validation and DPO's reference as well; what validation's longest example takes is not given away.
         """
         given = self._budget.require(num_bytes)
         if self._fusing or self._budget.max_tokens == 0:
@@ -311,13 +317,9 @@ class Trainer:
         self._upcoming = None
         limit = self.max_tokens
         if self._step is not None and limit > 0:
-            self._step.limit(limit, recompute=self._recomputes)
+            self._step.limit(limit, num_recomputed=self._budget.num_recomputed)
         if self._evaluation is not None and limit > 0:
             self._evaluation.limit(limit)
-
-    @property
-    def _recomputes(self) -> bool:
-        return self._hyper.gradient_checkpointing or self._budget.recomputes
 
     def _begin_step(self) -> None:
         self._upcoming = None
@@ -337,7 +339,7 @@ class Trainer:
                 step_index=index,
                 seed=hyper.seed,
                 max_tasklet_tokens=self.max_tokens,
-                recompute=self._recomputes,
+                num_recomputed=self._budget.num_recomputed,
                 activations=self._activations,
             )
         return TrainingStep(
@@ -345,7 +347,7 @@ class Trainer:
             step_index=index,
             seed=hyper.seed,
             max_tasklet_tokens=self.max_tokens,
-            recompute=self._recomputes,
+            num_recomputed=self._budget.num_recomputed,
             objective=CrossEntropy(),
             activations=self._activations,
         )

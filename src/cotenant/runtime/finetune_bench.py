@@ -84,7 +84,7 @@ class FinetuneBench:
         most = max(self._tasklet_tokens, self._order.longest)
         self._state = TrainingState(adapter, spec, fingerprint(spec, dataset))
         self._activations = Activations.for_job(
-            decoder, self._state, device, most, recompute=hyper.gradient_checkpointing
+            decoder, self._state, device, most, recompute_all=hyper.gradient_checkpointing
         )
         self._trainer = _trainer(
             decoder,
@@ -96,7 +96,13 @@ class FinetuneBench:
             self._activations,
             num_multiprocessors=device.num_multiprocessors,
             limit_is_fixed=workload.tasklet_tokens > 0,
+            available_bytes=workload.activation_bytes,
         )
+        if self._trainer.max_tokens == 0:
+            raise InvalidInputError(
+                f"--activation-memory: not even micro-batches of {self._order.longest} tokens fit there",
+                param="activation-memory",
+            )
         self._micro_batches = split(dataset, self._order.step(0), self._trainer.max_tokens)
         self._trainer.start()
 
@@ -116,6 +122,7 @@ class FinetuneBench:
             "tasklet_tokens": self._tasklet_tokens,
             "micro_batch_tokens": self._micro_batches[0].num_tokens,
             "num_micro_batches": len(self._micro_batches),
+            "num_recomputed_layers": self._trainer.num_recomputed,
             "captured": self.has_arena,
             "flop_per_token": flop_per_token(self._resolved.spec),
             "flop_per_token_multiplied": flop_per_token(self._resolved.spec, only_multiplied=True),
@@ -341,10 +348,11 @@ class FinetuneBench:
 
     def _peak_memory(self) -> dict[str, int]:
         """Since training began, the weights included. ``reserved``: with what torch's allocator kept for later. Both
-        count all of the arena of activations. On a CPU the largest resident set of the process since its start."""
+        count all of the arena that activations may take. On a CPU the largest resident set of the process since its
+        start."""
         device = self._device.torch_device
         if device.type == "cuda":
-            arena = 0 if self._activations is None else self._activations.total_bytes
+            arena = 0 if self._activations is None else self._trainer.left_bytes
             return {
                 "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) + arena,
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) + arena,
@@ -363,6 +371,7 @@ def _trainer(
     *,
     num_multiprocessors: int | None,
     limit_is_fixed: bool,
+    available_bytes: int | None,
 ) -> Trainer:
     return Trainer(
         decoder,
@@ -378,6 +387,7 @@ def _trainer(
         activations=activations,
         num_multiprocessors=num_multiprocessors,
         limit_is_fixed=limit_is_fixed,
+        available_bytes=available_bytes,
     )
 
 

@@ -21,7 +21,8 @@ class Workload:
     """What is trained: rows of ``seq_len`` random tokens, ``tokens_per_step`` (a multiple of ``seq_len``) in an
     optimizer step. A row is one sequence, or with ``min_len`` several that are packed: their lengths are random, from
     that to ``seq_len``, and rows are as full as they get. ``tasklet_tokens``: of a micro-batch at most; 0: as the
-    server chooses. The adapter has rank ``r`` on all linear modules."""
+    server chooses. The adapter has rank ``r`` on all linear modules. ``activation_bytes``: of the device's memory, what
+    activations may take; None: what they need."""
 
     seq_len: int
     tokens_per_step: int
@@ -29,6 +30,7 @@ class Workload:
     r: int
     gradient_checkpointing: bool
     min_len: int | None = None
+    activation_bytes: int | None = None
 
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters(

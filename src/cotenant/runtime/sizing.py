@@ -25,7 +25,7 @@ def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
 
 def training_bytes(spec: ModelSpec, tasklet_tokens: int, dtype: torch.dtype) -> int:
     """What one micro-batch's activations need, and half as much again for an adapter's state."""
-    return int(1.5 * activation_bytes(spec, tasklet_tokens, dtype, recompute=False))
+    return int(1.5 * activation_bytes(spec, tasklet_tokens, dtype))
 
 
 def num_pages(
