@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,8 @@ import torch
 import transformers
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.core.job import StepMetrics
+from cotenant.core.tasklet import TaskletKind, TaskletShape, runs_of
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune import activations, tasklets
@@ -22,6 +24,7 @@ from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLa
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from cotenant.runtime.training import TrainingTenant
+from cotenant.wire.messages import JobMetrics
 from finetune import support
 
 DPO = {"method": "dpo", "batch_size": 3}
@@ -29,6 +32,7 @@ PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "alpha_pattern": {"up
 SOME_MODULES = {"target_modules": ("k_proj", "v_proj", "gate_proj")}
 
 CHUNK_BYTES = 1 << 16
+VALIDATION = support.random_examples(10, seed=5)
 
 Make = Callable[..., TrainingJob]
 
@@ -44,13 +48,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
         free_bytes: int | None = None,
         device: Device | None = None,
         chunk_bytes: int = CHUNK_BYTES,
-        validation: support.Examples | None = None,
+        validation: support.Examples | None = VALIDATION,
         **changes: object,
     ) -> TrainingJob:
         monkeypatch.setattr(activations, "can_capture", lambda *_: True)
         monkeypatch.setattr(activations, "CHUNK_BYTES", chunk_bytes)
-        validation = support.random_examples(10, seed=5) if validation is None else validation
-        spec = support.make_spec(folder, validation=validation, eval_steps=3, **changes)
+        changes = changes if validation is None else {"eval_steps": 3, **changes}
+        spec = support.make_spec(folder, validation=validation, **changes)
         return support.make_job(decoder, spec, device=device or create_device("cpu"), free_bytes=free_bytes)
 
     return make
@@ -84,9 +88,20 @@ def any_decoder(request: pytest.FixtureRequest, tmp_path: Path, decoder: Decoder
     return support.load(tmp_path / "model")
 
 
-def _run_to_end(job: TrainingJob) -> None:
-    support.run_to_end(job)
+def _run_to_end(job: TrainingJob) -> list[StepMetrics]:
+    updates = support.run_to_end(job)
     job.close()
+    return [step for update in updates if isinstance(update, JobMetrics) for step in update.steps]
+
+
+def _measured(step: StepMetrics) -> list[float]:
+    """All that was measured in a step and after it."""
+    figures = [step.train_loss, step.grad_norm, step.train_mean_token_accuracy]
+    for loss in (step.valid_loss, step.full_valid_loss, step.valid_mean_token_accuracy):
+        figures += [] if loss is None else [loss]
+    for preference in (step.preference, step.valid_preference, step.full_valid_preference):
+        figures += [] if preference is None else dataclasses.astuple(preference)
+    return figures
 
 
 def _flat(folder: Path) -> torch.Tensor:
@@ -103,12 +118,15 @@ def test_the_adapter_is_that_of_eager_layers(
     any_decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     job = captured(any_decoder, tmp_path / "captured", max_steps=6, **changes)
-    assert job.upcoming()[-1 if "method" in changes else 0].runs[0].shape.kind is not TaskletKind.FORWARD
-    _run_to_end(job)
-    spec = support.make_spec(
-        tmp_path / "eager", validation=support.random_examples(10, seed=5), eval_steps=3, max_steps=6, **changes
-    )
-    _run_to_end(support.make_job(any_decoder, spec))
+    kinds = {run.shape.kind for run in runs_of(job.upcoming())}
+    assert kinds.isdisjoint({TaskletKind.FORWARD, TaskletKind.EVAL_FORWARD, TaskletKind.BACKWARD})
+    steps = _run_to_end(job)
+    spec = support.make_spec(tmp_path / "eager", validation=VALIDATION, eval_steps=3, max_steps=6, **changes)
+    expected_steps = _run_to_end(support.make_job(any_decoder, spec))
+    assert len(steps) == 6
+    assert any(step.valid_loss is not None for step in steps)
+    for found_step, expected_step in zip(steps, expected_steps, strict=True):
+        assert _measured(found_step) == pytest.approx(_measured(expected_step), rel=1e-4, abs=1e-6)
     found, expected = _flat(tmp_path / "captured"), _flat(tmp_path / "eager")
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
@@ -169,9 +187,9 @@ def test_memory_goes_and_comes_at_random_moments(decoder: Decoder, captured: Mak
         elif lent == 0:
             job.wait_for_writes()
         if lent == 0 and not job.finished_path and generator.random() < 0.4 and job.runnable:
-            lent = job.require(generator.randint(1, total))
+            lent = job.require(generator.choice((total, generator.randint(1, total))))
             assert lent % CHUNK_BYTES == 0
-            assert job.mapped_bytes <= total - lent
+            assert job.mapped_bytes <= job.left_bytes
             num_waits += not job.runnable
         elif lent:
             job.release(lent)
@@ -260,7 +278,7 @@ def test_memory_of_other_layers_is_given_back_while_a_tasklet_runs(
     order = [*FORWARD_PARTS * decoder.spec.num_layers, TaskletKind.LOSS, *BACKWARD_PARTS * decoder.spec.num_layers]
     for num_run in range(2, len(order)):
         device = Lagging(2)
-        job = captured(decoder, tmp_path / str(num_run), device=device, chunk_bytes=chunk_bytes)
+        job = captured(decoder, tmp_path / str(num_run), device=device, chunk_bytes=chunk_bytes, validation=None)
         for kind in order[:num_run]:
             assert job.next_shape.kind is kind
             device.run_tasklet(job.run_tasklet)
@@ -278,7 +296,7 @@ def test_memory_that_is_still_being_cleared_is_waited_for(
         raise torch.OutOfMemoryError("no memory")
 
     device = Lagging(2)
-    job = captured(decoder, tmp_path, device=device, chunk_bytes=1 << 14)
+    job = captured(decoder, tmp_path, device=device, chunk_bytes=1 << 14, validation=None)
     monkeypatch.setattr(activations, "CapturedLayers", short_of_memory)
     shape = job.next_shape
 

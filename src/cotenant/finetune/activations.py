@@ -15,11 +15,17 @@ from cotenant.core.tasklet import TaskletKind
 from cotenant.device import Device
 from cotenant.device.arena import CHUNK_BYTES
 from cotenant.device.cuda.graphs import capture_graph, current_lane
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers, Frame, frame_bytes, rows_for
-from cotenant.finetune.loss import LossSums
+from cotenant.finetune.captured import (
+    BACKWARD_PARTS,
+    FORWARD_PARTS,
+    CapturedLayers,
+    Frame,
+    PassKind,
+    frame_bytes,
+    rows_for,
+)
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.finetune.state import TrainingState
-from cotenant.finetune.tasklets import LossFunction
 from cotenant.models import flash_attention
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
@@ -47,8 +53,9 @@ def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
 
 class Activations:
     """For micro-batches of at most ``max_tokens`` tokens, of whose layers ``num_recomputed`` keep their inputs alone,
-    or for what takes less; their gradients are added to ``gradient``, see ``TrainingPack``. Where ``device`` is no GPU,
-    nothing is captured, and the same functions run eagerly."""
+    or for what takes less; their gradients are added to ``gradient``, see ``TrainingPack``. And for such that no
+    backward pass follows, of at most ``max_passing_tokens``, which may be more. Where ``device`` is no GPU, nothing is
+    captured, and the same functions run eagerly."""
 
     def __init__(
         self,
@@ -58,28 +65,46 @@ class Activations:
         device: Device,
         max_tokens: int,
         num_recomputed: int = 0,
+        *,
+        max_passing_tokens: int = 0,
     ) -> None:
         self._decoder = decoder
         self._device = device
         self._pack = TrainingPack(adapter, decoder.dtype, gradient)
-        self._bytes: dict[tuple[int, int], int] = {}
-        self._arena = device.create_arena(self.bytes_for(max_tokens, num_recomputed), CHUNK_BYTES)
+        self._bytes: dict[tuple[int, PassKind], int] = {}
+        most = max(self.bytes_for(max_tokens, num_recomputed), self.passing_bytes_for(max_passing_tokens))
+        self._arena = device.create_arena(most, CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
-        self._frames: OrderedDict[tuple[Frame, int], CapturedLayers] = OrderedDict()
+        self._frames: OrderedDict[tuple[Frame, PassKind], CapturedLayers] = OrderedDict()
         self._refreshing: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layer and lane
         self._num_fresh = 0  # layers, from the first on, that know of the adapter's weights as they are
         self._reaches = _Reaches(device)
 
     @classmethod
     def for_job(
-        cls, decoder: Decoder, state: TrainingState, device: Device, max_tokens: int, *, recompute_all: bool
+        cls,
+        decoder: Decoder,
+        state: TrainingState,
+        device: Device,
+        max_tokens: int,
+        *,
+        recompute_all: bool,
+        longest_measured: int = 0,
     ) -> Activations | None:
-        """None for a job whose layers cannot be captured."""
+        """None for a job whose layers cannot be captured. ``longest_measured``: tokens of the longest validation
+        example, which is never cut; 0: there is none."""
         if not can_capture(decoder, state.adapter):
             return None
-        num_recomputed = decoder.spec.num_layers - 1 if recompute_all else 0
-        return cls(decoder, state.adapter, state.optimizer.gradient, device, max_tokens, num_recomputed)
+        return cls(
+            decoder,
+            state.adapter,
+            state.optimizer.gradient,
+            device,
+            max_tokens,
+            decoder.spec.num_layers - 1 if recompute_all else 0,
+            max_passing_tokens=longest_measured,
+        )
 
     @property
     def num_lanes(self) -> int:
@@ -102,13 +127,17 @@ class Activations:
 
     def bytes_for(self, num_tokens: int, num_recomputed: int) -> int:
         """What a micro-batch of so many tokens needs at most."""
-        return self._frame_bytes(rows_for(num_tokens), num_recomputed)
+        return self._frame_bytes(rows_for(num_tokens), PassKind(num_recomputed))
 
-    def _frame_bytes(self, num_rows: int, num_recomputed: int) -> int:
-        found = self._bytes.get((num_rows, num_recomputed))
+    def passing_bytes_for(self, num_tokens: int) -> int:
+        """The same without a backward pass."""
+        return self._frame_bytes(rows_for(num_tokens), PassKind(None))
+
+    def _frame_bytes(self, num_rows: int, kind: PassKind) -> int:
+        found = self._bytes.get((num_rows, kind))
         if found is None:
-            found = frame_bytes(self._decoder.spec, self._decoder.dtype, self._pack, num_rows, num_recomputed)
-            self._bytes[num_rows, num_recomputed] = found
+            found = frame_bytes(self._decoder.spec, self._decoder.dtype, self._pack, num_rows, kind)
+            self._bytes[num_rows, kind] = found
         return found
 
     def refresh(self) -> None:
@@ -129,28 +158,29 @@ class Activations:
             self._refreshing[key] = capture_graph(refresh, self._pool)
         self._refreshing[key].replay()
 
-    def begin(self, micro_batch: MicroBatch, num_recomputed: int) -> CapturedPass:
+    def begin(self, micro_batch: MicroBatch, kind: PassKind) -> CapturedPass:
         """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
         spec, lengths = self._decoder.spec, micro_batch.segment.lengths
         frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
-        needed = self._frame_bytes(frame.num_rows, num_recomputed)
+        needed = self._frame_bytes(frame.num_rows, kind)
         missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
         if missing:
             self._arena.map(missing)
             self._reaches.note((max(missing) + 1) * self.chunk_bytes)  # it is cleared
-        key = (frame, num_recomputed)
+        key = (frame, kind)
         layers = self._frames.get(key)
         if layers is None:
             if len(self._frames) >= _MAX_FRAMES:
                 self._device.wait_for_tasklets()
                 self._frames.popitem(last=False)
             storage = self._storage[:needed]
-            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, num_recomputed)
+            layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, kind)
             self._frames[key] = layers
         self._frames.move_to_end(key)
         self._reaches.note(layers.shared_bytes)
         layers.load(micro_batch)
-        return CapturedPass(self._decoder, self._pack, layers, micro_batch, self._refresh_layer, self._reaches.note)
+        refresh = self._refresh_layer if kind.has_adapter else None
+        return CapturedPass(self._pack, layers, micro_batch, refresh, self._reaches.note)
 
     def give_back(self, num_kept: int) -> None:
         """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what reaches that far; the device
@@ -210,19 +240,17 @@ class _Reaches:
 
 
 class CapturedPass:
-    """As ``TrainingPass``, in parts of layers, at fixed addresses."""
+    """As ``TrainingPass`` or ``EvaluationPass``, in parts of layers and of the loss, at fixed addresses."""
 
     def __init__(
         self,
-        decoder: Decoder,
         pack: TrainingPack,
         layers: CapturedLayers,
         micro_batch: MicroBatch,
-        refresh: Callable[[int], None],
+        refresh: Callable[[int], None] | None,
         note_reach: Callable[[int], None],
     ) -> None:
         """``refresh``: makes a layer ready for its forward. ``note_reach``: told what each tasklet reaches."""
-        self._decoder = decoder
         self._pack = pack
         self._layers = layers
         self._refresh = refresh
@@ -233,7 +261,7 @@ class CapturedPass:
     def run(self, kind: TaskletKind) -> None:
         """The next tasklet of the forward or the backward pass, which the caller knows to be of this kind."""
         layer = self._num_done if kind in FORWARD_PARTS else self._num_done - 1
-        if kind is FORWARD_PARTS[0]:
+        if kind is FORWARD_PARTS[0] and self._refresh is not None:
             self._refresh(layer)
         self._note_reach(self._layers.reach(layer))
         self._layers.run(kind, layer)
@@ -242,25 +270,24 @@ class CapturedPass:
         elif kind is BACKWARD_PARTS[-1]:
             self._num_done -= 1
 
-    def loss(self, total_weight: float, function: LossFunction) -> LossSums:
-        """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
-        num_tokens, gradient = self.micro_batch.batch.num_tokens, self._layers.gradient
+    def begin_loss(self, scales: torch.Tensor | None = None) -> None:
+        """On the last layer's output. ``scales`` [targets]: of the targets' gradients, where a backward follows."""
         self._note_reach(self._layers.shared_bytes)
-        gradient.zero_()
-        hidden = self._layers.edge(self._num_done)[:num_tokens]
-        return function(self._decoder, hidden, self.micro_batch, total_weight, gradient[:num_tokens])
+        self._layers.loss.begin(self.micro_batch, scales)
 
-    @torch.no_grad()
-    def loss_part(self, total_weight: float, part: int) -> None:
-        """Run a part of the cross entropy instead; all parts in order."""
+    def loss_part(self, part: int) -> None:
+        """All parts in order; then there are ``losses``, and backward can begin."""
         self._note_reach(self._layers.shared_bytes)
-        if part == 0:
-            self._layers.loss.begin(self.micro_batch, total_weight)
         self._layers.loss.run(part)
 
-    def loss_sums(self) -> LossSums:
-        """Of all parts."""
-        return self._layers.loss.sums()
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``token_losses``; until the next micro-batch."""
+        return self._layers.loss.losses()
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """At the last layer's output, once there are ``losses`` [tokens, hidden]."""
+        return self._layers.gradient[: self.micro_batch.batch.num_tokens]
 
     def commit(self) -> None:
         self._pack.commit()

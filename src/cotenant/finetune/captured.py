@@ -9,16 +9,17 @@ part of a larger one's.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.device.cuda.graphs import LaneGraphs
-from cotenant.finetune.captured_loss import CapturedLoss
-from cotenant.finetune.microbatch import MicroBatch
+from cotenant.finetune.captured_loss import CapturedLoss, num_parts, part_size
+from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.models import flash_attention
 from cotenant.models.attention import SegmentAttention
 from cotenant.models.batch import Batch
@@ -67,10 +68,29 @@ def rows_for(num_tokens: int) -> int:
     return math.ceil(num_tokens / _ROW_BLOCK) * _ROW_BLOCK
 
 
-def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, num_recomputed: int) -> int:
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """How a micro-batch goes through its frame. ``num_recomputed``: of the layers, the first ones, that keep their
+    inputs alone, not all; None: no backward pass follows, and nothing is kept. ``has_adapter``: or is the base's."""
+
+    num_recomputed: int | None
+    has_adapter: bool = True
+
+    def layers_of(self, pack: TrainingPack) -> tuple[PackedLayer, ...]:
+        return pack.layers if self.has_adapter else tuple(PackedLayer({}) for _ in pack.layers)
+
+
+def captured_loss_run(kind: TaskletKind, shape: MicroBatchShape) -> TaskletRun:
+    """The parts of a micro-batch's loss."""
+    num_rows = rows_for(shape.num_tokens)
+    part = TaskletShape(kind, min(part_size(num_rows), shape.num_targets))
+    return TaskletRun(part, num_parts(shape.num_targets, num_rows))
+
+
+def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, kind: PassKind) -> int:
     """What a frame's layers keep, with the input and the output of each."""
     memory = _Memory(None)
-    _Places(spec, dtype, pack, num_rows, memory, num_recomputed)
+    _Places(spec, dtype, kind, kind.layers_of(pack), num_rows, memory)
     return memory.num_bytes
 
 
@@ -91,25 +111,27 @@ class _Memory:
 
 
 class _Places:
-    """Where the tensors of a frame lie. ``num_recomputed``: of the layers, the first ones, that keep their inputs
-    alone, not all. What else they make lies where the first of the others keeps it, whose forward comes after theirs
-    and its backward before."""
+    """Where the tensors of a frame lie. What recomputed layers make beside their inputs lies where the first of the
+    others keeps it, whose forward comes after theirs and its backward before."""
 
     def __init__(
         self,
         spec: ModelSpec,
         dtype: torch.dtype,
-        pack: TrainingPack,
+        kind: PassKind,
+        layers: Sequence[PackedLayer],
         num_rows: int,
         memory: _Memory,
-        num_recomputed: int,
     ) -> None:
         hidden = (num_rows, spec.hidden_size)
-        # The last one is the output of the last layer.
-        self.edges = [memory.take(hidden, dtype) for _ in range(spec.num_layers + 1)]
-        self.gradient, self.middle_gradient = memory.take(hidden, dtype), memory.take(hidden, dtype)
+        keeps = kind.num_recomputed is not None
+        num_recomputed = spec.num_layers - 1 if kind.num_recomputed is None else kind.num_recomputed
+        # Each layer's input, and the output of the last one; two in turn where none is kept.
+        edges = [memory.take(hidden, dtype) for _ in range(spec.num_layers + 1 if keeps else 2)]
+        self.edges = [edges[index % len(edges)] for index in range(spec.num_layers + 1)]
+        self.gradient, self.middle_gradient = (memory.take(hidden, dtype) if keeps else None for _ in range(2))
         self.cos, self.signed_sin = (memory.take((num_rows, 1, spec.head_dim), dtype) for _ in range(2))
-        firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in pack.layers]
+        firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in layers]
         # What a single layer touches comes last, so that most of the upper part can be taken away while a layer runs.
         self.shared_bytes = memory.num_bytes
         kept, ends = [], []
@@ -153,16 +175,17 @@ class CapturedLayers:
         frame: Frame,
         storage: torch.Tensor,
         pool: Any | None,
-        num_recomputed: int,
+        kind: PassKind,
     ) -> None:
-        spec = decoder.spec
+        spec, packed_layers = decoder.spec, kind.layers_of(pack)
         self._decoder = decoder
         self._frame = frame
         self._graphs = None if pool is None else LaneGraphs(pool)
-        self._places = _Places(spec, decoder.dtype, pack, frame.num_rows, _Memory(storage), num_recomputed)
+        memory = _Memory(storage)
+        self._places = _Places(spec, decoder.dtype, kind, packed_layers, frame.num_rows, memory)
         self._tapes = [
             LayerTape(slice(0, frame.num_rows), packed, {**kept, "output": edge})
-            for packed, kept, edge in zip(pack.layers, self._places.kept, self._places.edges[1:], strict=True)
+            for packed, kept, edge in zip(packed_layers, self._places.kept, self._places.edges[1:], strict=True)
         ]
         self._batch = Batch(torch.empty(0), torch.empty(0), ())
         self._starts: torch.Tensor | None = None  # [sequences + 1], int32
@@ -193,13 +216,10 @@ class CapturedLayers:
             starts[: len(lengths)] = lengths.cumsum(0)
             self._starts.copy_(starts.pin_memory(), non_blocking=True)
 
-    def edge(self, layer: int) -> torch.Tensor:
-        """A layer's input [rows, hidden], which is the output of the one before."""
-        return self._places.edges[layer]
-
     @property
     def gradient(self) -> torch.Tensor:
         """At the output of the layer whose backward runs next [rows, hidden]."""
+        assert self._places.gradient is not None, "no backward pass follows"
         return self._places.gradient
 
     def reach(self, layer: int) -> int:
@@ -238,20 +258,19 @@ class CapturedLayers:
 
     @torch.no_grad()
     def _backward_down(self, layer: int) -> None:
-        down_backward(self._decoder, layer, self._tapes[layer], self._places.gradient)
+        down_backward(self._decoder, layer, self._tapes[layer], self.gradient)
 
     @torch.no_grad()
     def _backward_up(self, layer: int) -> None:
-        tape, places = self._tapes[layer], self._places
-        up_backward(self._decoder, layer, tape, tape.gate_up, places.gradient, out=places.middle_gradient)
+        tape = self._tapes[layer]
+        up_backward(self._decoder, layer, tape, tape.gate_up, self.gradient, out=self._places.middle_gradient)
 
     @torch.no_grad()
     def _backward_attention(self, layer: int) -> None:
-        tape, places = self._tapes[layer], self._places
+        tape, gradient = self._tapes[layer], self._places.middle_gradient
+        assert gradient is not None, "no backward pass follows"
         # Nobody learns from the first layer's input: the embedding is frozen.
-        attention_backward(
-            self._decoder, layer, tape, places.middle_gradient, needs_input=layer > 0, out=places.gradient
-        )
+        attention_backward(self._decoder, layer, tape, gradient, needs_input=layer > 0, out=self.gradient)
 
 
 _FUNCTIONS = {

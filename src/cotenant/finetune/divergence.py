@@ -7,6 +7,7 @@ import math
 import torch
 
 from cotenant.core.job import StepMetrics
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import Evaluation, ValidationSet
 from cotenant.models.decoder import Decoder
@@ -34,11 +35,18 @@ class FinalCheck(Evaluation):
     """In the evaluation's place after the last step of a job without one: the loss of one example is finite. A weight
     that is not shows there, too."""
 
-    def __init__(self, decoder: Decoder, adapter: LoraAdapter, dataset: Dataset, example: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        dataset: Dataset,
+        example: int,
+        activations: Activations | None = None,
+    ) -> None:
         alone, length = dataset[example], dataset.lengths[example]
         dataset = Dataset(alone.token_ids, alone.weights, torch.tensor([0, length]), length)
         measured = ValidationSet(dataset, batch_size=1, seed=0, max_tasklet_tokens=length)
-        super().__init__(decoder, adapter, measured, full=False, max_tokens=length)
+        super().__init__(decoder, adapter, measured, full=False, max_tokens=length, activations=activations)
 
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics, as they are. Raises TrainingError if the loss is not finite."""

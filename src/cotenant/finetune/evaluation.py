@@ -10,9 +10,10 @@ import torch
 
 from cotenant.core.job import StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletShape
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
-from cotenant.finetune.loss import LossSums, evaluation_loss
+from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, split
 from cotenant.finetune.tasklets import done_once
 from cotenant.models.decoder import Decoder
@@ -41,9 +42,19 @@ class ValidationSet:
         self._max_tokens = max_tasklet_tokens
         self.parts = lru_cache(maxsize=2)(self._parts)
 
-    def evaluation(self, decoder: Decoder, adapter: LoraAdapter, *, full: bool, max_tokens: int) -> Evaluation:
-        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens."""
-        return Evaluation(decoder, adapter, self, full=full, max_tokens=min(max_tokens, self._max_tokens))
+    def evaluation(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        *,
+        full: bool,
+        max_tokens: int,
+        activations: Activations | None = None,
+    ) -> Evaluation:
+        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens. ``activations``: where layers are
+        captured."""
+        limit = min(max_tokens, self._max_tokens)
+        return Evaluation(decoder, adapter, self, full=full, max_tokens=limit, activations=activations)
 
     def _parts(self, max_tokens: int) -> tuple[tuple[MicroBatchShape, ...], ...]:
         """The batch's micro-batches, then the rest's."""
@@ -61,13 +72,20 @@ class Evaluation:
     """One pass over the validation batch, or with ``full`` over the whole set (whose first part is the batch)."""
 
     def __init__(
-        self, decoder: Decoder, adapter: LoraAdapter, validation: ValidationSet, *, full: bool, max_tokens: int
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        validation: ValidationSet,
+        *,
+        full: bool,
+        max_tokens: int,
+        activations: Activations | None,
     ) -> None:
-        self._decoder = decoder
         self._validation = validation
         self._full = full
         parts = validation.parts(max_tokens)
-        self._passes = ForwardPasses(decoder, adapter, validation.dataset, parts if full else parts[:1], split)
+        parts = parts if full else parts[:1]
+        self._passes = ForwardPasses(decoder, adapter, validation.dataset, parts, split, activations)
         self.num_tokens = validation.num_tokens if full else validation.num_batch_tokens
         self._sums = LossSums.zero(decoder.device)
         self._num_measured = 0  # examples
@@ -76,6 +94,10 @@ class Evaluation:
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
         return self._passes.upcoming
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return self._passes.next_shape
 
     @property
     def done(self) -> bool:
@@ -123,8 +145,8 @@ class Evaluation:
         weighted_nll, accuracy = self._sums.read()
         return _Figures(weighted_nll / weight, accuracy)
 
-    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        sums = evaluation_loss(self._decoder, hidden, micro_batch)
+    def _take(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
+        sums = LossSums.of(nll, micro_batch.weights, correct)
         with done_once():
             self._sums += sums
             self._num_measured += len(micro_batch.examples)

@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
+from cotenant.finetune.activations import Activations, CapturedPass
+from cotenant.finetune.captured import FORWARD_PARTS, PassKind, captured_loss_run
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, Split, build, fits
 from cotenant.finetune.tasklets import Cursor, EvaluationPass, loss_run
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 
-_RUNS_PER_MICRO_BATCH = 2  # forward layers, loss
-
-Take = Callable[[MicroBatch, torch.Tensor], None]
+Take = Callable[[MicroBatch, torch.Tensor, torch.Tensor], None]
 
 
 class ForwardPasses:
-    """Runs at least one micro-batch. ``adapter`` None: the base alone. Dropout is off.
+    """Runs at least one micro-batch. ``adapter`` None: the base alone. Dropout is off. ``activations``: where layers
+    are captured; None: they run eagerly.
 
     ``parts``: micro-batches, in the order in which they run; however they are cut later, by ``split``, none has
     examples of two parts.
@@ -32,18 +33,22 @@ class ForwardPasses:
         dataset: Dataset,
         parts: Sequence[Sequence[MicroBatchShape]],
         split: Split,
+        activations: Activations | None = None,
     ) -> None:
         self._decoder = decoder
         self._adapter = adapter
         self._dataset = dataset
         self._split = split
-        self._pass: EvaluationPass | None = None
+        self._activations = activations
+        self._pass: EvaluationPass | CapturedPass | None = None
         self._set(parts)
 
     def _set(self, parts: Sequence[Sequence[MicroBatchShape]]) -> None:
         self._parts = tuple(parts)
         self._micro_batches = tuple(shape for part in parts for shape in part)
-        self._cursor = Cursor(tuple(self._cycle(shape) for shape in self._micro_batches))
+        each = [self._cycles(shape) for shape in self._micro_batches]
+        self._runs_per_micro_batch = sum(1 for _ in runs_of(each[0]))
+        self._cursor = Cursor(tuple(cycle for cycles in each for cycle in cycles))
 
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
@@ -68,26 +73,39 @@ class ForwardPasses:
         return self._pass is not None
 
     def run_tasklet(self, take: Take) -> TaskletShape:
-        """``take`` gets a micro-batch's tensors and last hidden state [tokens, hidden] in its loss tasklet."""
+        """``take`` gets a micro-batch's tensors and what ``token_losses`` gives, in the last tasklet of its loss."""
         shape = self._cursor.shape
-        if self._pass is None:
-            current = self._micro_batches[self._num_done]
-            micro_batch = build(self._dataset, current, self._adapter, self._decoder.device)
-            self._pass = EvaluationPass(self._decoder, micro_batch)
+        current = self._pass = self._begin() if self._pass is None else self._pass
         if self._adapter is not None:
             self._adapter.dropout_masks = None
-        if shape.kind is TaskletKind.EVAL_FORWARD:
-            self._pass.forward(self._cursor.within)
+        if shape.kind is not TaskletKind.EVAL_LOSS:
+            if isinstance(current, EvaluationPass):
+                current.forward()
+            else:
+                current.run(shape.kind)
         else:
-            take(self._pass.micro_batch, self._pass.output)
-            self._pass = None
+            if isinstance(current, CapturedPass):
+                if self._cursor.within == 0:
+                    current.begin_loss()
+                current.loss_part(self._cursor.within)
+            if self._cursor.ends_run:
+                take(current.micro_batch, *current.losses())
+                self._pass = None
         self._cursor.advance()
         return shape
+
+    def _begin(self) -> EvaluationPass | CapturedPass:
+        """The next micro-batch."""
+        shape = self._micro_batches[self._num_done]
+        micro_batch = build(self._dataset, shape, self._adapter, self._decoder.device)
+        if self._activations is None:
+            return EvaluationPass(self._decoder, micro_batch)
+        return self._activations.begin(micro_batch, PassKind(None, has_adapter=self._adapter is not None))
 
     def discard(self) -> None:
         """Drop the activations; the micro-batch in flight runs again, those before it stay done."""
         self._pass = None
-        self._cursor.seek(self._num_done * _RUNS_PER_MICRO_BATCH)
+        self._cursor.seek(self._num_done * self._runs_per_micro_batch)
 
     def limit(self, max_tokens: int) -> None:
         """Cut what is not done yet into micro-batches of at most so many tokens, in each part where one has more. If
@@ -111,9 +129,14 @@ class ForwardPasses:
     @property
     def _num_done(self) -> int:
         """Micro-batches done: the index of the one in flight."""
-        return self._cursor.run // _RUNS_PER_MICRO_BATCH
+        return self._cursor.run // self._runs_per_micro_batch
 
-    def _cycle(self, shape: MicroBatchShape) -> TaskletCycle:
-        forward = TaskletShape(TaskletKind.EVAL_FORWARD, shape.num_tokens, shape.max_length)
-        layers = TaskletRun(forward, self._decoder.spec.num_layers)
-        return TaskletCycle((layers, loss_run(TaskletKind.EVAL_LOSS, shape)))
+    def _cycles(self, shape: MicroBatchShape) -> tuple[TaskletCycle, TaskletCycle]:
+        num_layers = self._decoder.spec.num_layers
+        if self._activations is None:
+            forward = TaskletShape(TaskletKind.EVAL_FORWARD, shape.num_tokens, shape.max_length)
+            loss = loss_run(TaskletKind.EVAL_LOSS, shape)
+            return TaskletCycle((TaskletRun(forward, num_layers),)), TaskletCycle((loss,))
+        parts = (TaskletShape(kind, shape.num_tokens, shape.max_length) for kind in FORWARD_PARTS)
+        layers = TaskletCycle(tuple(TaskletRun(part, 1) for part in parts), num_layers)
+        return layers, TaskletCycle((captured_loss_run(TaskletKind.EVAL_LOSS, shape),))

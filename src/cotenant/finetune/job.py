@@ -363,7 +363,14 @@ class TrainingJob:
         activations = None
         if device is not None:
             most = max(max_tasklet_tokens, order.longest)
-            activations = Activations.for_job(decoder, state, device, most, recompute_all=hyper.gradient_checkpointing)
+            activations = Activations.for_job(
+                decoder,
+                state,
+                device,
+                most,
+                recompute_all=hyper.gradient_checkpointing,
+                longest_measured=measured,
+            )
         trainer = Trainer(
             decoder,
             state,

@@ -74,19 +74,22 @@ def make_budget(
         return activations.bytes_for(size, num_recomputed)
 
     ways = choices(sizes, spec.num_layers, needed, _recomputed_share(spec), efficiency, recompute_all=recompute_all)
+    # Validation and DPO's reference never run while training keeps something, and are cut as it is.
     if activations is None:
-        # Validation and DPO's reference never run while training keeps something, and are cut as it is.
         uncut = passing_bytes(spec, longest_measured, dtype)
         return ActivationBudget(ways, kept_back_bytes=uncut, available_bytes=available_bytes)
-    # What passes does not lie in the arena, and each further lane has graphs of its own.
-    passing = passing_bytes(spec, max(widest, longest_measured), dtype)
-    passing += (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
+    uncut = activations.passing_bytes_for(longest_measured)
+    # What passes within a part of a layer does not lie in the arena, and each further lane has graphs of its own.
+    widest = max(widest, longest_measured)
+    passing = passing_bytes(spec, widest, dtype) + (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
     left = None if available_bytes is None else max(0, available_bytes - passing)
-    budget = ActivationBudget(ways, available_bytes=left, granularity_bytes=activations.chunk_bytes)
-    if available_bytes is not None and budget.max_tokens == 0:
-        longest = min(sizes)
-        chunk, least = activations.chunk_bytes, needed(longest, spec.num_layers - 1)
-        raise lacking_room(passing + -(-least // chunk) * chunk, available_bytes, longest, longest_measured)
+    budget = ActivationBudget(
+        ways, kept_back_bytes=uncut, available_bytes=left, granularity_bytes=activations.chunk_bytes
+    )
+    longest, chunk = min(sizes), activations.chunk_bytes
+    least = -(-max(needed(longest, spec.num_layers - 1), uncut) // chunk) * chunk
+    if available_bytes is not None and budget.left_bytes < least:
+        raise lacking_room(passing + least, available_bytes, longest, longest_measured)
     return budget
 
 

@@ -1,6 +1,7 @@
 """Weighted cross entropy from the last hidden state, in chunks of rows, so that logits take a bounded memory.
 
-Gradients are computed with the losses: the logits, once they are there, need not be made again.
+Gradients are computed with the losses: the logits, once they are there, need not be made again. ``objective`` says what
+losses and gradients a step makes of them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ class LossSums:
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
         )
 
-    def add(self, nll: torch.Tensor, weights: torch.Tensor, correct: torch.Tensor) -> None:
-        self.weighted_nll += (nll.detach().double() * weights).sum()
-        self.num_correct += correct.sum()
-        self.num_targets += len(nll)
+    @staticmethod
+    def of(nll: torch.Tensor, weights: torch.Tensor, correct: torch.Tensor) -> LossSums:
+        """Of each target [targets]: its negative log-likelihood, its weight, and whether it is the most likely
+        token."""
+        return LossSums((nll.double() * weights).sum(), correct.sum(), len(nll))
 
     def __iadd__(self, other: LossSums) -> LossSums:
         self.weighted_nll += other.weighted_nll
@@ -65,87 +67,30 @@ class LossSums:
 
 
 @torch.no_grad()
-def loss_and_gradient(
-    decoder: Decoder,
-    hidden: torch.Tensor,
-    micro_batch: MicroBatch,
-    total_weight: float,
-    gradient: torch.Tensor,
-) -> LossSums:
-    """The micro-batch's loss sums; ``gradient`` [tokens, hidden], zeros before, becomes that of
-    sum(weight * nll) / ``total_weight`` at ``hidden``.
-
-    ``hidden``: the last layer's output [tokens, hidden], outside any graph. ``total_weight`` is that of the whole
-    optimizer step, so gradients of its micro-batches simply add up. A step without weight has gradient 0.
-    """
-    sums = LossSums.zero(hidden.device)
-    scales = micro_batch.weights / total_weight if total_weight > 0 else micro_batch.weights
-    for start, stop in _chunks(decoder, micro_batch, decoder.dtype):
-        rows = micro_batch.rows[start:stop]
-        nll, correct, gradient[rows] = losses_and_gradient(
-            decoder, hidden[rows], micro_batch.targets[start:stop], scales[start:stop]
-        )
-        sums.add(nll, micro_batch.weights[start:stop], correct)
-    return sums
-
-
-@torch.no_grad()
-def evaluation_loss(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> LossSums:
-    """The micro-batch's loss sums, without gradients. ``hidden``: the last layer's output [tokens, hidden]."""
-    sums = LossSums.zero(hidden.device)
-    for start, stop in _chunks(decoder, micro_batch, torch.float32):
-        nll, correct = _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
-        sums.add(nll, micro_batch.weights[start:stop], correct)
-    return sums
-
-
-@torch.no_grad()
 def token_losses(decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Each target's negative log-likelihood [targets], float32, and whether it is the most likely token [targets].
 
     ``hidden``: the last layer's output [tokens, hidden].
     """
-    parts = [
-        _nll(decoder, hidden[micro_batch.rows[start:stop]], micro_batch.targets[start:stop])
-        for start, stop in _chunks(decoder, micro_batch, torch.float32)
-    ]
-    return _joined(hidden, [nll for nll, _ in parts]), _joined(hidden, [correct for _, correct in parts]).bool()
+    nll, correct = empty_losses(len(micro_batch.rows), hidden.device)
+    for part in chunks(decoder, len(nll), torch.float32):
+        nll[part], correct[part] = losses(decoder, hidden[micro_batch.rows[part]], micro_batch.targets[part])
+    return nll, correct
 
 
-@torch.no_grad()
-def token_losses_and_gradients(
-    decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ``token_losses``, and the gradient [targets, hidden] of each target's loss at its own row of ``hidden``.
-
-    A loss that depends on all targets has the gradient of this times its own slope in each target's loss.
-    """
-    parts = [
-        losses_and_gradient(
-            decoder,
-            hidden[micro_batch.rows[start:stop]],
-            micro_batch.targets[start:stop],
-            torch.ones(stop - start, device=hidden.device),
-        )
-        for start, stop in _chunks(decoder, micro_batch, decoder.dtype)
-    ]
-    nlls, corrects = (_joined(hidden, [part[index] for part in parts]) for index in (0, 1))
-    gradients = torch.cat([gradient for _, _, gradient in parts]) if parts else hidden[:0]
-    return nlls, corrects.bool(), gradients
+def empty_losses(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for what ``token_losses`` gives."""
+    return torch.empty(count, device=device), torch.empty(count, dtype=torch.bool, device=device)
 
 
-def _joined(like: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.zeros(0, device=like.device)
-
-
-def _chunks(decoder: Decoder, micro_batch: MicroBatch, dtype: torch.dtype) -> list[tuple[int, int]]:
+def chunks(decoder: Decoder, num_targets: int, dtype: torch.dtype) -> list[slice]:
     """``dtype``: of the logits that are kept."""
     size = max(1, chunk_bytes(decoder.dtype) // (dtype.itemsize * decoder.spec.vocab_size))
-    num_targets = len(micro_batch.rows)
-    return [(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
+    return [slice(start, min(start + size, num_targets)) for start in range(0, num_targets, size)]
 
 
-def _nll(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def losses(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of these rows [rows, hidden]: each one's loss and whether its target is the most likely token [rows]."""
     logits = decoder.logits(inputs)  # [rows, vocabulary], float32
     nll, correct = F.cross_entropy(logits, targets, reduction="none"), logits.argmax(dim=-1) == targets
     return nll + _overflow(inputs), correct

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from cotenant.core.job import PreferenceMetrics
 from cotenant.device.upload import upload
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.loss import LossSums, token_losses, token_losses_and_gradients
+from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
 from cotenant.finetune.order import pack
-from cotenant.models.decoder import Decoder
 
 # Log-probabilities of whole answers, by their sequence in the dataset: float64 scalars on the decoder's device.
 Scores = dict[int, torch.Tensor]
@@ -74,16 +73,16 @@ def _shape(dataset: Dataset, sequences: Sequence[int]) -> MicroBatchShape:
     return MicroBatchShape(tuple(sequences), sum(lengths), num_targets, max(lengths))
 
 
-def score(dataset: Dataset, decoder: Decoder, hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[Scores, LossSums]:
-    """The log-probability of each sequence's answer. The sums are of the chosen answers' tokens alone."""
-    nll, correct = token_losses(decoder, hidden, micro_batch)
+def score(
+    dataset: Dataset, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor
+) -> tuple[Scores, LossSums]:
+    """From what ``token_losses`` gives to the log-probability of each sequence's answer. The sums are of the chosen
+    answers' tokens alone."""
     return _scores(dataset, micro_batch, nll), _chosen_sums(dataset, micro_batch, nll, correct)
 
 
 class PreferenceObjective:
     """The loss of one step's pairs, given the base's scores; keeps the adapter's for the step's metrics."""
-
-    is_cross_entropy = False
 
     def __init__(self, loss: PreferenceLoss, dataset: Dataset, reference: Mapping[int, torch.Tensor]) -> None:
         """``reference`` may be filled until the first micro-batch's loss runs."""
@@ -99,21 +98,20 @@ class PreferenceObjective:
         """The number of pairs."""
         return len(examples) / 2
 
-    def loss_and_gradient(
+    def scales(self, micro_batch: MicroBatch, total_weight: float) -> torch.Tensor:
+        """1: what a token's loss counts depends on those of its pair."""
+        return torch.ones_like(micro_batch.weights)
+
+    def finish(
         self,
-        decoder: Decoder,
-        hidden: torch.Tensor,
         micro_batch: MicroBatch,
         total_weight: float,
+        nll: torch.Tensor,
+        correct: torch.Tensor,
         gradient: torch.Tensor,
     ) -> LossSums:
-        """The summed loss of the micro-batch's pairs; ``gradient`` [tokens, hidden] becomes that of it /
-        ``total_weight``.
-
-        A pair's loss depends on its tokens through two sums, so each token's own gradient is scaled by the loss's slope
-        in the sum that it belongs to.
-        """
-        nll, correct, gradients = token_losses_and_gradients(decoder, hidden, micro_batch)
+        """The summed loss of the micro-batch's pairs. A pair's loss depends on its tokens through two sums, so each
+        token's own gradient is scaled by the loss's slope in the sum that it belongs to."""
         scores = _scores(self._dataset, micro_batch, nll)
         self._policy.update(scores)
         policy, reference = (pairs_of(part, micro_batch.examples) for part in (scores, self._reference))
@@ -124,7 +122,8 @@ class PreferenceObjective:
         per_token = (
             -torch.repeat_interleave(slopes, counts, output_size=len(nll)).float() * micro_batch.weights
         )  # [targets]
-        gradient[micro_batch.rows] = (gradients.float() * per_token.unsqueeze(1)).to(hidden.dtype)
+        rows = micro_batch.rows
+        gradient[rows] = (gradient[rows].float() * per_token.unsqueeze(1)).to(gradient.dtype)
         return sums
 
     def metrics(self, examples: Sequence[int]) -> PreferenceMetrics | None:
@@ -158,5 +157,5 @@ def _chosen_sums(dataset: Dataset, micro_batch: MicroBatch, nll: torch.Tensor, c
         if sequence % 2 == 0
     ]
     for part in chosen:
-        sums.add(*part)
+        sums += LossSums.of(*part)
     return sums

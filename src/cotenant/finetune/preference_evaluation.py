@@ -11,6 +11,7 @@ import torch
 
 from cotenant.core.job import StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletShape
+from cotenant.finetune.activations import Activations
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.forward import ForwardPasses
 from cotenant.finetune.loss import LossSums
@@ -45,10 +46,18 @@ class PreferenceValidationSet:
         self.parts = lru_cache(maxsize=2)(self._parts)
 
     def evaluation(
-        self, decoder: Decoder, adapter: LoraAdapter, *, full: bool, max_tokens: int
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        *,
+        full: bool,
+        max_tokens: int,
+        activations: Activations | None = None,
     ) -> PreferenceEvaluation:
-        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens."""
-        return PreferenceEvaluation(decoder, adapter, self, full=full, max_tokens=min(max_tokens, self._max_tokens))
+        """A measurement to run, in micro-batches of at most ``max_tokens`` tokens. ``activations``: where layers are
+        captured."""
+        limit = min(max_tokens, self._max_tokens)
+        return PreferenceEvaluation(decoder, adapter, self, full=full, max_tokens=limit, activations=activations)
 
     def _parts(self, max_tokens: int) -> tuple[tuple[MicroBatchShape, ...], ...]:
         """The batch's micro-batches, then the rest's."""
@@ -67,15 +76,17 @@ class PreferenceEvaluation:
         *,
         full: bool,
         max_tokens: int,
+        activations: Activations | None,
     ) -> None:
-        self._decoder = decoder
         self._validation = validation
         self._full = full
         dataset, parts = validation.dataset, validation.parts(max_tokens)
         parts = parts if full else parts[:1]
         unknown = [[shape for shape in part if shape.examples[0] not in validation.reference] for part in parts]
-        self._reference = ForwardPasses(decoder, None, dataset, unknown, split_pairs) if any(unknown) else None
-        self._policy = ForwardPasses(decoder, adapter, dataset, parts, split_pairs)
+        self._reference = None
+        if any(unknown):
+            self._reference = ForwardPasses(decoder, None, dataset, unknown, split_pairs, activations)
+        self._policy = ForwardPasses(decoder, adapter, dataset, parts, split_pairs, activations)
         self._phases = [phase for phase in (self._reference, self._policy) if phase is not None]
         self.num_tokens = sum(shape.num_tokens for part in (*unknown, *parts) for shape in part)
         self._scores: Scores = {}
@@ -86,6 +97,10 @@ class PreferenceEvaluation:
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
         return tuple(cycle for phase in self._phases for cycle in phase.upcoming)
+
+    @property
+    def next_shape(self) -> TaskletShape:
+        return next(phase.next_shape for phase in self._phases if not phase.done)
 
     @property
     def done(self) -> bool:
@@ -139,8 +154,8 @@ class PreferenceEvaluation:
     def _pairs(self, sequences: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return pairs_of(self._scores, sequences), pairs_of(self._validation.reference, sequences)
 
-    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        scores, sums = score(self._validation.dataset, self._decoder, hidden, micro_batch)
+    def _take(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
+        scores, sums = score(self._validation.dataset, micro_batch, nll, correct)
         self._scores.update(scores)
         with done_once():
             self._sums += sums
@@ -148,6 +163,6 @@ class PreferenceEvaluation:
             if self._num_measured == len(self._validation.batch_sequences):
                 self._batch_accuracy = self._sums.accuracy()
 
-    def _take_reference(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        scores, _ = score(self._validation.dataset, self._decoder, hidden, micro_batch)
+    def _take_reference(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
+        scores, _ = score(self._validation.dataset, micro_batch, nll, correct)
         self._validation.reference.update(scores)

@@ -43,13 +43,11 @@ class PreferenceStep:
         num_recomputed: int = 0,
         activations: Activations | None = None,
     ) -> None:
-        self._decoder = decoder
         self._dataset = dataset
         self._examples = tuple(examples)
         self._scores: Scores = {}
-        self._reference = ForwardPasses(
-            decoder, None, dataset, [split_pairs(dataset, examples, max_tasklet_tokens)], split_pairs
-        )
+        pairs = split_pairs(dataset, examples, max_tasklet_tokens)
+        self._reference = ForwardPasses(decoder, None, dataset, [pairs], split_pairs, activations)
         self._objective = PreferenceObjective(loss, dataset, self._scores)
         self._step = TrainingStep(
             decoder,
@@ -126,6 +124,6 @@ class PreferenceStep:
         """The step's rewards. Waits for the device."""
         return self._objective.metrics(self._examples)
 
-    def _take(self, micro_batch: MicroBatch, hidden: torch.Tensor) -> None:
-        scores, _ = score(self._dataset, self._decoder, hidden, micro_batch)
+    def _take(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
+        scores, _ = score(self._dataset, micro_batch, nll, correct)
         self._scores.update(scores)

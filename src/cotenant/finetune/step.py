@@ -13,8 +13,7 @@ import torch
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
 from cotenant.device.upload import upload
 from cotenant.finetune.activations import Activations, CapturedPass
-from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS, rows_for
-from cotenant.finetune.captured_loss import part_size
+from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS, PassKind, captured_loss_run
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.loss import LossSums
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape, build, fits
@@ -60,7 +59,6 @@ class TrainingStep:
         they run eagerly."""
         self._num_recomputed = num_recomputed
         self._activations = activations
-        self._refreshed = False  # whether the activations know of the adapter's weights as they are in this step
         self._objective = objective
         self._decoder = decoder
         self._adapter = adapter
@@ -128,13 +126,16 @@ class TrainingStep:
         return shape
 
     def _run_loss(self, current: TrainingPass | CapturedPass) -> None:
-        weight, function = self.total_weight / self.gradient_scale, self._objective.loss_and_gradient
-        if isinstance(current, TrainingPass) or not self._objective.is_cross_entropy:
-            self._current_sums = current.loss(weight, function)
+        objective, weight = self._objective, self.total_weight / self.gradient_scale
+        if isinstance(current, TrainingPass):
+            self._current_sums = current.loss(objective, weight)
         else:
-            current.loss_part(weight, self._cursor.within)
+            micro_batch = current.micro_batch
+            if self._cursor.within == 0:
+                current.begin_loss(objective.scales(micro_batch, weight))
+            current.loss_part(self._cursor.within)
             if self._cursor.ends_run:
-                self._current_sums = current.loss_sums()
+                self._current_sums = objective.finish(micro_batch, weight, *current.losses(), current.gradient)
         self._prepare_next()
 
     def begin_forward(self) -> tuple[MicroBatch, torch.Tensor]:
@@ -197,14 +198,11 @@ class TrainingStep:
     def _current_pass(self) -> TrainingPass | CapturedPass:
         if self._pass is None:
             micro_batch = self._prepared or self._build(self._num_done)
+            num_recomputed = self._recomputed[self._num_done]
             self._prepared = None
             if self._activations is not None:
-                if not self._refreshed:
-                    self._activations.refresh()
-                    self._refreshed = True
-                self._pass = self._activations.begin(micro_batch, self._recomputed[self._num_done])
+                self._pass = self._activations.begin(micro_batch, PassKind(num_recomputed))
             else:
-                num_recomputed = self._recomputed[self._num_done]
                 self._pass = TrainingPass(self._decoder, micro_batch, num_recomputed=num_recomputed)
             # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
             self._adapter.dropout_masks = self._dropout_masks(micro_batch) if self._adapter.dropout > 0.0 else None
@@ -241,17 +239,14 @@ class TrainingStep:
         def run(kind: TaskletKind, count: int = 1) -> TaskletRun:
             return TaskletRun(TaskletShape(kind, shape.num_tokens, shape.max_length), count)
 
-        loss = loss_run(TaskletKind.LOSS, shape)
         num_kept = num_layers - num_recomputed
         if self._activations is None:
+            loss = loss_run(TaskletKind.LOSS, shape)
             forward = TaskletCycle((run(TaskletKind.FORWARD, num_layers),))
             backward = TaskletCycle((run(TaskletKind.BACKWARD, num_kept),), min(1, num_kept))
             again = TaskletCycle((run(TaskletKind.RECOMPUTE), run(TaskletKind.BACKWARD)), num_recomputed)
         else:
-            if self._objective.is_cross_entropy:
-                size = part_size(rows_for(shape.num_tokens))
-                num_parts = max(1, math.ceil(shape.num_targets / size))
-                loss = TaskletRun(TaskletShape(TaskletKind.LOSS, min(size, shape.num_targets)), num_parts)
+            loss = captured_loss_run(TaskletKind.LOSS, shape)
             forward = TaskletCycle(tuple(map(run, FORWARD_PARTS)), num_layers)
             backward = TaskletCycle(tuple(map(run, BACKWARD_PARTS)), num_kept)
             again = TaskletCycle(tuple(map(run, (*RECOMPUTE_PARTS, *BACKWARD_PARTS))), num_recomputed)

@@ -11,29 +11,16 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape, runs_of
-from cotenant.finetune.loss import LossSums, loss_and_gradient
+from cotenant.finetune.loss import LossSums, token_losses
 from cotenant.finetune.microbatch import MicroBatch, MicroBatchShape
+from cotenant.finetune.objective import Objective, loss_and_gradient
 from cotenant.models.decoder import Decoder
 from cotenant.models.layer_backward import layer_backward
 from cotenant.models.tape import LayerTape
-
-
-class LossFunction(Protocol):
-    """See ``loss.loss_and_gradient``."""
-
-    def __call__(
-        self,
-        decoder: Decoder,
-        hidden: torch.Tensor,
-        micro_batch: MicroBatch,
-        total_weight: float,
-        gradient: torch.Tensor,
-    ) -> LossSums: ...
 
 
 @contextmanager
@@ -157,11 +144,11 @@ class TrainingPass:
         else:
             self.backward()
 
-    def loss(self, total_weight: float, function: LossFunction = loss_and_gradient) -> LossSums:
+    def loss(self, objective: Objective, total_weight: float) -> LossSums:
         """Run the loss on the last layer's output; backward can begin. ``total_weight``: of the whole step."""
         assert self._edge is not None, "the layers come first"
         self._gradient = torch.zeros_like(self._edge)
-        sums = function(self._decoder, self._edge, self._micro_batch, total_weight, self._gradient)
+        sums = loss_and_gradient(objective, self._decoder, self._edge, self._micro_batch, total_weight, self._gradient)
         self._edge = None
         return sums
 
@@ -207,24 +194,22 @@ class EvaluationPass:
 
     def __init__(self, decoder: Decoder, micro_batch: MicroBatch) -> None:
         self._decoder = decoder
-        self._micro_batch = micro_batch
+        self.micro_batch = micro_batch
+        self._num_done = 0  # layers
         self._hidden: torch.Tensor | None = None  # [tokens, hidden]
 
     @torch.no_grad()
-    def forward(self, layer: int) -> None:
-        if self._hidden is None:
-            self._hidden = self._decoder.embed(self._micro_batch.batch.token_ids)
-        self._hidden = self._decoder.layer(layer, self._hidden, self._micro_batch.batch)
+    def forward(self) -> None:
+        """Run the next layer."""
+        batch = self.micro_batch.batch
+        hidden = self._decoder.embed(batch.token_ids) if self._hidden is None else self._hidden
+        self._hidden = self._decoder.layer(self._num_done, hidden, batch)
+        self._num_done += 1
 
-    @property
-    def micro_batch(self) -> MicroBatch:
-        return self._micro_batch
-
-    @property
-    def output(self) -> torch.Tensor:
-        """The last layer's output [tokens, hidden]."""
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """See ``token_losses``."""
         assert self._hidden is not None, "the layers come first"
-        return self._hidden
+        return token_losses(self._decoder, self._hidden, self.micro_batch)
 
 
 def loss_run(kind: TaskletKind, shape: MicroBatchShape) -> TaskletRun:

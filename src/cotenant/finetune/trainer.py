@@ -201,7 +201,7 @@ class Trainer:
             return None
         if self._step is not None:
             return _OPTIMIZER if self._step.done else self._step.next_shape
-        return None if self._evaluation is None else self._evaluation.upcoming[0].runs[0].shape
+        return None if self._evaluation is None else self._evaluation.next_shape
 
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet.
@@ -367,6 +367,8 @@ class Trainer:
         preference = step.preference() if isinstance(step, PreferenceStep) else None
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
         state.optimizer.step(rate)  # nothing waits for it: the next step is made meanwhile
+        if self._activations is not None:
+            self._activations.refresh()
         state.step = number
         state.trained_tokens += step.num_tokens
         self._progress.trained(step.num_tokens, step.num_forward_tokens)
@@ -400,12 +402,17 @@ class Trainer:
             if step < self._order.total_steps:
                 return None
             example = example_to_check(self._dataset, self._order.step(step - 1))
-            return FinalCheck(self._decoder, self._state.adapter, self._dataset, example)
+            return FinalCheck(self._decoder, self._state.adapter, self._dataset, example, self._activations)
         if not self._order.evaluates(step, self._hyper.eval_steps):
             return None
         full = self._order.evaluates(step, self._full_every)
-        limit = self.max_tokens
-        return self._validation.evaluation(self._decoder, self._state.adapter, full=full, max_tokens=limit)
+        return self._validation.evaluation(
+            self._decoder,
+            self._state.adapter,
+            full=full,
+            max_tokens=self.max_tokens,
+            activations=self._activations,
+        )
 
 
 def _ignore(metrics: StepMetrics) -> None:
