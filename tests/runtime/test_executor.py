@@ -299,7 +299,7 @@ def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.M
     assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 
 
-@pytest.mark.parametrize(("owner", "name", "succeeds"), [(Trainer, "_make_step", 1), (Evaluation, "_figures", 0)])
+@pytest.mark.parametrize(("owner", "name", "succeeds"), [(Trainer, "_make_step", 1), (Evaluation, "add_to", 0)])
 def test_what_is_done_once_and_finds_no_memory_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, succeeds: int
 ) -> None:
@@ -339,19 +339,22 @@ def test_an_optimizer_that_finds_no_memory_ends_the_job(bench: Bench, monkeypatc
 
 
 class AheadDevice(CpuDevice):
-    """A CPU that is asked for what a device behind the host is; notes what was launched behind batches."""
+    """A CPU that is asked for what a device behind the host is; notes what was launched behind batches, and whether
+    that waited."""
 
     overlaps = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.behind: list[TaskletKind] = []
+        self.behind: list[tuple[TaskletKind, bool]] = []
+        self.next_waits: Callable[[], bool] = lambda: False
 
     def run_tasklet(self, launch: Callable[[], TaskletShape], *, behind_online: bool = False) -> None:
         def noted() -> TaskletShape:
+            waits = self.next_waits()
             shape = launch()
             if behind_online:
-                self.behind.append(shape.kind)
+                self.behind.append((shape.kind, waits))
             return shape
 
         super().run_tasklet(noted, behind_online=behind_online)
@@ -361,10 +364,13 @@ def test_nothing_that_waits_for_the_device_is_launched_behind_a_batch(tmp_path: 
     """The host would wait for the batch within the launch, and its tokens would wait for the tasklet."""
     device = AheadDevice()
     bench = Bench(tmp_path, device, validation=support.random_examples(6, seed=5))
+    device.next_waits = lambda: bench.training.next_waits
     bench.engine.add(request("r", [5, 6, 7], 60))
     for _ in range(50):
         bench.run(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
-    assert {TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.EVAL_FORWARD} <= set(device.behind)
-    assert not {TaskletKind.OPTIMIZER, TaskletKind.EVAL_LOSS} & set(device.behind)
+    kinds = {kind for kind, _ in device.behind}
+    assert {TaskletKind.FORWARD, TaskletKind.BACKWARD, TaskletKind.EVAL_FORWARD, TaskletKind.EVAL_LOSS} <= kinds
+    assert TaskletKind.OPTIMIZER not in kinds
+    assert not any(waits for _, waits in device.behind)
     assert sum(len(output.token_ids) for output in bench.emitted) == 50
     bench.pause()

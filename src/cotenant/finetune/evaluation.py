@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -62,12 +62,6 @@ class ValidationSet:
         return tuple(split(self.dataset, part, max_tokens) for part in parts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    loss: float
-    accuracy: float
-
-
 class Evaluation:
     """One pass over the validation batch, or with ``full`` over the whole set (whose first part is the batch)."""
 
@@ -89,7 +83,7 @@ class Evaluation:
         self.num_tokens = validation.num_tokens if full else validation.num_batch_tokens
         self._sums = LossSums.zero(decoder.device)
         self._num_measured = 0  # examples
-        self._batch_figures: _Figures | None = None
+        self._batch_sums: LossSums | None = None
 
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
@@ -98,6 +92,11 @@ class Evaluation:
     @property
     def next_shape(self) -> TaskletShape:
         return self._passes.next_shape
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next tasklet is the last one. No other waits for the device."""
+        return self._passes.is_last
 
     @property
     def done(self) -> bool:
@@ -126,24 +125,16 @@ class Evaluation:
     def add_to(self, metrics: StepMetrics) -> StepMetrics:
         """The step's metrics with the figures measured here."""
         assert self.done, "the evaluation is not over"
-        if self._batch_figures is not None:
-            metrics = replace(
-                metrics,
-                valid_loss=self._batch_figures.loss,
-                valid_mean_token_accuracy=self._batch_figures.accuracy,
-            )
-        if self._full:
-            full = self._figures(self._validation.full_weight)
-            if full is not None:
-                metrics = replace(metrics, full_valid_loss=full.loss, full_valid_mean_token_accuracy=full.accuracy)
+        # Where no token counts there is nothing to measure.
+        if self._batch_sums is not None and self._validation.batch_weight > 0:
+            weighted_nll, accuracy = self._batch_sums.read()
+            loss = weighted_nll / self._validation.batch_weight
+            metrics = replace(metrics, valid_loss=loss, valid_mean_token_accuracy=accuracy)
+        if self._full and self._validation.full_weight > 0:
+            weighted_nll, accuracy = self._sums.read()
+            loss = weighted_nll / self._validation.full_weight
+            metrics = replace(metrics, full_valid_loss=loss, full_valid_mean_token_accuracy=accuracy)
         return metrics
-
-    def _figures(self, weight: float) -> _Figures | None:
-        """None where no token counts, so there is nothing to measure."""
-        if weight <= 0:
-            return None
-        weighted_nll, accuracy = self._sums.read()
-        return _Figures(weighted_nll / weight, accuracy)
 
     def _take(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
         sums = LossSums.of(nll, micro_batch.weights, correct)
@@ -151,4 +142,4 @@ class Evaluation:
             self._sums += sums
             self._num_measured += len(micro_batch.examples)
             if self._num_measured == self._validation.batch_size:
-                self._batch_figures = self._figures(self._validation.batch_weight)
+                self._batch_sums = self._sums.copy()

@@ -59,6 +59,11 @@ class ForwardPasses:
         return self._cursor.shape
 
     @property
+    def is_last(self) -> bool:
+        """Whether the next tasklet is the last one."""
+        return self._cursor.is_last
+
+    @property
     def done(self) -> bool:
         return self._cursor.done
 

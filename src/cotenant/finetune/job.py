@@ -189,6 +189,12 @@ class TrainingJob:
         return self.next_shape is not None
 
     @property
+    def next_waits(self) -> bool:
+        """Whether the next tasklet waits for the device while it is launched."""
+        trainer = self._active
+        return trainer is not None and trainer.next_waits
+
+    @property
     def next_shape(self) -> TaskletShape | None:
         """The first of what is ``upcoming``."""
         trainer = self._active

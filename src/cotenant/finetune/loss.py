@@ -49,6 +49,9 @@ class LossSums:
         token."""
         return LossSums((nll.double() * weights).sum(), correct.sum(), len(nll))
 
+    def copy(self) -> LossSums:
+        return LossSums(self.weighted_nll.clone(), self.num_correct.clone(), self.num_targets)
+
     def __iadd__(self, other: LossSums) -> LossSums:
         self.weighted_nll += other.weighted_nll
         self.num_correct += other.num_correct

@@ -92,7 +92,7 @@ class PreferenceEvaluation:
         self._scores: Scores = {}
         self._sums = LossSums.zero(decoder.device)
         self._num_measured = 0  # sequences, under the adapter
-        self._batch_accuracy = 0.0
+        self._batch_sums = LossSums.zero(decoder.device)
 
     @property
     def upcoming(self) -> tuple[TaskletCycle, ...]:
@@ -101,6 +101,11 @@ class PreferenceEvaluation:
     @property
     def next_shape(self) -> TaskletShape:
         return next(phase.next_shape for phase in self._phases if not phase.done)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the next tasklet is the last one. No other waits for the device."""
+        return self._policy.is_last
 
     @property
     def done(self) -> bool:
@@ -138,7 +143,7 @@ class PreferenceEvaluation:
         metrics = replace(
             metrics,
             valid_loss=float(validation.loss.losses(policy, reference).mean()),
-            valid_mean_token_accuracy=self._batch_accuracy,
+            valid_mean_token_accuracy=self._batch_sums.accuracy(),
             valid_preference=validation.loss.metrics(policy, reference),
         )
         if not self._full:
@@ -161,7 +166,7 @@ class PreferenceEvaluation:
             self._sums += sums
             self._num_measured += len(micro_batch.examples)
             if self._num_measured == len(self._validation.batch_sequences):
-                self._batch_accuracy = self._sums.accuracy()
+                self._batch_sums = self._sums.copy()
 
     def _take_reference(self, micro_batch: MicroBatch, nll: torch.Tensor, correct: torch.Tensor) -> None:
         scores, _ = score(self._validation.dataset, micro_batch, nll, correct)

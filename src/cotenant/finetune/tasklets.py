@@ -71,6 +71,11 @@ class Cursor:
         return self.within + 1 == self._runs[self.run].count
 
     @property
+    def is_last(self) -> bool:
+        """Whether the next tasklet is the last of all."""
+        return self.run + 1 == len(self._runs) and self.ends_run
+
+    @property
     def shape(self) -> TaskletShape:
         """The next tasklet."""
         return self._shape

@@ -203,6 +203,14 @@ class Trainer:
             return _OPTIMIZER if self._step.done else self._step.next_shape
         return None if self._evaluation is None else self._evaluation.next_shape
 
+    @property
+    def next_waits(self) -> bool:
+        """Whether the launch of the next tasklet waits for the device: the optimizer's reads the gradient's norm, an
+        evaluation's last one its figures."""
+        if self._step is not None:
+            return self._step.done
+        return self._evaluation is not None and self._evaluation.is_last
+
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet.
 

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 _SHORTAGE_SHARE = 4
 _SHORTAGE_S = 60.0
 _MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the other, before it fails
-# Their launch waits for the device: it reads the gradient's norm, or the loss.
-_WAITING = (TaskletKind.OPTIMIZER, TaskletKind.EVAL_LOSS)
 _NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
 
 
@@ -101,8 +99,7 @@ class TrainingTenant:
     @property
     def next_waits(self) -> bool:
         """Whether the next tasklet waits for the device while it is launched."""
-        shape = self._job.next_shape if self._job is not None else None
-        return shape is not None and shape.kind in _WAITING
+        return self._job is not None and self._job.next_waits
 
     @property
     def runnable(self) -> bool:
