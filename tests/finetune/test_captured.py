@@ -30,6 +30,8 @@ from finetune import support
 DPO = {"method": "dpo", "batch_size": 3}
 PATTERNS = {"rank_pattern": {"q_proj": 2, "down_proj": 3}, "alpha_pattern": {"up_proj": 3.0}, "use_rslora": True}
 SOME_MODULES = {"target_modules": ("k_proj", "v_proj", "gate_proj")}
+DROPOUT = {"lora_dropout": 0.3, "gradient_checkpointing": True}
+DPO_DROPOUT = {**DPO, **PATTERNS, "lora_dropout": 0.3}
 
 CHUNK_BYTES = 1 << 16
 VALIDATION = support.random_examples(10, seed=5)
@@ -111,8 +113,8 @@ def _flat(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_checkpointing": True}, {"packing": True}, DPO, PATTERNS, SOME_MODULES],
-    ids=["plain", "recompute", "packing", "dpo", "patterns", "modules"],
+    [{}, {"gradient_checkpointing": True}, {"packing": True}, DPO, PATTERNS, SOME_MODULES, DROPOUT, DPO_DROPOUT],
+    ids=["plain", "recompute", "packing", "dpo", "patterns", "modules", "dropout", "dpo-dropout"],
 )
 def test_the_adapter_is_that_of_eager_layers(
     any_decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
@@ -131,7 +133,7 @@ def test_the_adapter_is_that_of_eager_layers(
     assert float((found - expected).norm() / expected.norm()) < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, DPO, {"gradient_checkpointing": True}], ids=["plain", "dpo", "recompute"])
+@pytest.mark.parametrize("changes", [{}, DPO, DROPOUT], ids=["plain", "dpo", "dropout"])
 def test_discarding_at_random_points_changes_no_bit(
     decoder: Decoder, captured: Make, tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -233,7 +235,7 @@ class Poison:
             self._hidden = None
 
 
-@pytest.mark.parametrize("changes", [{}, DPO, {"gradient_checkpointing": True}], ids=["plain", "dpo", "recompute"])
+@pytest.mark.parametrize("changes", [{}, DPO, DROPOUT], ids=["plain", "dpo", "dropout"])
 def test_tasklets_touch_no_more_than_their_layers_memory(
     decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
 ) -> None:
@@ -384,9 +386,9 @@ def test_a_job_is_refused_or_trains(decoder: Decoder, captured: Make, tmp_path: 
 
 
 def test_a_long_validation_example_has_room_as_well(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
-    """In one piece beside the arena; what fits without it does not."""
-    changes = {"max_length": 120, "max_steps": 1}
-    long = [([5] * 120, [0.0] + [1.0] * 119)]
+    """In one piece; what fits without it does not."""
+    changes = {"max_length": 250, "max_steps": 1}
+    long = [([5] * 250, [0.0] + [1.0] * 249)]
     for kib in range(200, 1400, 100):
         with suppress(CotenantError):
             _run_to_end(captured(decoder, tmp_path / str(kib), free_bytes=kib << 10, **changes))
@@ -394,7 +396,7 @@ def test_a_long_validation_example_has_room_as_well(decoder: Decoder, captured: 
     for more_kib, is_refused in ((0, True), (200, True), (1000, False)):
         folder, free_bytes = tmp_path / f"long-{more_kib}", (kib + more_kib) << 10
         if is_refused:
-            with pytest.raises(CotenantError, match=r"\(120 in the validation file\)"):
+            with pytest.raises(CotenantError, match=r"\(250 in the validation file\)"):
                 captured(decoder, folder, free_bytes=free_bytes, validation=long, **changes)
         else:
             _run_to_end(captured(decoder, folder, free_bytes=free_bytes, validation=long, **changes))

@@ -105,7 +105,7 @@ def _gradient(
     optimizer = Optimizer(adapter.named_parameters(), Hyperparameters())
     memory = None
     if activations:
-        assert can_capture(decoder, adapter)
+        assert can_capture(decoder)
         memory = Activations(decoder, adapter, optimizer.gradient, device, 256, num_recomputed)
     dataset = _dataset(lengths)
     for _ in range(3):
@@ -118,6 +118,8 @@ def _gradient(
         with torch.no_grad():  # as an optimizer step would: what is captured has to read the weights anew
             for _, b in adapter.weights.values():
                 b.mul_(-1.5)
+        if memory is not None:
+            memory.refresh()
     if memory is not None:
         memory.close()
     return gradient

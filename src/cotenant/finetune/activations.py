@@ -34,19 +34,17 @@ from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
-_MAX_FRAMES = 16
+_MAX_FRAMES = 24
 # So many notes of what was launched may lie there before those of what has ended are looked for.
 _MOST_NOTES = 64
 
 
-def can_capture(decoder: Decoder, adapter: LoraAdapter) -> bool:
-    """Whether a job's layers can be captured: in half precision, on a GPU that has the kernels, over plain weights, and
-    without dropout, whose masks are drawn by the host's say."""
+def can_capture(decoder: Decoder) -> bool:
+    """Whether a job's layers can be captured: in half precision, on a GPU that has the kernels, over plain weights."""
     linears = (decoder.weights.layers[0].qkv, decoder.weights.layers[0].gate_up)
     return (
         flash_attention.is_supported(decoder.device, decoder.dtype, decoder.spec.head_dim)
         and has_triton()
-        and adapter.dropout == 0.0
         and all(type(linear) is FusedLinear for linear in linears)
     )
 
@@ -94,7 +92,7 @@ class Activations:
     ) -> Activations | None:
         """None for a job whose layers cannot be captured. ``longest_measured``: tokens of the longest validation
         example, which is never cut; 0: there is none."""
-        if not can_capture(decoder, state.adapter):
+        if not can_capture(decoder):
             return None
         return cls(
             decoder,
@@ -158,8 +156,9 @@ class Activations:
             self._refreshing[key] = capture_graph(refresh, self._pool)
         self._refreshing[key].replay()
 
-    def begin(self, micro_batch: MicroBatch, kind: PassKind) -> CapturedPass:
-        """Ends whatever micro-batch was there. Raises torch.OutOfMemoryError if the device has not enough memory."""
+    def begin(self, micro_batch: MicroBatch, kind: PassKind, token_keys: torch.Tensor | None = None) -> CapturedPass:
+        """Ends whatever micro-batch was there. ``token_keys``: see ``CapturedLayers.load``. Raises
+        torch.OutOfMemoryError if the device has not enough memory."""
         spec, lengths = self._decoder.spec, micro_batch.segment.lengths
         frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
         needed = self._frame_bytes(frame.num_rows, kind)
@@ -178,7 +177,7 @@ class Activations:
             self._frames[key] = layers
         self._frames.move_to_end(key)
         self._reaches.note(layers.shared_bytes)
-        layers.load(micro_batch)
+        layers.load(micro_batch, token_keys)
         refresh = self._refresh_layer if kind.has_adapter else None
         return CapturedPass(self._pack, layers, micro_batch, refresh, self._reaches.note)
 

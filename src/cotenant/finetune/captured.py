@@ -9,7 +9,6 @@ part of a larger one's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +23,7 @@ from cotenant.models import flash_attention
 from cotenant.models.attention import SegmentAttention
 from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
+from cotenant.models.dropout import DropoutMasks
 from cotenant.models.flash_attention import FlashAttention, Sequences
 from cotenant.models.layer_backward import attention_backward, down_backward, up_backward
 from cotenant.models.spec import ModelSpec
@@ -76,6 +76,10 @@ class PassKind:
     num_recomputed: int | None
     has_adapter: bool = True
 
+    def drops(self, pack: TrainingPack) -> bool:
+        """Whether dropout is applied."""
+        return self.num_recomputed is not None and pack.dropout > 0.0
+
     def layers_of(self, pack: TrainingPack) -> tuple[PackedLayer, ...]:
         return pack.layers if self.has_adapter else tuple(PackedLayer({}) for _ in pack.layers)
 
@@ -90,7 +94,7 @@ def captured_loss_run(kind: TaskletKind, shape: MicroBatchShape) -> TaskletRun:
 def frame_bytes(spec: ModelSpec, dtype: torch.dtype, pack: TrainingPack, num_rows: int, kind: PassKind) -> int:
     """What a frame's layers keep, with the input and the output of each."""
     memory = _Memory(None)
-    _Places(spec, dtype, kind, kind.layers_of(pack), num_rows, memory)
+    _Places(spec, dtype, kind, pack, num_rows, memory)
     return memory.num_bytes
 
 
@@ -119,7 +123,7 @@ class _Places:
         spec: ModelSpec,
         dtype: torch.dtype,
         kind: PassKind,
-        layers: Sequence[PackedLayer],
+        pack: TrainingPack,
         num_rows: int,
         memory: _Memory,
     ) -> None:
@@ -131,7 +135,8 @@ class _Places:
         self.edges = [edges[index % len(edges)] for index in range(spec.num_layers + 1)]
         self.gradient, self.middle_gradient = (memory.take(hidden, dtype) if keeps else None for _ in range(2))
         self.cos, self.signed_sin = (memory.take((num_rows, 1, spec.head_dim), dtype) for _ in range(2))
-        firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in layers]
+        self.token_keys = memory.take((num_rows,), torch.int32) if kind.drops(pack) else None
+        firsts = [_adapter_buffers(packed, dtype, num_rows, memory) for packed in kind.layers_of(pack)]
         # What a single layer touches comes last, so that most of the upper part can be taken away while a layer runs.
         self.shared_bytes = memory.num_bytes
         kept, ends = [], []
@@ -177,15 +182,16 @@ class CapturedLayers:
         pool: Any | None,
         kind: PassKind,
     ) -> None:
-        spec, packed_layers = decoder.spec, kind.layers_of(pack)
+        spec = decoder.spec
         self._decoder = decoder
         self._frame = frame
         self._graphs = None if pool is None else LaneGraphs(pool)
         memory = _Memory(storage)
-        self._places = _Places(spec, decoder.dtype, kind, packed_layers, frame.num_rows, memory)
+        self._places = places = _Places(spec, decoder.dtype, kind, pack, frame.num_rows, memory)
+        dropout = None if places.token_keys is None else DropoutMasks(places.token_keys, pack.dropout)
         self._tapes = [
-            LayerTape(slice(0, frame.num_rows), packed, {**kept, "output": edge})
-            for packed, kept, edge in zip(packed_layers, self._places.kept, self._places.edges[1:], strict=True)
+            LayerTape(slice(0, frame.num_rows), packed, {**kept, "output": edge}, dropout)
+            for packed, kept, edge in zip(kind.layers_of(pack), places.kept, places.edges[1:], strict=True)
         ]
         self._batch = Batch(torch.empty(0), torch.empty(0), ())
         self._starts: torch.Tensor | None = None  # [sequences + 1], int32
@@ -197,8 +203,9 @@ class CapturedLayers:
         self.loss = CapturedLoss(decoder, self._places.edges[-1], self._places.gradient, pool)
         self._num_loaded = 0
 
-    def load(self, micro_batch: MicroBatch) -> None:
-        """Begin a micro-batch of this frame: its embedded tokens are the first layer's input."""
+    def load(self, micro_batch: MicroBatch, token_keys: torch.Tensor | None) -> None:
+        """Begin a micro-batch of this frame: its embedded tokens are the first layer's input. ``token_keys`` [tokens]:
+        see ``DropoutMasks``; None without dropout."""
         batch, places = micro_batch.batch, self._places
         num_tokens = batch.num_tokens
         torch.index_select(self._decoder.weights.embedding, 0, batch.token_ids, out=places.edges[0][:num_tokens])
@@ -208,6 +215,10 @@ class CapturedLayers:
         for place, values in zip((places.cos, places.signed_sin), self._decoder.rope.at(batch.positions), strict=True):
             place[:num_tokens].copy_(values)
             place[num_tokens:].zero_()
+        if places.token_keys is not None:
+            assert token_keys is not None, "dropout is by tokens' keys"
+            places.token_keys[:num_tokens].copy_(token_keys)
+            places.token_keys[num_tokens:].zero_()
         if self._graphs is None:
             self._plan(self._decoder.attention.plan(micro_batch.segment, None))
         elif self._starts is not None:

@@ -198,24 +198,26 @@ class TrainingStep:
     def _current_pass(self) -> TrainingPass | CapturedPass:
         if self._pass is None:
             micro_batch = self._prepared or self._build(self._num_done)
-            num_recomputed = self._recomputed[self._num_done]
+            num_recomputed, keys = self._recomputed[self._num_done], self._dropout_keys(micro_batch)
             self._prepared = None
             if self._activations is not None:
-                self._pass = self._activations.begin(micro_batch, PassKind(num_recomputed))
+                self._pass = self._activations.begin(micro_batch, PassKind(num_recomputed), keys)
             else:
                 self._pass = TrainingPass(self._decoder, micro_batch, num_recomputed=num_recomputed)
-            # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
-            self._adapter.dropout_masks = self._dropout_masks(micro_batch) if self._adapter.dropout > 0.0 else None
+                # Holds until the next micro-batch: an evaluation, which turns dropout off, never runs within a step.
+                self._adapter.dropout_masks = None if keys is None else DropoutMasks(keys, self._adapter.dropout)
         return self._pass
 
     def _build(self, index: int) -> MicroBatch:
         return build(self._dataset, self._micro_batches[index], self._adapter, self._decoder.device)
 
-    def _dropout_masks(self, micro_batch: MicroBatch) -> DropoutMasks:
-        """The same for an example in whatever micro-batch of the step it is, whenever and however often that runs."""
+    def _dropout_keys(self, micro_batch: MicroBatch) -> torch.Tensor | None:
+        """Of its tokens; the same for an example in whatever micro-batch of the step it is, whenever and however often
+        that runs. None without dropout."""
+        if self._adapter.dropout == 0.0:
+            return None
         names = [f"dropout/{self._seed}/{self._step_index}/{example}" for example in micro_batch.examples]
-        keys = upload(token_keys(names, micro_batch.segment.lengths), self._decoder.device)
-        return DropoutMasks(keys, self._adapter.dropout)
+        return upload(token_keys(names, micro_batch.segment.lengths), self._decoder.device)
 
     def _prepare_next(self) -> None:
         """Put the next micro-batch's tensors on the device while that has other things to do."""

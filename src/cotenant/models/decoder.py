@@ -131,7 +131,7 @@ class Decoder:
         """``linear``, plus ``add`` [tokens, sum of sizes]. ``out``: the tape's buffer for the result, if it has any."""
         if tape is not None and tape.packed is not None:
             down = tape.buffers.get(base.modules[0])
-            return tape.packed.linear(x, base, down, add=add, out=tape.buffers[out])
+            return tape.packed.linear(x, base, down, add=add, out=tape.buffers[out], dropout=tape.dropout)
         result = linear(x, base, index, batch.spans, tape=tape)
         return result if add is None else add + result
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from cotenant.device.upload import upload
+from cotenant.models.products import has_triton
 
 # Elements whose hashes are in memory at a time, four bytes each and twice: as many as a CPU's cache holds, or as are
 # worth a launch.
@@ -37,17 +39,14 @@ class DropoutMasks:
     def __init__(self, keys: torch.Tensor, probability: float) -> None:
         self._keys = keys
         self._probability = probability
+        self._dropped_below = min(round(probability * 2**32) - 2**31, 2**31 - 1)
         self._columns: dict[int, torch.Tensor] = {}  # by their number: [columns], int32
 
     def mask(self, layer: int, module: str, like: torch.Tensor) -> torch.Tensor:
         """What to multiply a module's input by, which has the shape [tokens, in] and the dtype of ``like``: 0 or
         1 / (1 - p) for each element."""
         assert len(like) == len(self._keys), "every token has a key"
-        keep = 1.0 - self._probability
-        dropped_below = min(round(self._probability * 2**32) - 2**31, 2**31 - 1)
-        # Odd times odd is odd, and an odd factor maps no two numbers to one.
-        module_key = int.from_bytes(_digest(f"{layer}/{module}")[:4], "little", signed=True) | 1
-        columns, rows = self._column_keys(like.shape[1]), (self._keys * module_key)[:, None]
+        columns, rows = self._column_keys(like.shape[1]), (self._keys * _module_key(layer, module))[:, None]
         mask = torch.empty_like(like, requires_grad=False)
         num_elements = _CPU_ELEMENTS if like.is_cpu else _DEVICE_ELEMENTS
         num_rows = max(1, num_elements // like.shape[1])
@@ -55,13 +54,44 @@ class DropoutMasks:
             hashes = some_rows * columns  # [rows, columns], int32
             hashes ^= hashes >> 15
             hashes *= _MULTIPLIER
-            part.copy_(hashes >= dropped_below)
-        return mask.div_(keep)
+            part.copy_(hashes >= self._dropped_below)
+        return mask.div_(1.0 - self._probability)
+
+    def apply(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor:
+        """A module's input ``x`` [tokens, in] times its mask, as a new tensor."""
+        if _is_fused(x):
+            return self._drop(layer, module, x, None)
+        return x * self.mask(layer, module, x)
+
+    def add_applied(self, layer: int, module: str, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Add to ``target`` [tokens, in] the ``values``, of its shape, times the mask of a module's input."""
+        if _is_fused(values):
+            self._drop(layer, module, values, target)
+        else:
+            target.addcmul_(values, self.mask(layer, module, values))
+
+    def _drop(self, layer: int, module: str, values: torch.Tensor, add_to: torch.Tensor | None) -> torch.Tensor:
+        from cotenant.models.kernels.dropout import drop
+
+        assert len(values) == len(self._keys), "every token has a key"
+        columns, module_key = self._column_keys(values.shape[1]), _module_key(layer, module)
+        scale = float(torch.ones((), dtype=values.dtype).div_(1.0 - self._probability))
+        return drop(values, self._keys, columns, module_key, self._dropped_below, scale, _MULTIPLIER, add_to)
 
     def _column_keys(self, count: int) -> torch.Tensor:
         if count not in self._columns:
             self._columns[count] = upload(_spread(_multiples(count)), self._keys.device)
         return self._columns[count]
+
+
+def _is_fused(x: torch.Tensor) -> bool:
+    return x.is_cuda and not torch.is_grad_enabled() and has_triton()
+
+
+@cache
+def _module_key(layer: int, module: str) -> int:
+    """An int32 number. Odd times odd is odd, and an odd factor maps no two numbers to one."""
+    return int.from_bytes(_digest(f"{layer}/{module}")[:4], "little", signed=True) | 1
 
 
 def _digest(name: str) -> bytes:

@@ -121,7 +121,7 @@ def _input_backward(
 ) -> tuple[torch.Tensor | None, _Downs]:
     """The gradient of a linear's input, and what ``_adapter_backward`` goes on with."""
     if tape.packed is not None:
-        return tape.packed.input_backward(gradient, base, needs_input=needs_input)
+        return tape.packed.input_backward(gradient, base, needs_input=needs_input, dropout=tape.dropout)
     return input_backward(like, gradient, base, tape.deltas[base.modules[0]], needs_input=needs_input)
 
 
@@ -140,4 +140,5 @@ def _adapter_backward(
         adapter_backward(x, gradient, tape.deltas[base.modules[0]], downs, add_gradient)
     elif downs is not None:
         assert isinstance(downs, torch.Tensor)
-        tape.packed.adapter_backward(x, gradient, base, tape.buffers[base.modules[0]], downs)
+        down = tape.buffers[base.modules[0]]
+        tape.packed.adapter_backward(x, gradient, base, down, downs, tape.dropout)

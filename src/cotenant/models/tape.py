@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from cotenant.models.dropout import DropoutMasks
 from cotenant.models.lora import LoraAdapter, ModuleKey
 from cotenant.models.training_pack import PackedLayer
 
@@ -57,11 +58,13 @@ class LayerTape:
     segment, all rows of one adapter.
 
     ``packed``: the layer's part of that adapter, if it is packed for training; ``buffers`` are then where what is kept
-    lies, by the tape's names for it, and what each group of modules has for ``x @ a.T``, by its first module."""
+    lies, by the tape's names for it, and what each group of modules has for ``x @ a.T``, by its first module, and
+    ``dropout`` is the adapter's; otherwise the adapter has it with it."""
 
     rows: slice
     packed: PackedLayer | None = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dropout: DropoutMasks | None = None
     # By the group's first module.
     deltas: dict[str, list[KeptDelta]] = field(default_factory=dict)
     input: torch.Tensor = field(init=False)  # [rows, hidden]

@@ -13,14 +13,16 @@ from typing import NamedTuple
 
 import torch
 
+from cotenant.models.dropout import DropoutMasks
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, LoraPair
+from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, LoraPair, ModuleKey
 from cotenant.models.products import product
 
 
 class _Part(NamedTuple):
     """One module's place in its group."""
 
+    key: ModuleKey
     pair: LoraPair
     scale: float
     ranks: slice
@@ -49,9 +51,14 @@ class _PackedGroup:
         down: torch.Tensor,
         add: torch.Tensor | None,
         out: torch.Tensor | None,
+        dropout: DropoutMasks | None,
     ) -> torch.Tensor:
         """The delta comes first: a large product that begins with it costs less than a sum afterwards."""
-        torch.mm(x, self.a.T, out=down)
+        if dropout is None:
+            torch.mm(x, self.a.T, out=down)
+        else:
+            for part in self.parts:
+                torch.mm(dropout.apply(*part.key, x), self.a[part.ranks].T, out=down[:, part.ranks])
         out = x.new_empty(len(x), len(self.b)) if out is None else out
         if add is None:
             torch.mm(down, self.b.T, out=out)
@@ -60,10 +67,29 @@ class _PackedGroup:
         out.addmm_(x, base.weight.T)
         return out if base.bias is None else out.add_(base.bias)
 
+    def input_backward(
+        self, gradient: torch.Tensor, down_gradient: torch.Tensor, base: FusedLinear, dropout: DropoutMasks | None
+    ) -> torch.Tensor:
+        if dropout is None:
+            return torch.mm(down_gradient, self.a).addmm_(gradient, base.weight)
+        x_gradient = base.input_gradient(gradient)
+        for part in self.parts:
+            dropout.add_applied(*part.key, x_gradient, down_gradient[:, part.ranks] @ self.a[part.ranks])
+        return x_gradient
+
     def adapter_backward(
-        self, x: torch.Tensor, gradient: torch.Tensor, down: torch.Tensor, down_gradient: torch.Tensor
+        self,
+        x: torch.Tensor,
+        gradient: torch.Tensor,
+        down: torch.Tensor,
+        down_gradient: torch.Tensor,
+        dropout: DropoutMasks | None,
     ) -> None:
-        self.a_gradient.copy_(down_gradient.T @ x)
+        if dropout is None:
+            self.a_gradient.copy_(down_gradient.T @ x)
+        else:
+            for part in self.parts:
+                self.a_gradient[part.ranks].copy_(down_gradient[:, part.ranks].T @ dropout.apply(*part.key, x))
         b_gradient = gradient.T @ down  # [out, ranks]; what is off the diagonal belongs to nobody
         for part in self.parts:
             torch.mul(b_gradient[part.columns, part.ranks], part.scale, out=part.b_gradient)
@@ -93,25 +119,31 @@ class PackedLayer:
         *,
         add: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        dropout: DropoutMasks | None = None,
     ) -> torch.Tensor:
         """[tokens, in] -> [tokens, sum of sizes], plus ``add``, in ``out`` if given. ``down`` [tokens, ranks] gets
-        ``x @ a.T``; None without LoRA."""
+        ``x @ a.T``, of ``x`` after ``dropout`` if there is any; None without LoRA."""
         group = self._groups.get(base.modules[0])
         if group is not None:
             assert down is not None
-            return group.linear(x, base, down, add, out)
+            return group.linear(x, base, down, add, out, dropout)
         out = product(x, base.weight, base.bias, out)
         return out if add is None else out.add_(add)
 
     def input_backward(
-        self, gradient: torch.Tensor, base: FusedLinear, *, needs_input: bool = True
+        self,
+        gradient: torch.Tensor,
+        base: FusedLinear,
+        *,
+        needs_input: bool = True,
+        dropout: DropoutMasks | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """From the gradient of ``linear``'s output to that of ``x``, if it is needed, and that of ``down``."""
         group = self._groups.get(base.modules[0])
         if group is None:
             return (base.input_gradient(gradient) if needs_input else None), None
         down_gradient = gradient @ group.b  # [tokens, ranks]
-        x_gradient = torch.mm(down_gradient, group.a).addmm_(gradient, base.weight) if needs_input else None
+        x_gradient = group.input_backward(gradient, down_gradient, base, dropout) if needs_input else None
         return x_gradient, down_gradient
 
     def adapter_backward(
@@ -121,9 +153,10 @@ class PackedLayer:
         base: FusedLinear,
         down: torch.Tensor,
         down_gradient: torch.Tensor,
+        dropout: DropoutMasks | None = None,
     ) -> None:
         """The gradients of a group's matrices; they replace those of the micro-batch before."""
-        self._groups[base.modules[0]].adapter_backward(x, gradient, down, down_gradient)
+        self._groups[base.modules[0]].adapter_backward(x, gradient, down, down_gradient, dropout)
 
 
 class _Gradients:
@@ -146,9 +179,11 @@ class _Gradients:
 
 class TrainingPack:
     """The float32 weights of a trainable adapter in ``dtype``, and the gradients of the micro-batch in flight, which
-    ``layers`` write. Those of the step are added up in ``gradient``, which is laid out as ``adapter.parameters()``."""
+    ``layers`` write. Those of the step are added up in ``gradient``, which is laid out as ``adapter.parameters()``.
+    ``dropout``: the adapter's probability."""
 
     def __init__(self, adapter: LoraAdapter, dtype: torch.dtype, gradient: torch.Tensor) -> None:
+        self.dropout = adapter.dropout
         self._gradient = gradient
         self._of_micro_batch = _Gradients(adapter.parameters())
         layers = []
@@ -179,6 +214,7 @@ def _pack_group(
             pair = pairs[module]
             ranks = slice(rank, rank + len(pair.a))
             rank = ranks.stop
-            parts.append(_Part(pair, adapter.scale_of(layer, module), ranks, columns, gradients.place(pair.b)))
+            key, scale = (layer, module), adapter.scale_of(layer, module)
+            parts.append(_Part(key, pair, scale, ranks, columns, gradients.place(pair.b)))
     a = torch.empty(a_gradient.shape, dtype=dtype, device=a_gradient.device)
     return _PackedGroup(a, a.new_zeros(column, rank), a_gradient, tuple(parts))

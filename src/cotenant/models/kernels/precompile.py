@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from cotenant.models import elementwise_ops as ops
+from cotenant.models.dropout import DropoutMasks
 from cotenant.models.kernels.cross_entropy import cross_entropy_in_place
 from cotenant.models.spec import ModelSpec
 from cotenant.processes import die_with_parent
@@ -83,6 +84,8 @@ def run_all(request: _Request) -> None:
     ops.rotate_heads_backward(query, key, key, cos, cos, heads, qk_norm, epsilon)
     targets = torch.zeros(_ROWS, dtype=torch.int64, device="cuda")
     cross_entropy_in_place(zeros(_ROWS, spec.vocab_size), targets, torch.zeros(_ROWS, device="cuda"))
+    masks = DropoutMasks(torch.ones(_ROWS, dtype=torch.int32, device="cuda"), 0.1)
+    masks.add_applied(0, "q_proj", x, masks.apply(0, "q_proj", x))
     torch.cuda.synchronize()
 
 
