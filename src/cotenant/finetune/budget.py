@@ -54,11 +54,12 @@ def _rung(halving: int, longest: int, efficiency: Callable[[int], float]) -> int
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How micro-batches use memory: of ``max_tokens`` tokens at most, of whose layers the first ``num_recomputed`` keep
-    their inputs alone, they need ``num_bytes``."""
+    their inputs alone, they need ``num_bytes``. ``time``: how long training should take so, in units of its own."""
 
     max_tokens: int
     num_recomputed: int
     num_bytes: int
+    time: float
 
 
 def choices(
@@ -81,13 +82,12 @@ def choices(
     steps = range(_RECOMPUTING_STEPS, _RECOMPUTING_STEPS + 1) if recompute_all else range(_RECOMPUTING_STEPS + 1)
     levels = sorted({-(-(num_layers - 1) * step // _RECOMPUTING_STEPS) for step in steps})
     rates = accumulate((1.0 if efficiency is None else efficiency(size) for size in sizes), max)
-    speeds = dict(zip(sizes, rates, strict=True))
-
-    def time(choice: Choice) -> float:
-        return (1.0 + time_share * choice.num_recomputed / num_layers) / speeds[choice.max_tokens]
-
-    every = (Choice(size, level, needed_bytes(size, level)) for size in sizes for level in levels)
-    return tuple(sorted(every, key=lambda choice: (time(choice), -choice.max_tokens)))
+    every = (
+        Choice(size, level, needed_bytes(size, level), (1.0 + time_share * level / num_layers) / rate)
+        for size, rate in zip(sizes, rates, strict=True)
+        for level in levels
+    )
+    return tuple(sorted(every, key=lambda choice: (choice.time, -choice.max_tokens)))
 
 
 class ActivationBudget:
@@ -122,10 +122,11 @@ class ActivationBudget:
 
     def _lend(self, num_bytes: int) -> None:
         """Have so many given away in all. ``max_tokens``: of a micro-batch; 0 when not even the smallest has room.
-        ``num_recomputed``: of its layers. Both are asked for each tasklet."""
+        ``num_recomputed``: of its layers. ``time``: as of ``Choice``. They are asked for each tasklet."""
         self.lent_bytes = num_bytes
         best = next((choice for choice in self._choices if choice.num_bytes <= self.left_bytes), None)
         self.max_tokens, self.num_recomputed = (0, 0) if best is None else (best.max_tokens, best.num_recomputed)
+        self.time = math.inf if best is None else best.time
 
     def require(self, num_bytes: int) -> int:
         """Give away as much of ``num_bytes``, rounded up, as there is; how much that was."""

@@ -56,16 +56,15 @@ def make_budget(
     decoder: Decoder,
     activations: Activations | None,
     sizes: Sequence[int],
-    widest: int,
     longest_measured: int,
     available_bytes: int | None,
     efficiency: Callable[[int], float] | None,
     *,
     recompute_all: bool,
 ) -> ActivationBudget:
-    """``sizes``: tokens of micro-batches that train; ``widest``: of any at most; ``longest_measured``: of the longest
-    validation example, which is never cut (0: there is none). ``activations``: where layers are captured.
-    ``efficiency`` and ``recompute_all``: see ``choices``. Raises CotenantError if nothing has room."""
+    """``sizes``: tokens of micro-batches that train, ascending; ``longest_measured``: of the longest validation
+    example, which is never cut (0: there is none). ``activations``: where layers are captured. ``efficiency`` and
+    ``recompute_all``: see ``choices``. Raises CotenantError if nothing has room."""
     spec, dtype = decoder.spec, decoder.dtype
 
     def needed(size: int, num_recomputed: int) -> int:
@@ -73,24 +72,33 @@ def make_budget(
             return activation_bytes(spec, size, dtype, num_recomputed)
         return activations.bytes_for(size, num_recomputed)
 
-    ways = choices(sizes, spec.num_layers, needed, _recomputed_share(spec), efficiency, recompute_all=recompute_all)
+    share = _recomputed_share(spec)
+    ways = choices(sizes, spec.num_layers, needed, share, efficiency, recompute_all=recompute_all)
     # Validation and DPO's reference never run while training keeps something, and are cut as it is.
     if activations is None:
         uncut = passing_bytes(spec, longest_measured, dtype)
         return ActivationBudget(ways, kept_back_bytes=uncut, available_bytes=available_bytes)
-    uncut = activations.passing_bytes_for(longest_measured)
-    # What passes within a part of a layer does not lie in the arena, and each further lane has graphs of its own.
-    widest = max(widest, longest_measured)
-    passing = passing_bytes(spec, widest, dtype) + (activations.num_lanes - 1) * captured_bytes(spec, widest, dtype)
-    left = None if available_bytes is None else max(0, available_bytes - passing)
-    budget = ActivationBudget(
-        ways, kept_back_bytes=uncut, available_bytes=left, granularity_bytes=activations.chunk_bytes
-    )
-    longest, chunk = min(sizes), activations.chunk_bytes
+    uncut, chunk = activations.passing_bytes_for(longest_measured), activations.chunk_bytes
+
+    def passing(widest: int) -> int:
+        """What passes within a tasklet lies beside the arena, where the graphs of each lane find it."""
+        return activations.num_lanes * captured_bytes(spec, max(widest, longest_measured), dtype)
+
+    def budget(widest: int) -> ActivationBudget:
+        left = None if available_bytes is None else max(0, available_bytes - passing(widest))
+        narrow = [way for way in ways if way.max_tokens <= widest]
+        return ActivationBudget(narrow, kept_back_bytes=uncut, available_bytes=left, granularity_bytes=chunk)
+
+    def rank(budget: ActivationBudget) -> tuple[bool, float, int]:
+        return budget.left_bytes < uncut, budget.time, -budget.max_tokens
+
+    # The wider the widest micro-batch, the less is left for what layers keep.
+    best = min(map(budget, reversed(sizes)), key=rank)
+    longest = min(sizes)
     least = -(-max(needed(longest, spec.num_layers - 1), uncut) // chunk) * chunk
-    if available_bytes is not None and budget.left_bytes < least:
-        raise lacking_room(passing + least, available_bytes, longest, longest_measured)
-    return budget
+    if available_bytes is not None and best.left_bytes < least:
+        raise lacking_room(passing(longest) + least, available_bytes, longest, longest_measured)
+    return best
 
 
 def _recomputed_share(spec: ModelSpec) -> float:

@@ -103,12 +103,10 @@ class Trainer:
             efficiency = partial(wave_efficiency, decoder.spec, num_multiprocessors=num_multiprocessors)
         self._max_tasklet_tokens = max_tasklet_tokens
         sizes = ladder(max_tasklet_tokens, order.longest, efficiency, most_is_fixed=limit_is_fixed)
-        widest = max(max_tasklet_tokens, order.longest)
         self._budget = make_budget(
             decoder,
             activations,
             sizes,
-            widest,
             validation.longest if validation is not None else 0,
             available_bytes,
             efficiency,
