@@ -85,18 +85,23 @@ SECTIONS = (
     ),
     Section(
         "finetune_h200.json",
-        "On a GPU: training alone, beside PEFT",
-        "`python bench/compare_finetune.py --json bench/results/finetune_h200.json`: each row is a process of its own, "
-        "one after the other on one machine; the fastest size of micro-batch of each is in bold. Memory is at its "
-        "peak, weights included. A discard was counted from when the host looked, shortly before a tasklet's end.",
+        "On a GPU: training alone, beside PEFT and torchtune",
+        "`python bench/compare_finetune.py --batch-sizes 8 --steps 8 --warmup-steps 3 --samples 4 --torchtune-site DIR "
+        "--json bench/results/finetune_h200.json`, with `--only` for each of these: each row is a process of its own, "
+        "one after the other on one GPU, alone on its host. Memory is at its peak, weights included.",
     ),
     Section(
-        "finetune_torchtune_h200.json",
-        "On a GPU: training alone, beside torchtune",
-        "`python bench/compare_finetune.py --batch-sizes 8,4 --only cotenant --only 'torchtune, compiled' --steps 8 "
-        "--warmup-steps 2 --samples 4 --torchtune-site DIR --json bench/results/finetune_torchtune_h200.json`, on "
-        "another host than PEFT's figures. Of what torchtune imports, datasets, tiktoken, sentencepiece and kagglehub "
-        "were stand-ins: nothing here uses them. A server was started and tested on the host's other GPU.",
+        "recomputation_h200.txt",
+        "On a GPU: training in less and less memory",
+        "Micro-batches of sequences of 512 tokens. First in whatever memory they take, then what the planner of memory "
+        "chooses for so many GiB, in which what passes within a tasklet counts as well.",
+        "python bench/recomputation.py llama-3.1-8b --load-format dummy",
+    ),
+    Section(
+        "finetune_dropout_h200.json",
+        "On a GPU: training with dropout",
+        "One process after the other; the board was warmer in the second, as the matrix rate beside it says: "
+        "737.5 TFLOP/s after 774.9.",
     ),
     Section(
         "finetune_cut_h200.json",

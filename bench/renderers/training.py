@@ -87,7 +87,8 @@ def _times_of(result: Result) -> list[list[str]]:
 def _names(result: Result) -> list[str]:
     """The cells that say which result a row belongs to."""
     checkpointing = ", gradient checkpointing" if result["gradient_checkpointing"] else ""
-    return [f"{result['label']}{checkpointing}", f"{result['micro_batch_tokens']:,}"]
+    dropout = f", dropout {result['dropout']:g}" if result.get("dropout") else ""
+    return [f"{result['label']}{checkpointing}{dropout}", f"{result['micro_batch_tokens']:,}"]
 
 
 def _share_text(first: Result) -> str:

@@ -47,6 +47,7 @@ def finetune(
         int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
     ] = 0,
     r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter, on all linear modules.")] = 16,
+    dropout: Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Of the adapter's inputs.")] = 0.0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass.")
     ] = False,
@@ -85,7 +86,9 @@ def finetune(
     from cotenant.runtime.finetune_workload import Workload
 
     most_bytes = None if activation_memory is None else int(activation_memory * 2**30)
-    workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len, most_bytes)
+    workload = Workload(
+        seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len, most_bytes, dropout
+    )
     say_phase(f"loading {model}, and timing the device")
     bench = open_bench(chosen, workload)
     report = {

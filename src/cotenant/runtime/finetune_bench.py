@@ -111,6 +111,11 @@ class FinetuneBench:
         """Whether activations lie in one, as they do where layers are captured."""
         return self._activations is not None
 
+    @property
+    def arena_gib(self) -> float:
+        """Memory under it now."""
+        return 0.0 if self._activations is None else self._activations.mapped_bytes / 2**30
+
     def description(self) -> dict[str, Any]:
         """What was measured on what."""
         return {

@@ -22,7 +22,7 @@ class Workload:
     optimizer step. A row is one sequence, or with ``min_len`` several that are packed: their lengths are random, from
     that to ``seq_len``, and rows are as full as they get. ``tasklet_tokens``: of a micro-batch at most; 0: as the
     server chooses. The adapter has rank ``r`` on all linear modules. ``activation_bytes``: of the device's memory, what
-    activations may take; None: what they need."""
+    activations may take; None: what they need. ``dropout``: the adapter's."""
 
     seq_len: int
     tokens_per_step: int
@@ -31,6 +31,7 @@ class Workload:
     gradient_checkpointing: bool
     min_len: int | None = None
     activation_bytes: int | None = None
+    dropout: float = 0.0
 
     def hyperparameters(self) -> Hyperparameters:
         return Hyperparameters(
@@ -43,6 +44,7 @@ class Workload:
             gradient_checkpointing=self.gradient_checkpointing,
             r=self.r,
             lora_alpha=2.0 * self.r,
+            lora_dropout=self.dropout,
         )
 
 
