@@ -22,8 +22,8 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape, runs_of
 from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
+from cotenant.finetune.agenda import Agenda
 from cotenant.finetune.evaluation import Evaluation
-from cotenant.finetune.trainer import Trainer
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.device_time import DeviceTime
@@ -299,7 +299,7 @@ def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.M
     assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 
 
-@pytest.mark.parametrize(("owner", "name", "succeeds"), [(Trainer, "_make_step", 1), (Evaluation, "add_to", 0)])
+@pytest.mark.parametrize(("owner", "name", "succeeds"), [(Agenda, "step", 1), (Evaluation, "add_to", 0)])
 def test_what_is_done_once_and_finds_no_memory_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, succeeds: int
 ) -> None:

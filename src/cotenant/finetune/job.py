@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,14 +13,12 @@ import torch
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletShape
 from cotenant.device import Device
-from cotenant.finetune.activations import Activations
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.divergence import TrainingError
 from cotenant.finetune.job_files import JobFiles
-from cotenant.finetune.job_setup import left_for_activations
+from cotenant.finetune.job_training import Training, make_training
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preparation import Prepared, as_job_error, prepare
-from cotenant.finetune.progress import Progress
 from cotenant.finetune.selection import Selection
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.trainer import FusedInput, Trainer
@@ -44,16 +41,6 @@ logger = logging.getLogger(__name__)
 
 # The time left is said again after so long at most: while a step waits for requests, or an evaluation is long.
 _ESTIMATE_EVERY_S = 5.0
-
-
-@dataclass(slots=True)
-class _Training:
-    """What an unfinished job holds."""
-
-    state: TrainingState
-    trainer: Trainer
-    order: DataOrder
-    progress: Progress
 
 
 class TrainingJob:
@@ -105,7 +92,7 @@ class TrainingJob:
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
         self.finished_path: str | None = str(self._files.adapter_path) if self._files.finished else None
         self.done = self.finished_path is not None
-        self._training: _Training | None = None
+        self._training: Training | None = None
         self._resumed_step = 0
         self._warnings: tuple[str, ...] = ()
         try:
@@ -114,9 +101,20 @@ class TrainingJob:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
-                self._training = self._load(
-                    decoder, prepared, max_tasklet_tokens, limit_is_fixed, clock, free_bytes, device
+                self._warnings = prepared.warnings
+                self._training = make_training(
+                    decoder,
+                    spec,
+                    prepared,
+                    max_tasklet_tokens,
+                    resume=self._resume,
+                    on_step=self._on_step,
+                    clock=clock,
+                    free_bytes=free_bytes,
+                    device=device,
+                    limit_is_fixed=limit_is_fixed,
                 )
+                self._resumed_step = self._training.state.step
             for step in self._recorded:
                 self._selection.add(step)
             if self._training is not None:
@@ -318,7 +316,7 @@ class TrainingJob:
     # Inside
 
     @property
-    def _running(self) -> _Training:
+    def _running(self) -> Training:
         assert self._training is not None, "the job is finished"
         return self._training
 
@@ -347,54 +345,6 @@ class TrainingJob:
     def _mean_step_tokens(self) -> float:
         return self._training.order.mean_step_tokens if self._training else self.trained_tokens / max(1, self.step)
 
-    def _load(
-        self,
-        decoder: Decoder,
-        prepared: Prepared,
-        max_tasklet_tokens: int,
-        limit_is_fixed: bool,
-        clock: Callable[[], float],
-        free_bytes: int | None,
-        device: Device | None,
-    ) -> _Training:
-        hyper, order = self._spec.hyperparameters, prepared.order
-        self._warnings = prepared.warnings
-        adapter = prepared.adapter.trainable_on(decoder.device)
-        measured = prepared.validation.longest if prepared.validation is not None else 0
-        available_bytes = left_for_activations(decoder, adapter, order, measured, free_bytes)
-        state = TrainingState(adapter, self._spec, prepared.fingerprint)
-        pending = self._resume(state, prepared.checkpoint)
-        self._resumed_step = state.step
-        progress = Progress(clock)
-        activations = None
-        if device is not None:
-            most = max(max_tasklet_tokens, order.longest)
-            activations = Activations.for_job(
-                decoder,
-                state,
-                device,
-                most,
-                recompute_all=hyper.gradient_checkpointing,
-                longest_measured=measured,
-            )
-        trainer = Trainer(
-            decoder,
-            state,
-            prepared.dataset,
-            order,
-            prepared.validation,
-            hyper,
-            max_tasklet_tokens=max_tasklet_tokens,
-            pending=pending,
-            progress=progress,
-            on_step=self._on_step,
-            available_bytes=available_bytes,
-            activations=activations,
-            num_multiprocessors=device.num_multiprocessors if device is not None else None,
-            limit_is_fixed=limit_is_fixed,
-        )
-        return _Training(state, trainer, order, progress)
-
     def _resume(
         self, state: TrainingState, newest: tuple[TrainerState, dict[str, torch.Tensor]] | None
     ) -> StepMetrics | None:
@@ -410,7 +360,7 @@ class TrainingJob:
         self._recorded = self._files.keep_steps(checkpoint.step - checkpoint.needs_evaluation)
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
-    def _begin(self, training: _Training) -> None:
+    def _begin(self, training: Training) -> None:
         only_export_left = training.trainer.pending is None and training.state.step == self.total_steps
         if self._selection.stops:
             training.trainer.stop()

@@ -12,18 +12,17 @@ from functools import partial
 
 import torch
 
-from cotenant.core.job import DPO, Hyperparameters, StepMetrics
+from cotenant.core.job import Hyperparameters, StepMetrics
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.finetune.activations import Activations
+from cotenant.finetune.agenda import Agenda
 from cotenant.finetune.budget import ladder
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.divergence import FinalCheck, TrainingError, check_measured, example_to_check
-from cotenant.finetune.evaluation import Evaluation, ValidationSet
+from cotenant.finetune.divergence import TrainingError, check_measured
+from cotenant.finetune.evaluation import ValidationSet
 from cotenant.finetune.job_setup import make_budget
-from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
-from cotenant.finetune.preference import PreferenceLoss
-from cotenant.finetune.preference_evaluation import PreferenceEvaluation, PreferenceValidationSet
+from cotenant.finetune.preference_evaluation import PreferenceValidationSet
 from cotenant.finetune.preference_step import PreferenceStep
 from cotenant.finetune.progress import Progress, Work
 from cotenant.finetune.schedule import learning_rate
@@ -91,13 +90,11 @@ class Trainer:
         num_multiprocessors: int | None = None,
         limit_is_fixed: bool = True,
     ) -> None:
-        self._decoder = decoder
         self._state = state
-        self._dataset = dataset
         self._order = order
-        self._validation = validation
         self._hyper = hyper
         self._activations = activations
+        self._agenda = Agenda(decoder, state.adapter, dataset, order, validation, hyper, activations)
         efficiency = None
         if num_multiprocessors is not None:
             efficiency = partial(wave_efficiency, decoder.spec, num_multiprocessors=num_multiprocessors)
@@ -116,7 +113,7 @@ class Trainer:
         self._pending = pending
         self._progress = progress
         self._step: TrainingStep | PreferenceStep | None = None
-        self._evaluation = self._evaluation_after(state.step) if pending is not None else None
+        self._evaluation = None if pending is None else self._agenda.evaluation_after(state.step, self.max_tokens)
         self._fusing = False
         self._upcoming: tuple[TaskletCycle, ...] | None = None
         self._stopped = False
@@ -141,15 +138,12 @@ class Trainer:
         """What is still to be computed, the evaluation that is due included, if the job does not stop early. Counted in
         whole micro-batches."""
         order, step = self._order, self._state.step
-        trained, evaluated = order.total_steps * order.mean_step_tokens - self._state.trained_tokens, 0.0
+        trained = order.total_steps * order.mean_step_tokens - self._state.trained_tokens
+        evaluated = self._agenda.evaluated_tokens_after(step)
         if self._step is not None:
             trained -= self._step.num_tokens_done
         elif self._evaluation is not None:
             evaluated += self._evaluation.num_tokens_left
-        if self._validation is not None:
-            full = order.num_evaluations(self._full_every) - order.num_evaluations(self._full_every, step)
-            every = order.num_evaluations(self._hyper.eval_steps) - order.num_evaluations(self._hyper.eval_steps, step)
-            evaluated += self._validation.num_batch_tokens * (every - full) + self._validation.num_tokens * full
         return Work(max(0.0, trained), evaluated)
 
     @property
@@ -167,11 +161,6 @@ class Trainer:
     def left_bytes(self) -> int:
         """Memory of activations that was not given away."""
         return self._budget.left_bytes
-
-    @property
-    def _full_every(self) -> int:
-        """Evaluations of the whole validation set: after so many steps, beside those at the ends of epochs."""
-        return self._hyper.eval_steps if self._hyper.selects else 0
 
     @property
     def in_flight(self) -> bool:
@@ -332,31 +321,8 @@ class Trainer:
         index = self._state.step
         if self._stopped or index >= self._order.total_steps:
             return
-        self._step = self._make_step(index)
-        self._evaluation = self._evaluation_after(index + 1)
-
-    def _make_step(self, index: int) -> TrainingStep | PreferenceStep:
-        hyper, examples = self._hyper, self._order.step(index)
-        inputs = (self._decoder, self._state.adapter, self._dataset, examples)
-        if hyper.method == DPO:
-            return PreferenceStep(
-                *inputs,
-                PreferenceLoss(hyper.beta, hyper.label_smoothing),
-                step_index=index,
-                seed=hyper.seed,
-                max_tasklet_tokens=self.max_tokens,
-                num_recomputed=self._budget.num_recomputed,
-                activations=self._activations,
-            )
-        return TrainingStep(
-            *inputs,
-            step_index=index,
-            seed=hyper.seed,
-            max_tasklet_tokens=self.max_tokens,
-            num_recomputed=self._budget.num_recomputed,
-            objective=CrossEntropy(),
-            activations=self._activations,
-        )
+        self._step = self._agenda.step(index, self.max_tokens, self._budget.num_recomputed)
+        self._evaluation = self._agenda.evaluation_after(index + 1, self.max_tokens)
 
     def _run_optimizer(self, step: TrainingStep | PreferenceStep) -> None:
         state = self._state
@@ -399,26 +365,6 @@ class Trainer:
         self._evaluation = None
         self._on_step(metrics)
         self._begin_step()
-
-    def _evaluation_after(self, step: int) -> Evaluation | PreferenceEvaluation | FinalCheck | None:
-        """The evaluation due after ``step`` steps: of all of the validation set where an epoch ends, or wherever the
-        best step is looked for. Without a validation set the last step's weights are looked at, before they are
-        exported."""
-        if self._validation is None:
-            if step < self._order.total_steps:
-                return None
-            example = example_to_check(self._dataset, self._order.step(step - 1))
-            return FinalCheck(self._decoder, self._state.adapter, self._dataset, example, self._activations)
-        if not self._order.evaluates(step, self._hyper.eval_steps):
-            return None
-        full = self._order.evaluates(step, self._full_every)
-        return self._validation.evaluation(
-            self._decoder,
-            self._state.adapter,
-            full=full,
-            max_tokens=self.max_tokens,
-            activations=self._activations,
-        )
 
 
 def _ignore(metrics: StepMetrics) -> None:

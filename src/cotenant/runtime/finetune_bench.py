@@ -21,13 +21,12 @@ import torch
 
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import Hyperparameters, JobSpec
+from cotenant.core.job import JobSpec
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.base import FinishedTasklet
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.captured import BACKWARD_PARTS
-from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
@@ -86,17 +85,21 @@ class FinetuneBench:
         self._activations = Activations.for_job(
             decoder, self._state, device, most, recompute_all=hyper.gradient_checkpointing
         )
-        self._trainer = _trainer(
+        self._trainer = Trainer(
             decoder,
             self._state,
             dataset,
             self._order,
+            None,
             hyper,
-            self._tasklet_tokens,
-            self._activations,
+            max_tasklet_tokens=self._tasklet_tokens,
+            pending=None,
+            progress=Progress(time.monotonic),
+            on_step=lambda metrics: None,
+            available_bytes=workload.activation_bytes,
+            activations=self._activations,
             num_multiprocessors=device.num_multiprocessors,
             limit_is_fixed=workload.tasklet_tokens > 0,
-            available_bytes=workload.activation_bytes,
         )
         if self._trainer.max_tokens == 0:
             raise InvalidInputError(
@@ -363,37 +366,6 @@ class FinetuneBench:
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) + arena,
             }
         return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-
-
-def _trainer(
-    decoder: Decoder,
-    state: TrainingState,
-    dataset: Dataset,
-    order: DataOrder,
-    hyper: Hyperparameters,
-    max_tasklet_tokens: int,
-    activations: Activations | None,
-    *,
-    num_multiprocessors: int | None,
-    limit_is_fixed: bool,
-    available_bytes: int | None,
-) -> Trainer:
-    return Trainer(
-        decoder,
-        state,
-        dataset,
-        order,
-        None,
-        hyper,
-        max_tasklet_tokens=max_tasklet_tokens,
-        pending=None,
-        progress=Progress(time.monotonic),
-        on_step=lambda metrics: None,
-        activations=activations,
-        num_multiprocessors=num_multiprocessors,
-        limit_is_fixed=limit_is_fixed,
-        available_bytes=available_bytes,
-    )
 
 
 def _by_kind(finished: Sequence[FinishedTasklet]) -> dict[str, dict[str, float]]:

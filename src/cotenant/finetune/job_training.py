@@ -1,0 +1,84 @@
+"""What an unfinished job holds, and how it comes about: its state, its share of the device's memory, its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.device import Device
+from cotenant.finetune.activations import Activations
+from cotenant.finetune.checkpoint import TrainerState
+from cotenant.finetune.job_setup import left_for_activations
+from cotenant.finetune.order import DataOrder
+from cotenant.finetune.preparation import Prepared
+from cotenant.finetune.progress import Progress
+from cotenant.finetune.state import TrainingState
+from cotenant.finetune.trainer import Trainer
+from cotenant.models.decoder import Decoder
+
+
+@dataclass(slots=True)
+class Training:
+    """See the module."""
+
+    state: TrainingState
+    trainer: Trainer
+    order: DataOrder
+    progress: Progress
+
+
+Resume = Callable[[TrainingState, tuple[TrainerState, dict[str, torch.Tensor]] | None], StepMetrics | None]
+"""Takes a checkpoint up, if there is one, and returns the metrics of a step that still awaits its evaluation."""
+
+
+def make_training(
+    decoder: Decoder,
+    spec: JobSpec,
+    prepared: Prepared,
+    max_tasklet_tokens: int,
+    *,
+    resume: Resume,
+    on_step: Callable[[StepMetrics], None],
+    clock: Callable[[], float],
+    free_bytes: int | None,
+    device: Device | None,
+    limit_is_fixed: bool,
+) -> Training:
+    """As of ``TrainingJob``. Raises CotenantError if nothing has room."""
+    hyper, order = spec.hyperparameters, prepared.order
+    adapter = prepared.adapter.trainable_on(decoder.device)
+    measured = prepared.validation.longest if prepared.validation is not None else 0
+    available_bytes = left_for_activations(decoder, adapter, order, measured, free_bytes)
+    state = TrainingState(adapter, spec, prepared.fingerprint)
+    pending = resume(state, prepared.checkpoint)
+    progress = Progress(clock)
+    activations = None
+    if device is not None:
+        activations = Activations.for_job(
+            decoder,
+            state,
+            device,
+            max(max_tasklet_tokens, order.longest),
+            recompute_all=hyper.gradient_checkpointing,
+            longest_measured=measured,
+        )
+    trainer = Trainer(
+        decoder,
+        state,
+        prepared.dataset,
+        order,
+        prepared.validation,
+        hyper,
+        max_tasklet_tokens=max_tasklet_tokens,
+        pending=pending,
+        progress=progress,
+        on_step=on_step,
+        available_bytes=available_bytes,
+        activations=activations,
+        num_multiprocessors=device.num_multiprocessors if device is not None else None,
+        limit_is_fixed=limit_is_fixed,
+    )
+    return Training(state, trainer, order, progress)
