@@ -47,12 +47,14 @@ def main() -> None:
     def run(tokens: int, gib: float | None, *, recompute_all: bool = False) -> dict[str, Any]:
         most = None if gib is None else int(gib * 2**30)
         workload = Workload(arguments.seq_len, arguments.tokens_per_step, tokens, 16, recompute_all, None, most)
-        bench = FinetuneBench(device, resolved, decoder, ceilings, workload)
+        bench = None
         try:
+            bench = FinetuneBench(device, resolved, decoder, ceilings, workload)
             figures, description = bench.steps(arguments.steps, arguments.warmup_steps), bench.description()
             held = bench.arena_gib
         finally:
-            bench.close()
+            if bench is not None:
+                bench.close()
             gc.collect()
             if device.torch_device.type == "cuda":
                 device.release_kept_memory()

@@ -141,4 +141,4 @@ def test_less_memory_makes_layers_be_recomputed_and_too_little_is_refused(tmp_pa
     assert numbers[0] < numbers[1]
     result = bench_finetune("tiny", *flags, "--activation-memory", "0.001")
     assert result.returncode != 0
-    assert "--activation-memory: not even micro-batches of 128 tokens fit there" in result.stderr
+    assert "--activation-memory: The job needs" in result.stderr.replace("\n", " ")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from cotenant.device import Device, create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune import activations, tasklets
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, CapturedLayers
+from cotenant.finetune.footprint import state_bytes
 from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from cotenant.runtime.training import TrainingTenant
@@ -235,13 +238,25 @@ class Poison:
             self._hidden = None
 
 
-@pytest.mark.parametrize("changes", [{}, DPO, DROPOUT], ids=["plain", "dpo", "dropout"])
+@pytest.mark.parametrize(
+    ("changes", "num_recomputed"),
+    [({}, 0), ({}, 1), (DPO, 0), (DPO, 1), (DROPOUT, 2)],
+    ids=["plain", "plain-1", "dpo", "dpo-1", "dropout"],
+)
 def test_tasklets_touch_no_more_than_their_layers_memory(
-    decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+    decoder: Decoder,
+    captured: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    num_recomputed: int,
 ) -> None:
     _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=3, **changes))
     poison = Poison(monkeypatch)
     job = captured(decoder, tmp_path / "poisoned", max_steps=3, **changes)
+    while job.num_recomputed < num_recomputed:
+        job.require(CHUNK_BYTES)
+    assert job.num_recomputed == num_recomputed
     while not job.done:
         if job.upcoming():
             support.run(job, 1)
@@ -383,6 +398,37 @@ def test_a_job_is_refused_or_trains(decoder: Decoder, captured: Make, tmp_path: 
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {False, True}
     assert codes == {"insufficient_memory"}
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_what_is_said_to_be_lacking_is_enough_and_no_more(
+    decoder: Decoder, captured: Make, tmp_path: Path, is_captured: bool
+) -> None:
+    """With all that the job needs counted, and what is free as it was said to be."""
+
+    def make(name: str, free_bytes: int, validation: support.Examples) -> TrainingJob:
+        if is_captured:
+            return captured(decoder, tmp_path / name, free_bytes=free_bytes, validation=validation, max_length=250)
+        spec = support.make_spec(tmp_path / name, validation=validation, eval_steps=3, max_length=250)
+        return support.make_job(decoder, spec, free_bytes=free_bytes)
+
+    undisturbed = make("undisturbed", 1 << 40, VALIDATION)
+    state = state_bytes(sum(matrix.numel() for matrix in undisturbed.adapter.parameters()))
+    undisturbed.close()
+    long = [([5] * 250, [0.0] + [1.0] * 249)]
+    for validation, few in itertools.product((VALIDATION, long), (state - 1000, state + 1000)):
+        name = f"{len(validation)}-{few}"
+        with pytest.raises(CotenantError) as refused:
+            make(name, few, validation)
+        numbers = re.findall(r"(\d+) (?:bytes|are free|\(\d+ MiB\) are)", refused.value.message)
+        needed, free, lacking = map(int, numbers)
+        assert (free, needed - free) == (few, lacking)
+        if few < state:
+            continue  # a bound
+        make(f"{name}-enough", few + lacking, validation).close()
+        with pytest.raises(CotenantError) as refused:
+            make(f"{name}-less", few + lacking - 1, validation)
+        assert "so 1 (0 MiB) are lacking" in refused.value.message
 
 
 def test_a_long_validation_example_has_room_as_well(decoder: Decoder, captured: Make, tmp_path: Path) -> None:

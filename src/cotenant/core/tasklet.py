@@ -12,7 +12,8 @@ class TaskletKind(StrEnum):
     """What a tasklet does. A training micro-batch runs FORWARD for each layer, LOSS, BACKWARD for each layer in
     reverse; a step ends with one OPTIMIZER tasklet, which is atomic. RECOMPUTE comes before the BACKWARD of a layer
     that kept its input alone. Where layers are captured they are cut into attention and MLP, and the MLP's backward
-    before its last product, lest a GPU be busy with one for too long. EVAL_* are the same without gradients."""
+    before its last product, lest a GPU be busy with one for too long. EVAL_* are the same without gradients;
+    captured layers have the same forward parts for both."""
 
     FORWARD = "forward"
     FORWARD_ATTENTION = "forward_attention"

@@ -34,7 +34,7 @@ from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
 # Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
-_MAX_FRAMES = 24
+_MAX_FRAMES = 32
 # So many notes of what was launched may lie there before those of what has ended are looked for.
 _MOST_NOTES = 64
 
@@ -146,15 +146,15 @@ class Activations:
     def _refresh_layer(self, layer: int) -> None:
         if layer < self._num_fresh:
             return
-        self._num_fresh = layer + 1
         refresh = self._pack.layers[layer].refresh
         if self._pool is None:
             refresh()
-            return
-        key = (layer, current_lane())
-        if key not in self._refreshing:
-            self._refreshing[key] = capture_graph(refresh, self._pool)
-        self._refreshing[key].replay()
+        else:
+            key = (layer, current_lane())
+            if key not in self._refreshing:
+                self._refreshing[key] = capture_graph(refresh, self._pool)
+            self._refreshing[key].replay()
+        self._num_fresh = layer + 1
 
     def begin(self, micro_batch: MicroBatch, kind: PassKind, token_keys: torch.Tensor | None = None) -> CapturedPass:
         """Ends whatever micro-batch was there. ``token_keys``: see ``CapturedLayers.load``. Raises

@@ -53,16 +53,18 @@ def state_bytes(num_weights: int) -> int:
     return num_weights * _STATE_BYTES_PER_WEIGHT
 
 
-def require_room(
+def require_state(
     spec: ModelSpec, dtype: torch.dtype, num_weights: int, longest: int, longest_measured: int, free_bytes: int
-) -> None:
-    """Raise CotenantError, with the bytes that are lacking, if not even the smallest micro-batches fit: the longest
-    example (a pair is one) alone, ``longest`` tokens, its activations computed again in the backward pass, or that of
-    the validation file, ``longest_measured`` tokens (0: there is none); and an adapter of ``num_weights`` elements."""
-    trained = activation_bytes(spec, longest, dtype, spec.num_layers - 1)
-    needed = state_bytes(num_weights) + max(trained, passing_bytes(spec, longest_measured, dtype))
-    if needed > free_bytes:
+) -> int:
+    """``state_bytes``. Raises CotenantError, with the bytes that are lacking, if there is room for no more than that:
+    the longest example (a pair is one), ``longest`` tokens, or that of the validation file, ``longest_measured`` tokens
+    (0: there is none), needs some as well. How much is known once the adapter is there; here it is a bound."""
+    taken = state_bytes(num_weights)
+    if taken >= free_bytes:
+        trained = activation_bytes(spec, longest, dtype, spec.num_layers - 1)
+        needed = taken + max(trained, passing_bytes(spec, longest_measured, dtype))
         raise lacking_room(needed, free_bytes, longest, longest_measured)
+    return taken
 
 
 def lacking_room(needed_bytes: int, free_bytes: int, longest: int, longest_measured: int) -> CotenantError:

@@ -252,8 +252,13 @@ class TrainingJob:
         return self._running.trainer.max_tokens
 
     @property
+    def num_recomputed(self) -> int:
+        """Layers of the next micro-batches that keep their inputs alone."""
+        return self._running.trainer.num_recomputed
+
+    @property
     def left_bytes(self) -> int:
-        """What a ``require`` could ask for."""
+        """Memory of activations that was not given away. What the longest validation example takes never is."""
         return self._running.trainer.left_bytes
 
     # Reporting and stopping

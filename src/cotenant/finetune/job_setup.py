@@ -13,10 +13,7 @@ from cotenant.finetune.footprint import (
     captured_bytes,
     lacking_room,
     passing_bytes,
-    require_room,
-    state_bytes,
 )
-from cotenant.finetune.order import DataOrder
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.spec import ModelSpec
@@ -40,30 +37,20 @@ def new_adapter(spec: JobSpec, model: ModelSpec) -> LoraAdapter:
     )
 
 
-def left_for_activations(
-    decoder: Decoder, adapter: LoraAdapter, order: DataOrder, longest_measured: int, free_bytes: int | None
-) -> int | None:
-    """Of ``free_bytes``, what the adapter's training state leaves; None: enough. Raises CotenantError, as
-    ``require_room`` does, if not even the smallest micro-batches fit there."""
-    if free_bytes is None:
-        return None
-    num_weights = sum(matrix.numel() for matrix in adapter.parameters())
-    require_room(decoder.spec, decoder.dtype, num_weights, order.longest, longest_measured, free_bytes)
-    return free_bytes - state_bytes(num_weights)
-
-
 def make_budget(
     decoder: Decoder,
     activations: Activations | None,
     sizes: Sequence[int],
     longest_measured: int,
-    available_bytes: int | None,
+    free_bytes: int | None,
+    taken_bytes: int,
     efficiency: Callable[[int], float] | None,
     *,
     recompute_all: bool,
 ) -> ActivationBudget:
     """``sizes``: tokens of micro-batches that train, ascending; ``longest_measured``: of the longest validation
-    example, which is never cut (0: there is none). ``activations``: where layers are captured. ``efficiency`` and
+    example, which is never cut (0: there is none). ``activations``: where layers are captured. ``free_bytes``: of the
+    device, for the job, whose adapter takes ``taken_bytes`` of them; None: enough. ``efficiency`` and
     ``recompute_all``: see ``choices``. Raises CotenantError if nothing has room."""
     spec, dtype = decoder.spec, decoder.dtype
 
@@ -72,21 +59,25 @@ def make_budget(
             return activation_bytes(spec, size, dtype, num_recomputed)
         return activations.bytes_for(size, num_recomputed)
 
-    share = _recomputed_share(spec)
-    ways = choices(sizes, spec.num_layers, needed, share, efficiency, recompute_all=recompute_all)
-    # Validation and DPO's reference never run while training keeps something, and are cut as it is.
     if activations is None:
-        uncut = passing_bytes(spec, longest_measured, dtype)
-        return ActivationBudget(ways, kept_back_bytes=uncut, available_bytes=available_bytes)
-    uncut, chunk = activations.passing_bytes_for(longest_measured), activations.chunk_bytes
+        uncut, chunk = passing_bytes(spec, longest_measured, dtype), 1
+    else:
+        uncut, chunk = activations.passing_bytes_for(longest_measured), activations.chunk_bytes
 
-    def passing(widest: int) -> int:
-        """What passes within a tasklet lies beside the arena, where the graphs of each lane find it."""
+    def beside(widest: int) -> int:
+        """What passes within a tasklet of captured layers lies beside the arena, where the graphs of each lane find
+        it. Others' is in what a micro-batch needs."""
+        if activations is None:
+            return 0
         return activations.num_lanes * captured_bytes(spec, max(widest, longest_measured), dtype)
 
+    share = 0.5 if activations is None else _recomputed_share(spec)
+    ways = choices(sizes, spec.num_layers, needed, share, efficiency, recompute_all=recompute_all)
+
     def budget(widest: int) -> ActivationBudget:
-        left = None if available_bytes is None else max(0, available_bytes - passing(widest))
+        left = None if free_bytes is None else max(0, free_bytes - taken_bytes - beside(widest))
         narrow = [way for way in ways if way.max_tokens <= widest]
+        # Validation and DPO's reference never run while training keeps something, and are cut as it is.
         return ActivationBudget(narrow, kept_back_bytes=uncut, available_bytes=left, granularity_bytes=chunk)
 
     def rank(budget: ActivationBudget) -> tuple[bool, float, int]:
@@ -96,13 +87,13 @@ def make_budget(
     best = min(map(budget, reversed(sizes)), key=rank)
     longest = min(sizes)
     least = -(-max(needed(longest, spec.num_layers - 1), uncut) // chunk) * chunk
-    if available_bytes is not None and best.left_bytes < least:
-        raise lacking_room(passing(longest) + least, available_bytes, longest, longest_measured)
+    if free_bytes is not None and best.left_bytes < least:
+        raise lacking_room(taken_bytes + beside(longest) + least, free_bytes, longest, longest_measured)
     return best
 
 
 def _recomputed_share(spec: ModelSpec) -> float:
-    """Of the products of a layer's forward and backward, those that are done again where it is recomputed: all of the
+    """Of the products of a layer's forward and backward, those that are done again where it is captured: all of the
     forward's but the last. (The backward's are as many: gradients of inputs, over frozen weights.)"""
     sizes = {module: math.prod(spec.module_shape(module)) for module in LINEAR_MODULES}
     return 0.5 * (1.0 - sizes["down_proj"] / sum(sizes.values()))

@@ -11,7 +11,7 @@ from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.device import Device
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.checkpoint import TrainerState
-from cotenant.finetune.job_setup import left_for_activations
+from cotenant.finetune.footprint import require_state
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preparation import Prepared
 from cotenant.finetune.progress import Progress
@@ -51,7 +51,10 @@ def make_training(
     hyper, order = spec.hyperparameters, prepared.order
     adapter = prepared.adapter.trainable_on(decoder.device)
     measured = prepared.validation.longest if prepared.validation is not None else 0
-    available_bytes = left_for_activations(decoder, adapter, order, measured, free_bytes)
+    taken_bytes = 0
+    if free_bytes is not None:
+        num_weights = sum(matrix.numel() for matrix in adapter.parameters())
+        taken_bytes = require_state(decoder.spec, decoder.dtype, num_weights, order.longest, measured, free_bytes)
     state = TrainingState(adapter, spec, prepared.fingerprint)
     pending = resume(state, prepared.checkpoint)
     progress = Progress(clock)
@@ -76,7 +79,8 @@ def make_training(
         pending=pending,
         progress=progress,
         on_step=on_step,
-        available_bytes=available_bytes,
+        free_bytes=free_bytes,
+        taken_bytes=taken_bytes,
         activations=activations,
         num_multiprocessors=device.num_multiprocessors if device is not None else None,
         limit_is_fixed=limit_is_fixed,

@@ -160,7 +160,8 @@ class TrainingStep:
 
     def limit(self, max_tasklet_tokens: int, *, num_recomputed: int) -> None:
         """Split what is not done yet into micro-batches of at most so many tokens, of whose layers ``num_recomputed``
-        keep their inputs alone. The one in flight starts again if it is to be cut, or keeps more."""
+        keep their inputs alone. The one in flight starts again if it is to be cut or keeps more, even where there would
+        be room for it."""
         num_kept, divide = self._num_done, self._objective.split
         in_flight = None if self._pass is None else self._micro_batches[num_kept]
         if (

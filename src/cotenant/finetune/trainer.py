@@ -66,10 +66,11 @@ class FusedInput:
 class Trainer:
     """Runs one tasklet at a time. ``on_step`` is called with each step's metrics once its evaluation is over.
 
-    ``pending``: metrics of a step that was taken before, whose evaluation is still to run. ``available_bytes``: memory
-    for activations; None: enough. ``activations``: where layers are captured; the trainer closes it.
-    ``num_multiprocessors``: those that training runs on, where micro-batches should fit them; without
-    ``limit_is_fixed`` the largest may then be smaller than ``max_tasklet_tokens``.
+    ``pending``: metrics of a step that was taken before, whose evaluation is still to run. ``free_bytes``: of the
+    device's memory, what the job may take, of which its adapter takes ``taken_bytes``; None: enough. ``activations``:
+    where layers are captured; the trainer closes it. ``num_multiprocessors``: those that training runs on, where
+    micro-batches should fit them; without ``limit_is_fixed`` the largest may then be smaller than
+    ``max_tasklet_tokens``.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class Trainer:
         pending: StepMetrics | None,
         progress: Progress,
         on_step: Callable[[StepMetrics], None],
-        available_bytes: int | None = None,
+        free_bytes: int | None = None,
+        taken_bytes: int = 0,
         activations: Activations | None = None,
         num_multiprocessors: int | None = None,
         limit_is_fixed: bool = True,
@@ -105,7 +107,8 @@ class Trainer:
             activations,
             sizes,
             validation.longest if validation is not None else 0,
-            available_bytes,
+            free_bytes,
+            taken_bytes,
             efficiency,
             recompute_all=hyper.gradient_checkpointing,
         )

@@ -63,7 +63,8 @@ class LoraAdapter:
     matrices show, and another alpha, which ``alphas`` lists.
 
     Trainable adapters hold float32 master weights that require grad. Dropout acts while ``dropout_masks`` is set, which
-    is for the rows of one micro-batch; the same forward run again gives the same bits. None: no dropout.
+    is for the rows of one micro-batch; the same forward run again gives the same bits. None: no dropout. Captured
+    layers have masks of their own.
 
     Adapters for serving are frozen and packed: they have no ``weights``, only packed groups.
     """

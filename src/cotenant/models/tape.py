@@ -17,8 +17,8 @@ from cotenant.models.training_pack import PackedLayer
 
 
 class KeptDelta(NamedTuple):
-    """One module's LoRA delta ``scale * (x * mask) @ a.T @ b.T`` on the kept rows. Dropout's mask follows from the
-    adapter's seed and the shape of x, so it is made again."""
+    """One module's LoRA delta ``scale * (x * mask) @ a.T @ b.T`` on the kept rows. Dropout's mask follows from
+    the tokens' keys, so it is made again."""
 
     adapter: LoraAdapter
     key: ModuleKey

@@ -124,7 +124,7 @@ class Roofline:
             TaskletKind.FORWARD_ATTENTION: forward_attention,
             TaskletKind.FORWARD_MLP: up + down,
             TaskletKind.LOSS: 2 * head,
-            TaskletKind.RECOMPUTE: forward_attention + up,
+            TaskletKind.RECOMPUTE: forward_attention + up + down,
             TaskletKind.RECOMPUTE_ATTENTION: forward_attention,
             TaskletKind.RECOMPUTE_UP: up,
             TaskletKind.BACKWARD: backward_attention + up + down,

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from cotenant.config import ModelConfig
-from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import JobSpec
+from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.base import FinishedTasklet
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.captured import BACKWARD_PARTS
+from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
@@ -85,29 +86,32 @@ class FinetuneBench:
         self._activations = Activations.for_job(
             decoder, self._state, device, most, recompute_all=hyper.gradient_checkpointing
         )
-        self._trainer = Trainer(
-            decoder,
-            self._state,
-            dataset,
-            self._order,
-            None,
-            hyper,
-            max_tasklet_tokens=self._tasklet_tokens,
-            pending=None,
-            progress=Progress(time.monotonic),
-            on_step=lambda metrics: None,
-            available_bytes=workload.activation_bytes,
-            activations=self._activations,
-            num_multiprocessors=device.num_multiprocessors,
-            limit_is_fixed=workload.tasklet_tokens > 0,
-        )
-        if self._trainer.max_tokens == 0:
-            raise InvalidInputError(
-                f"--activation-memory: not even micro-batches of {self._order.longest} tokens fit there",
-                param="activation-memory",
-            )
+        self._trainer = self._make_trainer(dataset, hyper)
         self._micro_batches = split(dataset, self._order.step(0), self._trainer.max_tokens)
         self._trainer.start()
+
+    def _make_trainer(self, dataset: Dataset, hyper: Hyperparameters) -> Trainer:
+        try:
+            return Trainer(
+                self._decoder,
+                self._state,
+                dataset,
+                self._order,
+                None,
+                hyper,
+                max_tasklet_tokens=self._tasklet_tokens,
+                pending=None,
+                progress=Progress(time.monotonic),
+                on_step=lambda metrics: None,
+                free_bytes=self._workload.activation_bytes,
+                activations=self._activations,
+                num_multiprocessors=self._device.num_multiprocessors,
+                limit_is_fixed=self._workload.tasklet_tokens > 0,
+            )
+        except CotenantError as error:
+            if self._activations is not None:
+                self._activations.close()
+            raise InvalidInputError(f"--activation-memory: {error.message}", param="activation-memory") from error
 
     @property
     def has_arena(self) -> bool:

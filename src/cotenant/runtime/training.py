@@ -231,8 +231,8 @@ class TrainingTenant:
 
     def discard(self) -> bool:
         """Give memory back: what arenas have kept for one another, or else the micro-batch in flight and what lies
-        ready for the next. For a while micro-batches are smaller then: the next would else take all of it again. False
-        if there was nothing to give."""
+        ready for the next. For a while micro-batches are smaller then, or their layers keep less: the next would else
+        take all of it again. False if there was nothing to give."""
         if self._device.release_kept_memory():
             return True
         if self._job is None or not (self._job.in_flight or self._job.mapped_bytes):
@@ -246,10 +246,12 @@ class TrainingTenant:
         self._withheld_bytes += given
         self._withheld_until_s = self._clock() + _SHORTAGE_S
         logger.warning(
-            "job %s gives up its micro-batch in flight, memory is short; for %.0f s they have at most %d tokens",
+            "job %s gives up its micro-batch in flight, memory is short; for %.0f s they have at most %d tokens, and "
+            "%d layers are computed again",
             self._job_id,
             _SHORTAGE_S,
             self._job.max_tokens,
+            self._job.num_recomputed,
         )
         return True
 

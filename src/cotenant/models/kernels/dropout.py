@@ -9,7 +9,8 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-@triton.jit
+# Compiled once for all probabilities and modules: what is a multiple of 16 would else be compiled where it first comes.
+@triton.jit(do_not_specialize=["dropped_below", "module_key"])
 def _dropout_kernel(
     values,
     token_keys,
