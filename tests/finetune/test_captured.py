@@ -370,6 +370,31 @@ def test_a_tasklet_that_runs_out_of_memory_half_done_changes_nothing(
         torch.testing.assert_close(disturbed, undisturbed, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [{"_MAX_FRAMES": 2}, {"_MAX_GRAPHS": 250}], ids=["frames", "graphs"])
+def test_frames_beyond_the_limit_are_let_go_of(
+    decoder: Decoder, captured: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
+) -> None:
+    """As if each had 100 graphs."""
+    _run_to_end(captured(decoder, tmp_path / "undisturbed", max_steps=6))
+    monkeypatch.setattr(CapturedLayers, "num_graphs", 100)
+    for name, value in limit.items():
+        monkeypatch.setattr(activations, name, value)
+    device = Lagging(2)
+    job = captured(decoder, tmp_path / "few", device=device, max_steps=6)
+    frames, most = job._training.trainer._activations._frames, 0  # type: ignore[union-attr]
+    while not job.done:
+        if job.upcoming():
+            support.run(job, 1)
+            most = max(most, len(frames))
+        else:
+            job.wait_for_writes()
+        job.take_updates()
+    job.close()
+    assert most == (2 if "_MAX_FRAMES" in limit else 3)
+    assert device.num_waits > 3
+    assert support.adapter_bytes(tmp_path / "few") == support.adapter_bytes(tmp_path / "undisturbed")
+
+
 def test_a_job_goes_on_from_its_checkpoint(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
     _run_to_end(captured(decoder, tmp_path / "whole", max_steps=9))
     job = captured(decoder, tmp_path / "parts", max_steps=9)

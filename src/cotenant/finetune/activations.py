@@ -33,8 +33,9 @@ from cotenant.models.lora import LoraAdapter
 from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
-# Each has some hundred graphs. Beyond, the frame that was not used for longest is captured anew when it comes again.
-_MAX_FRAMES = 32
+# Beyond either, the frame that was not used for longest is captured anew when it comes again. One of 32 layers has some
+# hundred graphs on each lane that it has run on, which take tens of MiB of the device.
+_MAX_FRAMES, _MAX_GRAPHS = 64, 8192
 # So many notes of what was launched may lie there before those of what has ended are looked for.
 _MOST_NOTES = 64
 
@@ -169,9 +170,7 @@ class Activations:
         key = (frame, kind)
         layers = self._frames.get(key)
         if layers is None:
-            if len(self._frames) >= _MAX_FRAMES:
-                self._device.wait_for_tasklets()
-                self._frames.popitem(last=False)
+            self._make_room_for_frame()
             storage = self._storage[:needed]
             layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, kind)
             self._frames[key] = layers
@@ -180,6 +179,15 @@ class Activations:
         layers.load(micro_batch, token_keys)
         refresh = self._refresh_layer if kind.has_adapter else None
         return CapturedPass(self._pack, layers, micro_batch, refresh, self._reaches.note)
+
+    def _make_room_for_frame(self) -> None:
+        num_graphs = sum(layers.num_graphs for layers in self._frames.values())
+        if len(self._frames) < _MAX_FRAMES and num_graphs < _MAX_GRAPHS:
+            return
+        self._device.wait_for_tasklets()  # its graphs, maybe
+        while len(self._frames) >= _MAX_FRAMES or num_graphs >= _MAX_GRAPHS:
+            _, layers = self._frames.popitem(last=False)
+            num_graphs -= layers.num_graphs
 
     def give_back(self, num_kept: int) -> None:
         """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what reaches that far; the device

@@ -203,6 +203,11 @@ class CapturedLayers:
         self.loss = CapturedLoss(decoder, self._places.edges[-1], self._places.gradient, pool)
         self._num_loaded = 0
 
+    @property
+    def num_graphs(self) -> int:
+        """That there are, on all lanes."""
+        return self.loss.num_graphs + (0 if self._graphs is None else len(self._graphs))
+
     def load(self, micro_batch: MicroBatch, token_keys: torch.Tensor | None) -> None:
         """Begin a micro-batch of this frame: its embedded tokens are the first layer's input. ``token_keys`` [tokens]:
         see ``DropoutMasks``; None without dropout."""

@@ -46,6 +46,10 @@ class CapturedLoss:
         self._count = 0  # targets
         self._num_begun = 0
 
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graphs is None else len(self._graphs)
+
     def begin(self, micro_batch: MicroBatch, scales: torch.Tensor | None = None) -> None:
         """Take over the targets. ``scales`` [targets]: of their gradients, if there are any."""
         self._num_begun += 1

@@ -27,6 +27,10 @@ class LaneGraphs:
         self._has_run: set[tuple[Hashable, int]] = set()
         self._graphs: dict[tuple[Hashable, int], torch.cuda.CUDAGraph] = {}
 
+    def __len__(self) -> int:
+        """Graphs that there are."""
+        return len(self._graphs)
+
     def run(self, piece: Hashable, kind: Hashable, launch: Callable[[], None], *, may_capture: bool = True) -> None:
         """Launch a piece. Each kind of them runs once as it is before a piece of it is captured: that compiles its
         kernels and makes its libraries ready."""
