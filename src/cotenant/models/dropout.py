@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from cotenant.device.upload import upload
-from cotenant.models.products import has_triton
+from cotenant.models.products import runs_kernels
 
 # Elements whose hashes are in memory at a time, four bytes each and twice: as many as a CPU's cache holds, or as are
 # worth a launch.
@@ -59,13 +59,13 @@ class DropoutMasks:
 
     def apply(self, layer: int, module: str, x: torch.Tensor) -> torch.Tensor:
         """A module's input ``x`` [tokens, in] times its mask, as a new tensor."""
-        if _is_fused(x):
+        if runs_kernels(x):
             return self._drop(layer, module, x, None)
         return x * self.mask(layer, module, x)
 
     def add_applied(self, layer: int, module: str, target: torch.Tensor, values: torch.Tensor) -> None:
         """Add to ``target`` [tokens, in] the ``values``, of its shape, times the mask of a module's input."""
-        if _is_fused(values):
+        if runs_kernels(values):
             self._drop(layer, module, values, target)
         else:
             target.addcmul_(values, self.mask(layer, module, values))
@@ -82,10 +82,6 @@ class DropoutMasks:
         if count not in self._columns:
             self._columns[count] = upload(_spread(_multiples(count)), self._keys.device)
         return self._columns[count]
-
-
-def _is_fused(x: torch.Tensor) -> bool:
-    return x.is_cuda and not torch.is_grad_enabled() and has_triton()
 
 
 @cache

@@ -7,17 +7,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from cotenant.models.products import has_triton
+from cotenant.models.products import runs_kernels
 from cotenant.models.rope import rotate
-
-
-def _is_fused(x: torch.Tensor) -> bool:
-    return x.is_cuda and not torch.is_grad_enabled() and has_triton()
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMS norm of ``x`` [rows, hidden]. Rounds to its dtype before the weight is applied, as transformers does."""
-    if _is_fused(x):
+    if runs_kernels(x):
         from cotenant.models.kernels import training
 
         return training.rms_norm(x, weight, epsilon)
@@ -33,7 +29,7 @@ def norm_backward(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """From the gradient of ``norm``'s output [rows, hidden] to that of ``x``, plus ``add``; in ``out`` if given."""
-    if _is_fused(x):
+    if runs_kernels(x):
         from cotenant.models.kernels import training
 
         return training.norm_backward(x, weight, gradient, epsilon, add, out)
@@ -45,7 +41,7 @@ def norm_backward(
 
 def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """silu of the left half times the right half: [rows, 2 * width] -> [rows, width]."""
-    if _is_fused(gate_up):
+    if runs_kernels(gate_up):
         from cotenant.models.kernels import elementwise
 
         return elementwise.silu_and_multiply(gate_up)
@@ -58,7 +54,7 @@ def silu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result of ``silu_and_multiply`` again, in the memory of its ``gradient`` [rows, width], and the gradient of
     ``gate_up`` [rows, 2 * width], in ``out`` if given, which may be ``gate_up``."""
-    if _is_fused(gate_up):
+    if runs_kernels(gate_up):
         from cotenant.models.kernels import training
 
         return training.silu_backward(gate_up, gradient, out)
@@ -83,7 +79,7 @@ def rotate_heads(
     """The first ``num_rotated`` of ``heads`` [tokens, heads, head_dim], rotated: [tokens, num_rotated, head_dim], in
     ``out`` if given. With ``weight`` [num_rotated, head_dim] each is normalised first. ``cos``, ``signed_sin``: see
     ``RopeTables.at``."""
-    if _is_fused(heads):
+    if runs_kernels(heads):
         from cotenant.models.kernels import training
 
         return training.rotate_heads(heads, cos, signed_sin, num_rotated, weight, epsilon, out)
@@ -107,7 +103,7 @@ def rotate_heads_backward(
     """From the gradients of rotated queries [tokens, heads, head_dim], rotated keys and values
     [tokens, kv_heads, head_dim] to that of ``heads`` [tokens, heads + 2 * kv_heads, head_dim], which ``rotate_heads``
     was given; ``heads`` is read only if they were normalised."""
-    if _is_fused(query):
+    if runs_kernels(query):
         from cotenant.models.kernels import training
 
         return training.rotate_heads_backward(query, key, value, cos, signed_sin, heads, weight, epsilon)

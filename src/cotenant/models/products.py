@@ -15,11 +15,16 @@ def has_triton() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
+def runs_kernels(x: torch.Tensor) -> bool:
+    """Whether what is done to ``x`` is left to kernels written in Triton: they know no autograd."""
+    return x.is_cuda and not torch.is_grad_enabled() and has_triton()
+
+
 def product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x @ weight.T + bias``: [rows, in] and [out, in] -> [rows, out], written to ``out`` if given."""
-    if x.is_cuda and not torch.is_grad_enabled() and has_triton():
+    if runs_kernels(x):
         from cotenant.models.kernels.skinny import fits, skinny_product
 
         if fits(x, weight):
