@@ -263,7 +263,7 @@ def test_memory_is_given_back_and_comes_again() -> None:
     bench.steps(2, 1)
     activations = bench._activations
     assert activations is not None
-    required = bench.require(20, activations.total_bytes // 2)
+    required = bench.require(20, bench._trainer.left_bytes // 2)
     assert required is not None
     assert required["unmapped_mib"]["p50"] > 0
     assert required["unmapped_ms"]["p50"] < required["latency_ms"]["p50"]

@@ -34,7 +34,7 @@ from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
 # Beyond either, the frame that was not used for longest is captured anew when it comes again. One of 32 layers has some
-# hundred graphs on each lane that it has run on, which take tens of MiB of the device.
+# hundred graphs on each lane that it has run on, and their memory is in no account.
 _MAX_FRAMES, _MAX_GRAPHS = 64, 8192
 # So many notes of what was launched may lie there before those of what has ended are looked for.
 _MOST_NOTES = 64
@@ -113,11 +113,6 @@ class Activations:
     @property
     def chunk_bytes(self) -> int:
         return self._arena.chunk_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Of the addresses: what the largest micro-batch needs, in whole chunks."""
-        return self._arena.num_chunks * self._arena.chunk_bytes
 
     @property
     def mapped_bytes(self) -> int:

@@ -71,7 +71,7 @@ def make_budget(
             return 0
         return activations.num_lanes * captured_bytes(spec, max(widest, longest_measured), dtype)
 
-    share = 0.5 if activations is None else _recomputed_share(spec)
+    share = _recomputed_share(spec, with_last=activations is None)
     ways = choices(sizes, spec.num_layers, needed, share, efficiency, recompute_all=recompute_all)
 
     def budget(widest: int) -> ActivationBudget:
@@ -92,8 +92,10 @@ def make_budget(
     return best
 
 
-def _recomputed_share(spec: ModelSpec) -> float:
-    """Of the products of a layer's forward and backward, those that are done again where it is captured: all of the
-    forward's but the last. (The backward's are as many: gradients of inputs, over frozen weights.)"""
+def _recomputed_share(spec: ModelSpec, *, with_last: bool) -> float:
+    """Of the products of a layer's forward and backward, those that are done again where it is recomputed: all of the
+    forward's, ``with_last`` or without its last one, whose result nobody reads. (The backward's are as many: gradients
+    of inputs, over frozen weights.)"""
     sizes = {module: math.prod(spec.module_shape(module)) for module in LINEAR_MODULES}
-    return 0.5 * (1.0 - sizes["down_proj"] / sum(sizes.values()))
+    skipped = 0 if with_last else sizes["down_proj"]
+    return 0.5 * (1.0 - skipped / sum(sizes.values()))
