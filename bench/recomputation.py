@@ -43,6 +43,7 @@ def main() -> None:
     dtype = choose_dtype("auto", resolved.spec.dtype, device)
     decoder = load_decoder(resolved, device.torch_device, dtype, seed=0)
     ceilings = measure_ceilings(device.torch_device, dtype)
+    print(f"{resolved.name}, {str(dtype).removeprefix('torch.')}, {device.name}", flush=True)
 
     def run(tokens: int, gib: float | None, *, recompute_all: bool = False) -> dict[str, Any]:
         most = None if gib is None else int(gib * 2**30)

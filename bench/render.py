@@ -88,7 +88,7 @@ SECTIONS = (
         "On a GPU: training alone, beside PEFT and torchtune",
         "`python bench/compare_finetune.py --batch-sizes 8 --steps 8 --warmup-steps 3 --samples 4 --torchtune-site DIR "
         "--json bench/results/finetune_h200.json`, with `--only` for each of these: each row is a process of its own, "
-        "one after the other on one GPU, alone on its host. Memory is at its peak, weights included.",
+        "one after the other on one GPU. Memory is at its peak, weights included.",
     ),
     Section(
         "recomputation_h200.txt",
@@ -100,8 +100,8 @@ SECTIONS = (
     Section(
         "finetune_dropout_h200.json",
         "On a GPU: training with dropout",
-        "One process after the other; the board was warmer in the second, as the matrix rate beside it says: "
-        "737.5 TFLOP/s after 774.9.",
+        "One process after the other. The share is of the matrix rate beside it, which was 774.9 TFLOP/s in the first "
+        "and 737.5 in the second: compare shares.",
     ),
     Section(
         "finetune_cut_h200.json",
@@ -113,8 +113,8 @@ SECTIONS = (
         "On a GPU: how soon training stops and gives memory back",
         "Micro-batches of 2,048 tokens, two in a step, alone on its host. `stop` and "
         "`require` come at random moments; what was required counts as given once another arena has mapped and cleared "
-        "it. The second row is of a later version on another host, where a launch costs the thread twice the time, and "
-        "so do the driver's calls.",
+        "it. The second row is of a later version on another host, where launching takes the thread twice the time, "
+        "and to unmap as much a third more.",
     ),
     Section(
         "discards_h200.txt",
