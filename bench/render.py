@@ -113,8 +113,9 @@ SECTIONS = (
         "On a GPU: how soon training stops and gives memory back",
         "Micro-batches of 2,048 tokens, two in a step, alone on its host. `stop` and "
         "`require` come at random moments; what was required counts as given once another arena has mapped and cleared "
-        "it. The second row is of a later version on another host, where launching takes the thread twice the time, "
-        "and to unmap as much a third more.",
+        "it. Each row is a version of its own on another host: where the second was measured, launching takes the "
+        "thread twice the time; since the third, chunks keep their handles while they are mapped, and access is "
+        "allowed to four of them at a time.",
     ),
     Section(
         "discards_h200.txt",

@@ -26,10 +26,6 @@ class Driver:
         self.references[handle] -= 1
         assert self.references[handle] >= 0
 
-    def retain(self, address: int) -> int:
-        self.references[self.mapped[address]] += 1
-        return self.mapped[address]
-
     def map(self, address: int, size_bytes: int, handle: int) -> None:
         assert address not in self.mapped
         self.mapped[address] = handle

@@ -56,6 +56,19 @@ def test_content_stays_and_what_comes_back_is_zero() -> None:
     assert chunks.device == create_device("cuda").torch_device
 
 
+def test_many_chunks_come_at_once_around_those_that_are_there() -> None:
+    arena = create_arena(30)
+    chunks = arena.tensor(torch.int64).view(30, -1)
+    arena.map([4, 25])
+    chunks[[4, 25]] = 7
+    arena.map(set(range(30)) - {4, 9, 25})
+    assert not chunks[[chunk for chunk in range(30) if chunk not in (4, 9, 25)]].any()
+    assert (chunks[[4, 25]] == 7).all()
+    arena.unmap(set(range(30)) - {4, 9, 25})
+    assert arena.mapped == {4, 25}
+    assert (chunks[[4, 25]] == 7).all()
+
+
 def test_chunks_are_whole_pages_of_the_device() -> None:
     with pytest.raises(ValueError, match="positive multiple of"):
         create_arena(4, MIB)

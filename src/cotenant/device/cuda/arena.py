@@ -7,8 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 
-from cotenant.device.arena import count_chunks
+from cotenant.device.arena import count_chunks, runs
 from cotenant.device.cuda.physical_memory import PhysicalMemory
+
+# Access is allowed to so many chunks in one call, and they are cleared in one, while the next are mapped.
+_CHUNKS_AT_ONCE = 4
 
 
 class CudaArena:
@@ -26,7 +29,7 @@ class CudaArena:
         self._address, self._mapped = reservation.address, reservation.mapped
         # torch asks the driver whose memory this is, and the driver knows only of mapped memory. The tensor holds the
         # reservation and not the arena, or the two would keep each other alive.
-        self._with_kept_memory(lambda: self._map_chunk(0))
+        self._with_kept_memory(lambda: self._map_run(range(1)))
         self._bytes = torch.as_tensor(reservation, device=self._device)  # [num_chunks * chunk_bytes]
         self._unmap([0])
 
@@ -63,12 +66,14 @@ class CudaArena:
             attempt()
 
     def _map(self, chunks: Collection[int]) -> None:
-        """Map these chunks or none of them. Each is cleared while the next is mapped: to map one takes the host about
-        as long as to clear one takes the device."""
+        """Map these chunks or none of them. Some are cleared while the next are mapped: to map a chunk takes the host
+        about as long as to clear one takes the device."""
         try:
-            for chunk in sorted(chunks):
-                self._map_chunk(chunk)
-                self._bytes[chunk * self.chunk_bytes : (chunk + 1) * self.chunk_bytes].zero_()
+            for run in runs(chunks):
+                for first in range(run.start, run.stop, _CHUNKS_AT_ONCE):
+                    some = range(first, min(first + _CHUNKS_AT_ONCE, run.stop))
+                    self._map_run(some)
+                    self._bytes[some.start * self.chunk_bytes : some.stop * self.chunk_bytes].zero_()
         except BaseException as error:
             torch.cuda.current_stream(self._device).synchronize()
             self._unmap(self._mapped.intersection(chunks))
@@ -80,15 +85,16 @@ class CudaArena:
                 ) from error
             raise
 
-    def _map_chunk(self, chunk: int) -> None:
-        address = self._address + chunk * self.chunk_bytes
-        self._memory.map(address, self.chunk_bytes)
+    def _map_run(self, run: range) -> None:
+        """Map a run of chunks or none of it."""
         try:
-            self._memory.allow_access(address, self.chunk_bytes)
+            for chunk in run:
+                self._memory.map(self._address + chunk * self.chunk_bytes, self.chunk_bytes)
+                self._mapped.add(chunk)
+            self._memory.allow_access(self._address + run.start * self.chunk_bytes, len(run) * self.chunk_bytes)
         except BaseException:
-            self._memory.unmap(address, self.chunk_bytes, keep=False)
+            self._unmap(self._mapped.intersection(run))
             raise
-        self._mapped.add(chunk)
 
     def _unmap(self, chunks: Iterable[int], *, keep: bool = False) -> None:
         _unmap(self._memory, self._address, self.chunk_bytes, self._mapped, chunks, keep=keep)

@@ -19,12 +19,14 @@ from cotenant.device.cuda.driver import Driver
 class PhysicalMemory:
     """Puts memory under addresses, each piece in one call, and takes it from there in one call.
 
-    A mapping holds its memory. What is kept has no address, and is held by its handle alone.
+    Each piece is held by its one handle, which is released as it is given back to the driver: to let a mapping alone
+    hold it, and to ask for the handle again, would be two calls more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._opened: _Driver | None = None
+        self._mapped: dict[int, Any] = {}  # by address: handles
         self._kept: defaultdict[int, list[Any]] = defaultdict(list)  # by size: handles of memory that nothing maps
 
     @property
@@ -54,23 +56,22 @@ class PhysicalMemory:
         handle = kept.pop() if kept else driver.create(size_bytes)
         try:
             driver.map(address, size_bytes, handle)
-        finally:
-            driver.release(handle)  # the mapping holds the memory from here on
+        except BaseException:
+            driver.release(handle)
+            raise
+        self._mapped[address] = handle
 
     def allow_access(self, address: int, size_bytes: int) -> None:
         self._driver.allow_access(address, size_bytes)
 
     def unmap(self, address: int, size_bytes: int, *, keep: bool) -> None:
         """The driver unmaps what was mapped in one call, no more and no less. ``keep``: for the next ``map``."""
-        handle = self._driver.retain(address) if keep else None
-        try:
-            self._driver.unmap(address, size_bytes)
-        except BaseException:
-            if handle is not None:
-                self._driver.release(handle)
-            raise
-        if handle is not None:
+        self._driver.unmap(address, size_bytes)
+        handle = self._mapped.pop(address)
+        if keep:
             self._kept[size_bytes].append(handle)
+        else:
+            self._driver.release(handle)
 
     @property
     def kept_bytes(self) -> int:
@@ -120,10 +121,6 @@ class _Driver:
 
     def release(self, handle: Any) -> None:
         self._call("cuMemRelease", handle)
-
-    def retain(self, address: int) -> Any:
-        """Another handle of the memory that is mapped there."""
-        return self._call("cuMemRetainAllocationHandle", address)
 
     def map(self, address: int, size_bytes: int, handle: Any) -> None:
         self._call("cuMemMap", address, size_bytes, 0, handle, 0)
