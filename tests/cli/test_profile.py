@@ -38,7 +38,7 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     (path,) = (tmp_path / "latencies").iterdir()
     first = json.loads(path.read_text())
     kinds = {shape[0] for _, shape, *_ in first["records"]}
-    assert {"batch", "shared batch", "tasklet", "beside"} <= kinds
+    assert {"batch", "tasklet", "beside"} <= kinds
     assert f"{len(first['records'])} latencies in " in result.stdout
     tasklet_ms = [record[2] for record in first["records"] if record[1][0] == "tasklet"]
     # On a CPU one thing at a time runs. Tasklets of the optimizer are longer, and a machine may be disturbed.

@@ -244,8 +244,8 @@ def test_what_was_learned_of_partitions_can_be_taken_over() -> None:
 
 
 def test_an_export_of_another_version_is_passed_over() -> None:
-    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":4', b'"version":3')
-    with pytest.raises(ValueError, match="version 3"):
+    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":5', b'"version":4')
+    with pytest.raises(ValueError, match="version 4"):
         LatencyPredictor("test hardware", "test model").restore(exported)
 
 

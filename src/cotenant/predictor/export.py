@@ -7,10 +7,11 @@ from typing import Any
 
 import msgspec
 
+from cotenant.predictor.batches import BatchStates
 from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 4
+_VERSION = 5
 _MOST = 1e12  # of any number
 
 
@@ -25,7 +26,7 @@ class Export(msgspec.Struct):
 
     of: tuple[str, str]
     records: list[tuple[tuple[Any, ...], Any, float, float, int]]
-    batch_model: LinearState
+    batches: BatchStates
     tasklet_models: dict[str, LinearState]
     partition_models: list[tuple[tuple[int, ...], LinearState]]
     partition_ratios: list[tuple[tuple[int, ...], Ratio]]
@@ -65,9 +66,11 @@ def _check(export: Export) -> None:
         hash((as_tuple(list(adapters)), as_tuple(shape)))
         takes_time = mean_ms > 0 or (mean_ms == 0 and as_tuple(shape)[:1] == ("fused",))  # inside a step it may not
         _require(takes_time and mean_ms < _MOST and 0 <= deviation_ms < _MOST and count >= 1, "a record")
-    for _, ratio in (*export.partition_ratios, *export.prior_ratios.items()):
+    ratios = (*export.partition_ratios, *export.prior_ratios.items(), *export.batches.ratios.items())
+    for _, ratio in ratios:
         _require(0 < ratio.mean < _MOST and 0 <= ratio.deviation < _MOST and ratio.count >= 0, "a ratio")
-    models = [export.batch_model, *export.tasklet_models.values(), *(state for _, state in export.partition_models)]
+    models = [export.batches.decodes, export.batches.prompts, *export.tasklet_models.values()]
+    models += [state for _, state in export.partition_models]
     for model in models:
         numbers = (*model.weights, *model.covariance)
         _require(all(abs(each) < _MOST for each in numbers) and model.num_samples >= 0, "a model")

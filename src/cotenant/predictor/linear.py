@@ -17,6 +17,7 @@ _FORGETTING = 0.99
 _PRIOR_VARIANCE = 1e4
 _REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
 _RESTORED_DOUBT = 10.0
+_MOST_COUNTED = 10.0  # times, the error of a small target
 
 
 class LinearState(NamedTuple):
@@ -28,10 +29,14 @@ class LinearState(NamedTuple):
 
 
 class OnlineLinearModel:
-    """Predicts ``weights · features``. ``scales`` bring each feature near 1: the update stays well conditioned."""
+    """Predicts ``weights · features``. ``scales`` bring each feature near 1: the update stays well conditioned.
 
-    def __init__(self, scales: tuple[float, ...]) -> None:
+    ``typical``: errors count by their share of the target; of a target of that size as without. None: as they are.
+    """
+
+    def __init__(self, scales: tuple[float, ...], typical: float | None = None) -> None:
         self._factors = [1.0 / scale for scale in scales]
+        self._typical = typical
         self._weights = [0.0] * len(scales)
         self._covariance = [  # [features][features], symmetric
             [_PRIOR_VARIANCE if row == column else 0.0 for column in range(len(scales))] for row in range(len(scales))
@@ -52,7 +57,8 @@ class OnlineLinearModel:
         if not self.ready:
             return None
         x = self._scaled(features)
-        return max(0.0, self._estimate(x)) if _dot(x, self._spread(x)) <= _REACH else None
+        estimate = max(0.0, self._estimate(x))
+        return estimate if _dot(x, self._spread(x)) * self._counts(estimate) ** 2 <= _REACH else None
 
     def reaches(self, features: tuple[float, ...]) -> bool:
         """Whether there is such a prediction."""
@@ -60,7 +66,9 @@ class OnlineLinearModel:
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
-        x = self._scaled(features)
+        counts = self._counts(target)
+        x = [counts * each for each in self._scaled(features)]
+        target *= counts
         spread = self._spread(x)
         variance = _dot(x, spread)
         if variance > 0:
@@ -93,6 +101,10 @@ class OnlineLinearModel:
 
     def _scaled(self, features: tuple[float, ...]) -> list[float]:
         return list(map(mul, features, self._factors))
+
+    def _counts(self, target: float) -> float:
+        """How many times the error of such a target counts."""
+        return 1.0 if self._typical is None else min(_MOST_COUNTED, self._typical / max(target, 1e-9))
 
     def _estimate(self, x: list[float]) -> float:
         return _dot(self._weights, x)

@@ -6,21 +6,19 @@ LLMStation section 4.2 on all SMs, Harli section 5 on a partition of them.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.predictor.batch_times import BatchTimes, less
 from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.prior import Prior
-from cotenant.predictor.records import Group, Record, RecordCache
+from cotenant.predictor.records import Record, RecordCache
 from cotenant.predictor.shapes import (
-    BATCH_SCALES,
     TASKLET_SCALES,
     BatchKey,
-    batch_features,
-    batch_key,
     buckets,
     tasklet_features,
     tasklet_key,
@@ -33,10 +31,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
-# A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
-_MOST_TIMES, _LEAST_MS = 8.0, 0.1
 _TRIALS = 5  # of a partition, after which it is known
-_PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +41,6 @@ class CoRun:
     decode_solo_ms: float
     decode_corun_ms: float
     tasklet_corun_ms: float
-
-
-def _less(stale_ms: float, known_ms: float | None) -> float:
-    """What a stale record says, unless something else that is known says less: then the shape is tried again."""
-    return stale_ms if known_ms is None else min(stale_ms, known_ms)
 
 
 class LatencyPredictor:
@@ -68,10 +58,9 @@ class LatencyPredictor:
         self._trained = ""
         self._prior = prior
         self._records = RecordCache()
-        self._batch_model = OnlineLinearModel(BATCH_SCALES)
+        self._batches = BatchTimes(self._records, self._base_group, prior)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
-        self._last_batch: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         self.error_ratio: float | None = None
         self.last_error_ratio: float | None = None
 
@@ -88,8 +77,8 @@ class LatencyPredictor:
         partition: Partition | None = None,
         cautious: bool = True,
     ) -> float | None:
-        """An online batch alone (``l_d0`` for a decode step); ``beside_training``: in an iteration with tasklets, until
-        its tokens are known. It may have to wait for the end of the tasklet before it.
+        """An online batch alone (``l_d0`` for a decode step), until its tokens are known; ``beside_training``: launched
+        while a tasklet of the iteration before is in flight.
 
         With ``partition`` on its online SMs; ``beside_training`` then: while tasklets run on its best-effort SMs.
         ``cautious``: what was measured counts with a deviation on top of its mean, for those who must not be late.
@@ -98,30 +87,12 @@ class LatencyPredictor:
             return 0.0
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
-        group, key = self._keys(batch)
-        name, other_name = ("shared batch", "batch") if beside_training else ("batch", "shared batch")
-        fresh_ms = self._records.fresh_ms(group, (name, key), cautious=cautious)
-        if fresh_ms is not None:
-            return fresh_ms
-        record = self._records.find(group, (name, key))
-        other = self._records.find(group, (other_name, key))
-        other_ms = self._modelled_batch_ms(batch) if other is None else other.latency_ms(cautious=cautious)
-        return other_ms if record is None else _less(record.latency_ms(cautious=cautious), other_ms)
+        return self._batches.batch_ms(batch, beside_training=beside_training, cautious=cautious)
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """How many tokens of fresh prompts fit into a batch beside these decodes, so that it takes ``limit_ms``. May be
         negative; None while it is not known what a prompt token costs."""
-        model, prior = self._batch_model, self._prior
-        shapes = [decodes, replace(decodes, prefill_tokens=_PROMPT_TOKENS, prefill_context_tokens=_PROMPT_TOKENS)]
-        times_ms: list[float | None] = [None]
-        if prior is not None and not all(model.reaches(batch_features(shape)) for shape in shapes):
-            times_ms = [prior.batch_ms(shape) for shape in shapes]
-        if None in times_ms and model.ready:
-            times_ms = [model.predict(batch_features(shape)) for shape in shapes]
-        alone_ms, with_prompt_ms = times_ms[0], times_ms[-1]
-        if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
-            return None
-        return int((limit_ms - alone_ms) / (with_prompt_ms - alone_ms) * _PROMPT_TOKENS)
+        return self._batches.prompt_tokens_within(decodes, limit_ms)
 
     def tasklet_ms(
         self,
@@ -141,14 +112,14 @@ class LatencyPredictor:
             return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
         key = self._tasklet_key(shape)
         if fused and beside is not None:
-            group, beside_key = self._keys(beside)
+            group, beside_key = self._batches.keys(beside)
             fresh_ms = self._records.fresh_ms(group, ("fused", beside_key, key), cautious=cautious)
             if fresh_ms is None:
                 fresh_ms = self._records.fresh_ms(self._base_group, ("fused", key), cautious=cautious)
             return fresh_ms
         specific: Record | None = None
         if beside is not None and not beside.empty:
-            group, beside_key = self._keys(beside)
+            group, beside_key = self._batches.keys(beside)
             specific_key = ("beside", beside_key, key)
             fresh_ms = self._records.fresh_ms(group, specific_key, cautious=cautious)
             if fresh_ms is not None:
@@ -156,7 +127,7 @@ class LatencyPredictor:
             specific = self._records.find(group, specific_key)
         record = self._records.find(self._base_group, ("tasklet", key))
         known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
-        return known_ms if specific is None else _less(specific.latency_ms(cautious=cautious), known_ms)
+        return known_ms if specific is None else less(specific.latency_ms(cautious=cautious), known_ms)
 
     def was_tried(self, partition: Partition) -> bool:
         """Whether what is said of a decode step beside training there rests on some that were."""
@@ -168,7 +139,7 @@ class LatencyPredictor:
         """Whether a decode step alone was measured, however long ago, of so many sequences and about so many context
         tokens; ``partition``: on its online SMs."""
         for context in buckets(least_context, most_context):
-            group, key = self._keys(BatchShape(num_decode, context))
+            group, key = self._batches.keys(BatchShape(num_decode, context))
             shape = ("batch", key) if partition is None else _partition_key(key, partition, together=False)
             if self._records.find(group, shape) is not None:
                 return True
@@ -203,7 +174,7 @@ class LatencyPredictor:
         head = Export(
             of=self._base_group,
             records=[],
-            batch_model=self._batch_model.state(),
+            batches=self._batches.models.states(),
             tasklet_models={kind.value: model.state() for kind, model in self._tasklet_models.items()},
             partition_models=[(key, model.state()) for key, model in self._partitions.models.items()],
             partition_ratios=list(self._partitions.ratios.items()),
@@ -219,8 +190,8 @@ class LatencyPredictor:
         Raises ValueError for what is no export, or one of other hardware or another model.
         """
         found = decode(exported, self._base_group)
-        models = [(self._batch_model, found.batch_model)]
-        models += [(self._tasklet_model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
+        self._batches.models.restore(found.batches, _TRUSTED)
+        models = [(self._tasklet_model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
         models += [(self._partitions.model(key), state) for key, state in found.partition_models]
         for model, state in models:
             if model.num_samples == 0:
@@ -245,7 +216,7 @@ class LatencyPredictor:
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None and not record.is_disturbed:
-            self._observe_batch(record)
+            self._batches.observe(record)
         if record.fused is not None:
             self._observe_fused(record)
         # Behind a batch that had other SMs, tasklets are as alone as they can be.
@@ -255,7 +226,8 @@ class LatencyPredictor:
 
     def _error_of(self, record: IterationRecord) -> float | None:
         """By means: a cautious prediction is meant to be too high."""
-        batch, partition, is_shared = record.batch, record.partition, record.mode is not Mode.NONE
+        batch, partition = record.batch, record.partition
+        is_shared = record.behind_tasklet if partition is None else record.mode is not Mode.NONE
         beside = batch if partition is None and not batch.empty else None
         parts = [(self.batch_ms(batch, beside_training=is_shared, partition=partition, cautious=False), 1)]
         parts += [(self.tasklet_ms(run.shape, beside=beside, cautious=False), run.count) for run, _ in record.tasklets]
@@ -271,24 +243,12 @@ class LatencyPredictor:
         expected_ms = sum(each_ms * count for each_ms, count in parts if each_ms is not None)
         return abs(expected_ms - measured_ms) / measured_ms
 
-    def _observe_batch(self, record: IterationRecord) -> None:
-        batch, online_ms = record.batch, record.online_ms
-        name = "batch" if record.mode is Mode.NONE else "shared batch"
-        group, key = self._keys(batch)
-        self._records.add(group, (name, key), online_ms)
-        features = batch_features(batch)
-        if self._batch_model.reaches(features):
-            online_ms = min(online_ms, _MOST_TIMES * max(self._batch_model.predict(features), _LEAST_MS))
-        self._batch_model.update(features, online_ms)
-        if self._prior is not None:
-            self._prior.observe_batch(batch, online_ms)
-
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
         each_ms = self._bounded(shape, each_ms)
         key = self._tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
-            group, beside_key = self._keys(batch)
+            group, beside_key = self._batches.keys(batch)
             self._records.add(group, ("beside", beside_key, key), each_ms)
         # The model is asked for shapes without a record alone.
         model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
@@ -298,11 +258,11 @@ class LatencyPredictor:
                 self._prior.observe_tasklet(shape, each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
-        step_ms = self.batch_ms(record.batch, beside_training=True, cautious=False)
+        step_ms = self.batch_ms(record.batch, beside_training=record.behind_tasklet, cautious=False)
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        (group, key), fused_key = self._keys(record.batch), self._tasklet_key(record.fused.shape)
+        (group, key), fused_key = self._batches.keys(record.batch), self._tasklet_key(record.fused.shape)
         self._records.add(group, ("fused", key, fused_key), added_ms)
         self._records.add(self._base_group, ("fused", fused_key), added_ms)
 
@@ -310,7 +270,7 @@ class LatencyPredictor:
         """Where nothing shared the device with the batch, it is stage 1's measurement."""
         batch, online_ms, together = record.batch, record.online_ms, record.mode is not Mode.NONE
         if not batch.empty:
-            group, key = self._keys(batch)
+            group, key = self._batches.keys(batch)
             self._records.add(group, _partition_key(key, partition, together=together), online_ms)
             if together:
                 alone_ms = self._alone_on_partition_ms(batch, partition)
@@ -334,7 +294,7 @@ class LatencyPredictor:
     def _batch_on_partition_ms(
         self, batch: BatchShape, partition: Partition, *, beside_training: bool, cautious: bool
     ) -> float | None:
-        group, key = self._keys(batch)
+        group, key = self._batches.keys(batch)
         record_key = _partition_key(key, partition, together=beside_training)
         fresh_ms = self._records.fresh_ms(group, record_key, cautious=cautious)
         if fresh_ms is not None:
@@ -346,14 +306,14 @@ class LatencyPredictor:
         else:
             known_ms = self._partitions.alone_ms(batch, partition.online_sms)
         if record is not None:
-            return _less(record.latency_ms(cautious=cautious), known_ms)
+            return less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.batch_ms(batch, partition, beside_training=beside_training)
         return known_ms
 
     def _alone_on_partition_ms(self, batch: BatchShape, partition: Partition) -> float | None:
         """Stage 1, or better what was measured of this shape."""
-        group, key = self._keys(batch)
+        group, key = self._batches.keys(batch)
         record = self._records.find(group, _partition_key(key, partition, together=False))
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
@@ -366,7 +326,7 @@ class LatencyPredictor:
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
         known_ms = None if factor is None or alone_ms is None else factor * alone_ms
         if record is not None:
-            return _less(record.latency_ms(cautious=cautious), known_ms)
+            return less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.tasklet_ms(shape, partition)
         return known_ms
@@ -375,17 +335,6 @@ class LatencyPredictor:
         """Alone on all SMs."""
         record = self._records.find(self._base_group, ("tasklet", self._tasklet_key(shape)))
         return self._modelled_tasklet_ms(shape) if record is None else record.mean_ms
-
-    def _modelled_batch_ms(self, batch: BatchShape) -> float | None:
-        """By the model, or where it does not reach by the prior."""
-        features = batch_features(batch)
-        reached_ms = self._batch_model.reached(features)
-        if reached_ms is not None:
-            return reached_ms or None
-        prior_ms = None if self._prior is None else self._prior.batch_ms(batch)
-        if prior_ms is not None:
-            return prior_ms
-        return self._batch_model.predict(features) or None if self._batch_model.ready else None
 
     def _modelled_tasklet_ms(self, shape: TaskletShape) -> float | None:
         """None where no model reaches, if a prior can say what the shape's first tasklet should take. (Without one, a
@@ -411,15 +360,6 @@ class LatencyPredictor:
 
     def _tasklet_key(self, shape: TaskletShape) -> tuple[str, int, int, str]:
         return tasklet_key(shape, self._trained)
-
-    def _keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
-        """Of a batch's records: their group, and what they share of their shape."""
-        last = self._last_batch
-        if last is None or last[0] is not batch:
-            # Shapes with prompts are without number: apart, they displace no others.
-            kind = (batch.num_adapters, "prompts") if batch.prefill_tokens else (batch.num_adapters,)
-            last = self._last_batch = (batch, (*self._base_group, *kind), batch_key(batch))
-        return last[1], last[2]
 
 
 def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:

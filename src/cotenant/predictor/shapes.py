@@ -9,7 +9,6 @@ from functools import lru_cache
 from cotenant.core.plan import BatchShape
 from cotenant.core.tasklet import TaskletShape
 
-BATCH_SCALES = (1.0, 1.0, 8.0, 4096.0, 256.0, 4096.0, 1.0, 1.0)
 TASKLET_SCALES = (1.0, 256.0, 256.0 * 256.0)
 
 BatchKey = tuple[int, int, int, int]
@@ -44,18 +43,6 @@ def batch_key(batch: BatchShape) -> BatchKey:
 def tasklet_key(shape: TaskletShape, trained: str) -> tuple[str, int, int, str]:
     """``trained``: what a job trains, see ``LatencyPredictor.trains``."""
     return (shape.kind, bucket(shape.num_tokens), bucket(shape.max_length), trained)
-
-
-def batch_features(batch: BatchShape) -> tuple[float, ...]:
-    return (
-        1.0,
-        float(batch.num_decode > 0),
-        float(batch.num_decode),
-        float(batch.context_tokens),
-        float(batch.prefill_tokens),
-        float(batch.prefill_context_tokens),
-        *adapter_features(batch),
-    )
 
 
 def adapter_features(batch: BatchShape) -> tuple[float, float]:

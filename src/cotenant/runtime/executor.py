@@ -204,7 +204,7 @@ class Executor:
             beside=beside,
             untimed=tuple(TaskletRun(shape, count) for shape, count in others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
-            # The tasklets of the iteration before went on beside a batch that was to be alone.
+            behind_tasklet=landed is not None and landed.with_tasklet,
             is_disturbed=plan.mode is Mode.NONE and not was_alone,
         )
 
@@ -215,6 +215,11 @@ class Executor:
             return None
         plan, shape = self._launched[-1].plan, self._launched[-1].shape
         return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None, shape)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a tasklet is in flight."""
+        return self._device.is_training()
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""

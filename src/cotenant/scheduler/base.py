@@ -41,10 +41,11 @@ def iteration_target_ms(snapshot: Snapshot) -> float:
 
 def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
     """The batch, and nothing beside it."""
-    return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))
+    predicted_ms = predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
+    return Plan(run_online=True, predicted_ms=predicted_ms)
 
 
-def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot, *, beside_training: bool = True) -> Plan | float:
+def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | float:
     """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request has its prompt
     in the batch or waits for a place in one, which nothing delays, or nobody knows yet what the batch takes. Otherwise
     tasklets may run beside its decodes: what it takes, in milliseconds (see ``LatencyPredictor.batch_ms``).
@@ -55,7 +56,7 @@ def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot, *, beside_t
         return training_alone(snapshot)
     if snapshot.job is None or snapshot.batch.prefill_tokens > 0 or waits_longer(snapshot):
         return serving_alone(predictor, snapshot)
-    step_ms = predictor.batch_ms(snapshot.batch, beside_training=beside_training)
+    step_ms = predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
     return serving_alone(predictor, snapshot) if step_ms is None else step_ms
 
 

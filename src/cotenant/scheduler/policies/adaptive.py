@@ -66,7 +66,7 @@ class AdaptivePolicy(Policy):
             return training_alone(snapshot)
         if snapshot.job is None or waits_longer(snapshot):
             return serving_alone(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=True)
+        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)

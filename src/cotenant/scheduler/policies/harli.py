@@ -20,7 +20,7 @@ class HarliPolicy(Policy):
         self._costs = Costs(predictor)
 
     def plan(self, snapshot: Snapshot) -> Plan:
-        step_ms = plan_or_step_ms(self._predictor, snapshot, beside_training=False)
+        step_ms = plan_or_step_ms(self._predictor, snapshot)
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None

@@ -1,0 +1,102 @@
+"""Batches on all SMs of which no record tells: linear models, learned from every one that ran.
+
+LLMStation section 4.2 has one linear model of a batch. Prompts have one of their own here, for what a decode step's
+tokens cost tells little of what a prompt's do: attention grows with their square, and what earlier chunks have cached
+is read in another way than what is new. And what no line follows is learned as a ratio by size: kernels work in tiles,
+and captured batches are padded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from cotenant.core.plan import BatchShape
+from cotenant.predictor.linear import LinearState, OnlineLinearModel
+from cotenant.predictor.ratio import Ratio
+from cotenant.predictor.shapes import adapter_features, bucket
+
+_DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
+_PROMPT_SCALES = (1.0, 8.0, 4096.0, 256.0, 1e6, 4096.0, 1e6, 1.0, 1.0)
+# A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
+_MOST_TIMES, _LEAST_MS = 8.0, 0.1
+_TYPICAL_MS = 10.0
+
+
+class BatchStates(NamedTuple):
+    """All that was learned: of decode steps, of batches with prompts, and these' ratios by size."""
+
+    decodes: LinearState
+    prompts: LinearState
+    ratios: dict[int, Ratio]
+
+
+class BatchModels:
+    """Of batches alone."""
+
+    def __init__(self) -> None:
+        self._decodes = OnlineLinearModel(_DECODE_SCALES, _TYPICAL_MS)
+        self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS)
+        self._ratios: dict[int, Ratio] = {}
+
+    def reached_ms(self, batch: BatchShape) -> float | None:
+        """What a model says, if it rests on what was measured."""
+        model_ms = self._model_of(batch).reached(_features(batch))
+        return None if model_ms is None else model_ms * self._ratio_of(batch).mean
+
+    def guessed_ms(self, batch: BatchShape) -> float | None:
+        """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
+        count as if they decoded."""
+        if self._model_of(batch).ready:
+            return self._model_of(batch).predict(_features(batch)) * self._ratio_of(batch).mean
+        if not self._decodes.ready:
+            return None
+        decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
+        return self._decodes.predict(_features(decodes))
+
+    def observe(self, batch: BatchShape, measured_ms: float) -> float:
+        """Learn from one measurement, and return it as it is believed."""
+        model, features = self._model_of(batch), _features(batch)
+        model_ms = model.reached(features)
+        if model_ms is not None:
+            model_ms = max(model_ms, _LEAST_MS)
+            measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
+            if batch.prefill_tokens:
+                self._ratios.setdefault(_size_of(batch), Ratio()).add(measured_ms, model_ms)
+        model.update(features, measured_ms)
+        return measured_ms
+
+    def states(self) -> BatchStates:
+        return BatchStates(self._decodes.state(), self._prompts.state(), self._ratios)
+
+    def restore(self, states: BatchStates, trusted: int) -> None:
+        """Take over what others learned, where these have not, and ratios as if they rested on ``trusted`` measurements
+        at most. Raises ValueError for states of other models."""
+        for model, state in ((self._decodes, states.decodes), (self._prompts, states.prompts)):
+            if model.num_samples == 0:
+                model.restore(state)
+        for size, ratio in states.ratios.items():
+            self._ratios.setdefault(size, ratio.less_trusted(trusted))
+
+    def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
+        return self._prompts if batch.prefill_tokens else self._decodes
+
+    def _ratio_of(self, batch: BatchShape) -> Ratio:
+        found = self._ratios.get(_size_of(batch)) if batch.prefill_tokens else None
+        return _ONE if found is None else found
+
+
+_ONE = Ratio()
+
+
+def _size_of(batch: BatchShape) -> int:
+    return bucket(batch.num_decode + batch.prefill_tokens)
+
+
+def _features(batch: BatchShape) -> tuple[float, ...]:
+    decodes = (1.0, float(batch.num_decode), float(batch.context_tokens))
+    if not batch.prefill_tokens:
+        return (*decodes, *adapter_features(batch))
+    tokens, cached = batch.prefill_tokens, max(0, batch.prefill_context_tokens - batch.prefill_tokens)
+    prompts = (float(tokens), tokens * tokens / 2, float(cached), float(tokens * cached))
+    return (*decodes, *prompts, *adapter_features(batch))

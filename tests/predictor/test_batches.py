@@ -1,0 +1,104 @@
+"""What is said of batches that have no record: prompts, and batches behind a tasklet that is in flight."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.predictor.predictor import LatencyPredictor
+
+WAIT_MS = 1.8
+
+
+def true_ms(batch: BatchShape) -> float:
+    """As on an H200: attention grows with the square of what is new, what is cached costs more, and up to 1,024 rows
+    batches are captured and padded to multiples of 256."""
+    rows = batch.num_decode + batch.prefill_tokens
+    padded = math.ceil(rows / 256) * 256 if rows <= 1024 else rows
+    cached = batch.prefill_context_tokens - batch.prefill_tokens
+    attention_ms = batch.prefill_tokens * (batch.prefill_tokens / 2 + 1.4 * cached) / 1e6
+    return 5.0 + batch.context_tokens / 30_000 + (0.023 * padded + attention_ms if batch.prefill_tokens else 0.0)
+
+
+def random_batch(rng: random.Random) -> BatchShape:
+    num_decode = rng.randint(1, 40)
+    tokens = rng.randint(0, 4096) if rng.random() < 0.3 else 0
+    cached = rng.choice((0, 0, 2048)) if tokens else 0
+    return BatchShape(num_decode, num_decode * rng.randint(500, 2000), tokens, tokens + cached)
+
+
+def learn(predictor: LatencyPredictor, batch: BatchShape, took_ms: float, *, behind: bool = False) -> None:
+    mode = Mode.TEMPORAL if behind else Mode.NONE
+    predictor.observe(IterationRecord(batch, mode, took_ms, took_ms, behind_tasklet=behind))
+
+
+@pytest.fixture(scope="module")
+def predictor() -> LatencyPredictor:
+    """One in three batches was launched while a tasklet was in flight."""
+    rng, predictor = random.Random(1), LatencyPredictor("h", "m")
+    for _ in range(1500):
+        batch, behind = random_batch(rng), rng.random() < 0.3
+        took_ms = true_ms(batch) * rng.uniform(0.98, 1.02) + (WAIT_MS if behind else 0.0)
+        learn(predictor, batch, took_ms, behind=behind)
+    return predictor
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_prompts_that_were_never_run_are_known_to_some_percent(predictor: LatencyPredictor, behind: bool) -> None:
+    rng, errors = random.Random(2), []
+    while len(errors) < 300:
+        batch = random_batch(rng)
+        if batch.prefill_tokens < 128:
+            continue
+        expected_ms = true_ms(batch) + (WAIT_MS if behind else 0.0)
+        predicted_ms = predictor.batch_ms(batch, beside_training=behind, cautious=False)
+        assert predicted_ms is not None
+        errors.append(abs(predicted_ms - expected_ms) / expected_ms)
+    assert sum(errors) / len(errors) < 0.03
+    assert sorted(errors)[int(0.95 * len(errors))] < 0.1
+
+
+def test_what_was_learned_goes_on_after_a_restart(predictor: LatencyPredictor) -> None:
+    restored = LatencyPredictor("h", "m")
+    restored.restore(predictor.export())
+    for batch in (BatchShape(7, 9000, 600, 600), BatchShape(7, 9000, 3000, 5048), BatchShape(50, 77_777)):
+        for behind in (False, True):
+            asked = [each.batch_ms(batch, beside_training=behind, cautious=False) for each in (predictor, restored)]
+            assert asked[0] == pytest.approx(asked[1])
+
+
+def test_a_wait_is_known_for_shapes_that_were_measured_alone(predictor: LatencyPredictor) -> None:
+    """And one that was measured behind a tasklet alone is known without it."""
+    restored = LatencyPredictor("h", "m")
+    restored.restore(predictor.export())
+    for num_decode, behind in ((60, False), (64, True)):
+        batch = BatchShape(num_decode, num_decode * 1000)
+        alone_ms = 1.1 * true_ms(batch)  # not as the model says
+        for _ in range(5):
+            learn(restored, batch, alone_ms + WAIT_MS if behind else alone_ms, behind=behind)
+        other_ms = restored.batch_ms(batch, beside_training=not behind, cautious=False)
+        assert other_ms == pytest.approx(alone_ms if behind else alone_ms + WAIT_MS, abs=0.4)
+
+
+def test_a_stall_is_not_taken_for_the_wait() -> None:
+    rng, predictor = random.Random(3), LatencyPredictor("h", "m")
+    for _ in range(50):
+        batch = random_batch(rng)
+        learn(predictor, batch, true_ms(batch))
+    decode = BatchShape(8, 8000)
+    for took_ms in (400.0, *[true_ms(decode) + WAIT_MS] * 5):
+        learn(predictor, replace(decode, context_tokens=8000 + rng.randint(0, 99)), took_ms, behind=True)
+    unknown = BatchShape(33, 40_000)
+    predicted_ms = predictor.batch_ms(unknown, beside_training=True, cautious=False)
+    assert predicted_ms == pytest.approx(true_ms(unknown) + WAIT_MS, abs=0.5)
+
+
+def test_prompts_count_as_decodes_until_some_were_measured() -> None:
+    predictor = LatencyPredictor("h", "m")
+    for num in range(1, 30):
+        learn(predictor, BatchShape(num, 100 * num), 2.0 + 0.1 * num)
+    assert predictor.batch_ms(BatchShape(4, 400, 16, 16)) == pytest.approx(2.0 + 0.1 * 20, rel=0.2)
