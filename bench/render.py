@@ -173,7 +173,10 @@ SECTIONS = (
         "time in which the tasklets of a partition go on with no batch beside them. The third says which resource is "
         "spent: the board is at its power limit nearly all of the time, and most of it while it only serves. Kernels "
         "were chosen as for the steady sequences above. The run below it, on another host, chose none; in both a step "
-        "in a partition could be made up for by 8 tokens.",
+        "in a partition could be made up for by 8 tokens. The two after that ran one behind the other on a third "
+        "host: the version before batches with prompts had a model of their own, and batches behind a tasklet in "
+        "flight a wait, and the one since. Compare their prediction errors; most batches alone beside a job are those "
+        "with prompts.",
     ),
     Section(
         "fused_products_h200.txt",
