@@ -19,7 +19,7 @@ SLO = Slo(ttft_ms=100, tpot_ms=10)
 def worker() -> WorkerClient:
     """A client whose worker was never started: it has no requests, and the statistics that a test gives it."""
     client = WorkerClient(ServerConfig(ModelConfig("tiny")))
-    client.on_message(Ready(256, 300, 8, 16, "cpu", "float32", "multitask", SLO, 0.1))
+    client.on_message(Ready(256, 2, 300, 8, 16, "cpu", "float32", "multitask", SLO, 0.1))
     return client
 
 

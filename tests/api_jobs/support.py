@@ -43,6 +43,7 @@ JOBS = "/v1/fine_tuning/jobs"
 TINY = Path(cotenant.__file__).parent / "assets" / "tiny"
 READY = Ready(
     max_model_len=512,
+    num_layers=4,
     vocab_size=2048,
     num_pages=64,
     page_tokens=16,

@@ -15,7 +15,7 @@ from cotenant.api.jobs.values import Limits
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES, Hyperparameters
 
-LIMITS = Limits(max_model_len=512, max_lora_rank=64)
+LIMITS = Limits(max_model_len=512, max_lora_rank=64, num_layers=4)
 SIZE = DatasetSize(num_examples=400, num_tokens=20_000, max_tokens=100)
 
 
@@ -137,7 +137,7 @@ def test_a_comparison_may_be_asked_for_by_either_setting() -> None:
 
 
 def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
-    limits = Limits(max_model_len=100_000, max_lora_rank=64)
+    limits = Limits(max_model_len=100_000, max_lora_rank=64, num_layers=4)
     assert resolve({"packing": True}, DatasetSize(10, 1000, 300), limits).max_length == 2048
     assert resolve({"packing": True}, DatasetSize(10, 9000, 3000), limits).max_length == 3000
     assert resolve({}, DatasetSize(10, 1000, 300), limits).max_length == 100_000
@@ -190,6 +190,7 @@ def test_what_is_echoed_can_be_sent_again() -> None:
         ("rank_pattern", {f"layers.{layer}.self_attn.q_proj": 4 for layer in range(65)}),
         ("load_best_model_at_end", 1), ("metric_for_best_model", "train_loss"), ("metric_for_best_model", 3),
         ("early_stopping_patience", -1), ("early_stopping_threshold", -0.1),
+        ("rank_pattern", {"foo_proj": 4}), ("rank_pattern", {"layers.4.self_attn.q_proj": 4}),
         ("alpha_pattern", {"q_proj": 0}), ("alpha_pattern", {"q_proj": "8"}), ("adam_epsilon", 1e-60),
     ],
 )  # fmt: skip
@@ -254,6 +255,20 @@ def test_schedules_may_fall_to_any_lower_rate() -> None:
     for settings in ({"min_lr": 1e-4}, {"min_lr": 0}, {"min_lr_rate": 1}, {"min_lr_rate": 0}):
         assert resolved(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs=settings)
     assert resolved(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1e-4})
+
+
+def test_a_pattern_fits_something_that_is_trained() -> None:
+    with pytest.raises(InvalidInputError, match="'q_proj' fits none of the modules that are trained"):
+        resolved(rank_pattern={"q_proj": 4}, target_modules=["k_proj"])
+    assert resolved(rank_pattern={"q_proj": 4}, target_modules=["k_proj", "q_proj"])
+    assert resolved(alpha_pattern={"layers.[0-9]+.nothing": 4}), "left to the worker, who can stop"
+
+
+def test_a_name_that_is_nearly_right_is_named() -> None:
+    with pytest.raises(InvalidInputError, match=r"'learning_rat'\. Did you mean 'learning_rate'\? Known are: adam_"):
+        resolved(learning_rat=1e-4)
+    with pytest.raises(InvalidInputError, match=r"'zzz'\. Known are"):
+        resolved(zzz=1)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine_with_min_lr"])

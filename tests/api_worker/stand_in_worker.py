@@ -131,7 +131,7 @@ def main() -> None:
     if arguments.start == "slow":
         time.sleep(60)
     device = "cpu after a crash" if arguments.after_crash else "cpu"
-    ready = Ready(128, 64, 16, 16, device, "float32", config.coexecution.policy, Slo(100.0, 10.0), 0.1)
+    ready = Ready(128, 2, 64, 16, 16, device, "float32", config.coexecution.policy, Slo(100.0, 10.0), 0.1)
     channel.send(ready)
     if arguments.start == "deaf":
         time.sleep(60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,7 @@ def test_an_empty_validation_file(client: httpx.Client, good_file: str) -> None:
     job_id = create_job(client, training_file=good_file, validation_file=upload(client, b""))
     error = wait_for(client, job_id, "failed")["error"]
     assert (error["code"], error["param"]) == ("invalid_n_examples", "validation_file")
-    assert error["message"] == "Validation file has 0 example(s), but must have at least 1 examples"
+    assert error["message"] == "Validation file has 0 example(s), but must have at least 1 example"
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
@@ -204,7 +205,9 @@ def test_a_learning_rate_of_a_million(client: httpx.Client, method: str) -> None
     job = wait_for(client, job_id, "failed")
     assert job["error"]["code"] == "training_diverged"
     assert "The loss is not finite at step " in job["error"]["message"]
-    step = int(job["error"]["message"].partition("at step ")[2].partition(",")[0])
+    found = re.search(r"at step (\d+)", job["error"]["message"])
+    assert found is not None
+    step = int(found.group(1))
     saved = client.get(f"{JOBS}/{job_id}/checkpoints").json()["data"]
     assert [checkpoint["step_number"] for checkpoint in saved] == list(range(step - 2, 0, -1))
     events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
@@ -225,10 +228,18 @@ def test_a_batch_larger_than_the_data(client: httpx.Client, good_file: str) -> N
 
 
 def test_a_rank_pattern_that_fits_no_module(client: httpx.Client, good_file: str) -> None:
+    """It is refused at once, or as it starts if to match it may take long."""
     fields = hyperparameters(rank_pattern={"layers.99.self_attn.q_proj": 4})
+    refused = client.post(JOBS, json={"model": MODEL, "training_file": good_file, **fields})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["code"] == "invalid_hyperparameters"
+    assert error["param"].endswith("hyperparameters.rank_pattern")
+    assert "'layers.99.self_attn.q_proj' fits none of the modules" in error["message"]
+    fields = hyperparameters(rank_pattern={"layers.9+.self_attn.q_proj": 4})
     error = wait_for(client, create_job(client, training_file=good_file, **fields), "failed")["error"]
     assert (error["code"], error["param"]) == ("invalid_hyperparameters", "rank_pattern")
-    assert "rank_pattern: 'layers.99.self_attn.q_proj' fits none of the modules" in error["message"]
+    assert "rank_pattern: 'layers.9+.self_attn.q_proj' fits none of the modules" in error["message"]
 
 
 def test_a_pair_of_which_the_cut_leaves_nothing(client: httpx.Client) -> None:

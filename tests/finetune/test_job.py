@@ -394,6 +394,8 @@ def test_a_gradient_alone_that_is_not_finite_says_nothing_against_the_last_check
     job.close()
     assert isinstance(failed, JobFailed)
     assert (failed.code, failed.step, failed.bad_step) == ("training_diverged", 1, None)
+    assert "at step 2, judged by its gradient: the norm of that is " in failed.message
+    assert "The checkpoint of step 1 is kept" in failed.message
 
 
 @pytest.mark.parametrize("method", ["supervised", "dpo"])

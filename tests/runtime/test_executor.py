@@ -168,11 +168,19 @@ def test_an_error_in_a_fused_layer_ends_the_job_and_not_the_batch(
     assert bench.training.job_id is None
 
 
+def no_room_on_the_cpu() -> RuntimeError:
+    """As torch says it."""
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return found.value
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), no_room_on_the_cpu()])
 def test_an_error_at_a_jobs_start_ends_the_job_alone(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def trainable(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise error
 
     bench.pause()
     monkeypatch.setattr(LoraAdapter, "trainable", trainable)

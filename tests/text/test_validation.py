@@ -143,7 +143,8 @@ def test_the_first_five_problems_come_in_one_message(tmp_path: Path) -> None:
         assert words in message
     assert "checking stopped" in message
     message = _error(_file(tmp_path, *[b"{"] * 20)).message
-    assert "Line 5 " in message
+    assert message.count("is not valid JSON") == 1
+    assert "The same in lines 2, 3, 4, 5." in message
     assert "Line 6 " not in message
     assert "checking stopped" not in _error(_file(tmp_path, b"{", *[GOOD] * 12)).message
 
@@ -165,7 +166,7 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: p
 
 def test_a_validation_file_is_called_one(tmp_path: Path) -> None:
     error = _error(_file(tmp_path), min_examples=1, param="validation_file")
-    assert error.message == "Validation file has 0 example(s), but must have at least 1 examples"
+    assert error.message == "Validation file has 0 example(s), but must have at least 1 example"
     assert error.param == "validation_file"
     error = _error(_file(tmp_path, b"{"), min_examples=1, param="validation_file")
     assert (error.code, error.param) == ("invalid_validation_file", "validation_file")

@@ -39,7 +39,7 @@ TO_WORKER: list[ToWorker] = [
     Drain(),
 ]
 FROM_WORKER: list[FromWorker] = [
-    Ready(1024, 2048, 64, 16, "cpu", "float32", "multitask", Slo(50.0, 5.0), 1.5),
+    Ready(1024, 2, 2048, 64, 16, "cpu", "float32", "multitask", Slo(50.0, 5.0), 1.5),
     Outputs((SequenceOutput("r", (5,), (TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -1.0))),)),)),
     Outputs((SequenceOutput("r", (), (), (None, TokenLogprobs(2, -1.0, 3)), FinishReason.STOP, 2),)),
     JobMetrics("j", (STEP,), 640, 12.0),

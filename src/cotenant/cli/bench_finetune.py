@@ -62,7 +62,10 @@ def finetune(
     num_steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 20,
     num_warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps before them.")] = 3,
     num_samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Times that training is suspended, and that it is discarded.")
+        int,
+        typer.Option(
+            "--samples", min=1, help="Times that training is suspended, and that it is discarded: minutes on a CPU."
+        ),
     ] = 200,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
@@ -79,6 +82,11 @@ def finetune(
     seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
+    if 0 < tasklet_tokens < seq_len and min_len is None:
+        raise InvalidInputError(
+            f"--tasklet-tokens: {tasklet_tokens} is less than a sequence of --seq-len {seq_len}, which is not cut",
+            param="tasklet-tokens",
+        )
     check_outputs(json=json_path)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions

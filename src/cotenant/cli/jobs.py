@@ -30,6 +30,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 # Of a job's hyperparameters those that tell jobs apart; the API has all.
 _SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_type", "max_length", "packing", "r",
           "lora_alpha", "target_modules", "beta")  # fmt: skip
+# Those that are off by default, where they are not.
+_SHOWN_IF_ON = ("lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "gradient_checkpointing",
+                "early_stopping_patience", "load_best_model_at_end", "label_smoothing")  # fmt: skip
 _LATEST_EVENTS = 20
 _COLUMNS = ("job", "status", "model", "created", "trained tokens", "result")
 _DROPPED_FIRST = ("created", "trained tokens", "result")  # where the terminal is narrow
@@ -265,6 +268,9 @@ def _job_table(job: dict[str, Any], metrics: dict[str, Any]) -> Table:
     settings = ((job.get("method") or {}).get(kind) or {}).get("hyperparameters") or job.get("hyperparameters") or {}
     for name in _SHOWN:
         if name in settings:
+            table.add_row(name, escape(str(settings[name])))
+    for name in _SHOWN_IF_ON:
+        if settings.get(name):
             table.add_row(name, escape(str(settings[name])))
     if (job.get("error") or {}).get("message"):
         table.add_row("error", escape(job["error"]["message"]))

@@ -1,4 +1,5 @@
-"""PEFT's rank and alpha patterns: regular expressions for the ends of module names, and how long matching may take."""
+"""What Hugging Face checkpoints call the linear modules, and PEFT's rank and alpha patterns: regular expressions for
+the ends of these names, and how long matching may take."""
 
 from __future__ import annotations
 
@@ -6,10 +7,22 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
+from cotenant.core.errors import InvalidInputError
+
 MAX_CPU_S = 1
+
+_PARENTS = {
+    "q_proj": "self_attn",
+    "k_proj": "self_attn",
+    "v_proj": "self_attn",
+    "o_proj": "self_attn",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+}
 
 # Matching takes time proportional to the name's length without any of these.
 _SLOW = re.compile(r"[(*+?{]")
@@ -21,6 +34,26 @@ for expression in map(re.compile, expressions):
     for name in names:
         expression.fullmatch(name)
 """
+
+
+def module_name(layer: int, module: str) -> str:
+    """The full name of one of ``core.job.LINEAR_MODULES`` in a layer."""
+    return f"model.layers.{layer}.{_PARENTS[module]}.{module}"
+
+
+def check_pattern(pattern: Mapping[str, object], names: Iterable[str], param: str, *, only_plain: bool = False) -> None:
+    """Raises InvalidInputError for a key that fits none of the modules with these full names. ``only_plain``: keys that
+    may take long to match are left to others."""
+    names = list(names)
+    for key in pattern:
+        if only_plain and _SLOW.search(key):
+            continue
+        if not any(end_pattern(key).match(name) for name in names):
+            raise InvalidInputError(
+                f"{param}: '{key}' fits none of the modules that are trained; their names are like '{names[0]}'",
+                code="invalid_hyperparameters",
+                param=param,
+            )
 
 
 @lru_cache(maxsize=4096)

@@ -67,7 +67,7 @@ def load_validation(
 def unmeasured(spec: JobSpec, model: ModelSpec) -> str:
     """What to tell a job's owner whose validation file ``load_validation`` found nothing in."""
     problem = _nothing_counts(_max_length(spec, model))
-    return f"The job goes on without validation: there is nothing to measure in the validation file. {problem}"
+    return f"The job goes on without validation: there is nothing to measure in the validation file: {problem}"
 
 
 def _nothing_counts(max_length: int) -> str:

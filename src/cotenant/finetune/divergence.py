@@ -16,11 +16,24 @@ from cotenant.models.lora import LoraAdapter
 
 class TrainingError(Exception):
     """Training cannot go on: with the weights that there are the loss or its gradient is not finite. No later step has
-    changed them. ``loss``: the one that was measured."""
+    changed them. ``is_lost``: whether it is the loss, so that they are worth nothing."""
 
-    def __init__(self, message: str, loss: float) -> None:
+    def __init__(self, message: str, *, is_lost: bool) -> None:
         super().__init__(message)
-        self.loss = loss
+        self.is_lost = is_lost
+
+
+def check_trained(step: int, loss: float, grad_norm: float) -> None:
+    """Raises TrainingError if a step's loss or its gradient's norm is not finite. The norm before the last layer makes
+    a loss out of what has overflowed; its gradient tells."""
+    if not math.isfinite(loss):
+        raise TrainingError(f"The loss is not finite at step {step}: it is {loss:.6g}.", is_lost=True)
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"The loss is not finite at step {step}, judged by its gradient: the norm of that is {grad_norm:.6g}, "
+            f"with a loss of {loss:.6g}.",
+            is_lost=False,
+        )
 
 
 def check_measured(metrics: StepMetrics) -> None:
@@ -64,4 +77,4 @@ def example_to_check(dataset: Dataset, examples: tuple[int, ...]) -> int:
 
 def _check(step: int, loss: float, where: str) -> None:
     if not math.isfinite(loss):
-        raise TrainingError(f"The loss is not finite at step {step}: {where} it is {loss:.6g}.", loss)
+        raise TrainingError(f"The loss is not finite at step {step}: {where} it is {loss:.6g}.", is_lost=True)

@@ -48,6 +48,9 @@ def _layer_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
     return num_tokens * (5 * spec.intermediate_size + 6 * spec.hidden_size + 4 * heads) * dtype.itemsize
 
 
+WAYS_OUT = "Lower max_length or r, or leave training more memory (--gpu-memory-utilization)."
+
+
 def state_bytes(num_weights: int) -> int:
     """Of an adapter with so many elements in training."""
     return num_weights * _STATE_BYTES_PER_WEIGHT
@@ -74,7 +77,7 @@ def lacking_room(needed_bytes: int, free_bytes: int, longest: int, longest_measu
     return CotenantError(
         f"The job needs {needed_bytes} bytes ({_mib(needed_bytes)}) at least for its longest example, {longest} "
         f"tokens{in_validation}, and its adapter; {free_bytes} are free, so {lacking} ({_mib(lacking)}) are lacking. "
-        "Lower max_length or r, or leave training more memory (--gpu-memory-utilization).",
+        f"{WAYS_OUT}",
         code="insufficient_memory",
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,8 +204,8 @@ class TrainingJob:
         try:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
-            message = f"{error} Earlier checkpoints, if there are any, are kept; try a lower learning_rate."
-            self._fail("training_diverged", message, None if math.isfinite(error.loss) else self.step)
+            bad_step = self.step if error.is_lost else None
+            self._fail("training_diverged", f"{error} {self._kept(bad_step)}; try a lower learning_rate.", bad_step)
         return shape
 
     @property
@@ -386,6 +385,14 @@ class TrainingJob:
         if is_last:
             training.trainer.stop()
             self._finish()
+
+    def _kept(self, bad_step: int | None) -> str:
+        if self._saved is None:
+            return "There is no checkpoint to fall back on"
+        saved_step = self._saved[0]
+        if saved_step == bad_step:
+            return "Earlier checkpoints, if there are any, are kept"
+        return f"The checkpoint of step {saved_step} is kept"
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
         snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)

@@ -5,7 +5,6 @@ Knows nothing of files and messages; ``job`` does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,7 @@ from cotenant.finetune.activations import Activations
 from cotenant.finetune.agenda import Agenda
 from cotenant.finetune.budget import ladder
 from cotenant.finetune.dataset import Dataset
-from cotenant.finetune.divergence import TrainingError, check_measured
+from cotenant.finetune.divergence import check_measured, check_trained
 from cotenant.finetune.evaluation import ValidationSet
 from cotenant.finetune.job_setup import make_budget
 from cotenant.finetune.order import DataOrder
@@ -332,13 +331,7 @@ class Trainer:
         number = state.step + 1
         figures = step.figures(state.optimizer.clip(step.gradient_scale))
         loss, grad_norm = figures.loss, figures.grad_norm
-        # The norm before the last layer makes a loss out of what has overflowed; its gradient tells.
-        if not math.isfinite(loss) or not math.isfinite(grad_norm):
-            raise TrainingError(
-                f"The loss is not finite at step {number}, or its gradient is not: "
-                f"the loss is {loss:.6g}, the norm of its gradient {grad_norm:.6g}.",
-                loss,
-            )
+        check_trained(number, loss, grad_norm)
         preference = step.preference() if isinstance(step, PreferenceStep) else None
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
         state.optimizer.step(rate)  # nothing waits for it: the next step is made meanwhile

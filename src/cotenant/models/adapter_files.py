@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.names import module_name
+from cotenant.core.module_pattern import module_name
 from cotenant.models.peft_config import CONFIG_FILE, AdapterConfig, read_config
 from cotenant.models.spec import ModelSpec
 

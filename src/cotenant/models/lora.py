@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
+from cotenant.core.module_pattern import check_pattern, module_name
 from cotenant.models.adapter_files import WEIGHTS_FILE, check_adapter, tensor_names
 from cotenant.models.dropout import DropoutMasks
-from cotenant.models.names import module_name
-from cotenant.models.peft_config import CONFIG_FILE, check_pattern, matched, written_config
+from cotenant.models.peft_config import CONFIG_FILE, matched, written_config
 from cotenant.models.spec import ModelSpec
 
 # Modules that read the same input, in the order in which the decoder fuses their weights.

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
-from cotenant.core.module_pattern import MAX_CPU_S, are_quick, end_pattern
-from cotenant.models.names import module_name
+from cotenant.core.module_pattern import MAX_CPU_S, are_quick, end_pattern, module_name
 from cotenant.models.spec import ModelSpec
 
 T = TypeVar("T")
@@ -161,18 +160,6 @@ def written_config(
 def matched(pattern: Mapping[str, T], name: str, default: T) -> T:
     """What a rank or alpha pattern says of the module with this full name: the first key that fits its end."""
     return next((value for key, value in pattern.items() if _ends_with_pattern(name, key)), default)
-
-
-def check_pattern(pattern: Mapping[str, object], names: Iterable[str], param: str) -> None:
-    """Raises InvalidInputError for a key that fits none of the modules with these full names."""
-    names = list(names)
-    for key in pattern:
-        if not any(_ends_with_pattern(name, key) for name in names):
-            raise InvalidInputError(
-                f"{param}: '{key}' fits none of the modules that are trained; their names are like '{names[0]}'",
-                code="invalid_hyperparameters",
-                param=param,
-            )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

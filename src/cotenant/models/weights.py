@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from cotenant.core.module_pattern import module_name
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import MODULE_GROUPS
-from cotenant.models.names import module_name
 from cotenant.models.quantization import FP8, Fp8Linear, quantize_rows
 from cotenant.models.spec import ModelSpec
 

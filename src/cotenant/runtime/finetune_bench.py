@@ -28,6 +28,7 @@ from cotenant.device.base import FinishedTasklet
 from cotenant.finetune.activations import Activations
 from cotenant.finetune.captured import BACKWARD_PARTS
 from cotenant.finetune.dataset import Dataset
+from cotenant.finetune.footprint import WAYS_OUT
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.microbatch import split
 from cotenant.finetune.order import DataOrder
@@ -111,7 +112,10 @@ class FinetuneBench:
         except CotenantError as error:
             if self._activations is not None:
                 self._activations.close()
-            raise InvalidInputError(f"--activation-memory: {error.message}", param="activation-memory") from error
+            lacking = error.message.removesuffix(WAYS_OUT)
+            raise InvalidInputError(
+                f"--activation-memory: {lacking}Raise it, or lower --seq-len or --r.", param="activation-memory"
+            ) from error
 
     @property
     def has_arena(self) -> bool:

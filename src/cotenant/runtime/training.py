@@ -170,10 +170,11 @@ class TrainingTenant:
         return self._preparation is not None
 
     def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
-        # On a CPU other programs' memory comes and goes, and so does what counts as free.
-        free_bytes = None
+        free_bytes, total_bytes = self._device.memory_bytes()
         if self._device.torch_device.type == "cuda":
-            free_bytes = max(0, self._device.memory_bytes()[0] - self._serving_bytes - self._reserved_bytes())
+            free_bytes = max(0, free_bytes - self._serving_bytes - self._reserved_bytes())
+        else:  # other programs' memory comes and goes there, and so does what counts as free
+            free_bytes = total_bytes
         return TrainingJob(
             self._decoder,
             spec,
@@ -327,7 +328,8 @@ def _failure(job_id: str, step: int, error: Exception) -> JobFailed:
     if isinstance(error, CotenantError):
         return JobFailed(job_id, error.code or "invalid_job", error.message, step, param=error.param)
     message = f"{type(error).__name__}: {error}"
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    # On a CPU torch says so by an error of no class of its own.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
         message = f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
         return JobFailed(job_id, "out_of_memory", message, step)
     return JobFailed(job_id, "internal_error", message, step)

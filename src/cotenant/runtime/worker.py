@@ -45,6 +45,7 @@ def build_loop(
     channel.send(
         Ready(
             max_model_len=serving.max_model_len,
+            num_layers=serving.resolved.spec.num_layers,
             vocab_size=serving.resolved.spec.vocab_size,
             num_pages=serving.engine.num_pages,
             page_tokens=config.cache.page_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cotenant.text.preference_format import PreferenceError, read_preference
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_PROBLEMS = 5
+_LINE = re.compile(r"Line (\d+)")
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MIN_EXAMPLES = 10
 
@@ -111,7 +113,8 @@ def validate_and_encode(
     if num_examples < min_examples:
         kind = param.removesuffix("_file").capitalize()
         raise InvalidInputError(
-            f"{kind} file has {num_examples} example(s), but must have at least {min_examples} examples",
+            f"{kind} file has {num_examples} example(s), but must have at least {min_examples} "
+            f"example{'s' if min_examples > 1 else ''}",
             code="invalid_n_examples",
             param=param,
         )
@@ -119,8 +122,19 @@ def validate_and_encode(
 
 
 def _listed(problems: list[str]) -> str:
-    text = "Invalid file format. " + " ".join(f"{problem}." for problem in problems[:MAX_PROBLEMS])
+    lines: dict[str, list[str]] = {}
+    for problem in problems[:MAX_PROBLEMS]:
+        line = _LINE.match(problem)
+        lines.setdefault(problem[line.end() :] if line else problem, []).append(line.group(1) if line else "")
+    text = "Invalid file format. " + " ".join(_of_lines(what, numbers) for what, numbers in lines.items())
     return f"{text} There may be more: checking stopped here." if len(problems) >= MAX_PROBLEMS else text
+
+
+def _of_lines(what: str, numbers: list[str]) -> str:
+    """One sentence for what is wrong with several lines."""
+    others = ", ".join(numbers[1:])
+    same = f" The same in line{'s' if len(numbers) > 2 else ''} {others}." if others else ""
+    return f"Line {numbers[0]}{what}.{same}" if numbers[0] else f"{what}."
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, bytes | _LineError]]:
@@ -198,7 +212,8 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
             f"Line {number} is not UTF-8: byte 0x{line[error.start]:02X} at position {error.start + 1} of the line"
         ) from error
     except json.JSONDecodeError as error:
-        raise _LineError(f"Line {number} is not valid JSON: {error.msg} at character {error.colno}") from error
+        problem = error.msg.removesuffix(" at")
+        raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}") from error
     except RecursionError as error:
         raise _LineError(f"Line {number} is nested too deeply") from error
     except ValueError as error:  # a number of thousands of digits, or NaN

@@ -66,6 +66,7 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     """The model is loaded. ``slo`` are the targets in force, given or measured."""
 
     max_model_len: int
+    num_layers: int
     vocab_size: int
     num_pages: int
     page_tokens: int

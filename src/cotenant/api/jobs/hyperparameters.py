@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any
 
 from cotenant.api.jobs.values import DPO_ONLY, MAX_BATCH_SIZE, Limits, between, checks_of
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.job import DEFAULT_LR_END, DPO, SCHEDULES, SUPERVISED, Hyperparameters
+from cotenant.core.job import DEFAULT_LR_END, DPO, LINEAR_MODULES, SCHEDULES, SUPERVISED, Hyperparameters
+from cotenant.core.module_pattern import check_pattern, module_name
 
 AUTO = "auto"
 # What a ``learning_rate_multiplier`` of 1 stands for.
@@ -73,7 +75,9 @@ def check_hyperparameters(
                 raise _conflict(f"'{places[target]}' and '{place}' have different values; give one of them", place)
             checked[target] = result
             places[target] = place
-    return _without_contradictions(checked, places, method)
+    checked = _without_contradictions(checked, places, method)
+    _check_patterns(checked, places, limits)
+    return checked
 
 
 def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> Hyperparameters:
@@ -114,7 +118,9 @@ def _unknown(name: str, place: str, known: Iterable[str], method: str) -> Invali
     if method != DPO and name in (*DPO_ONLY, "loss_type"):
         message = f"Unknown hyperparameter '{name}' for method '{method}': it belongs to method '{DPO}'."
     else:
-        message = f"Unknown hyperparameter '{name[:100]}'. Known are: {', '.join(sorted(known))}."
+        names = sorted(known)
+        meant = "".join(f" Did you mean '{each}'?" for each in get_close_matches(name[:100], names, n=1))
+        message = f"Unknown hyperparameter '{name[:100]}'.{meant} Known are: {', '.join(names)}."
     return InvalidInputError(message, code="unknown_parameter", param=place)
 
 
@@ -232,6 +238,14 @@ def _check_selection(checked: Mapping[str, Any], places: Mapping[str, str]) -> N
             "one of them, too",
             places["metric_for_best_model"],
         )
+
+
+def _check_patterns(checked: Mapping[str, Any], places: Mapping[str, str], limits: Limits) -> None:
+    """Keys fit something that is trained. The worker looks at those that may take long to match."""
+    modules = checked.get("target_modules", LINEAR_MODULES)
+    names = [module_name(layer, module) for layer in range(limits.num_layers) for module in modules]
+    for name in ("rank_pattern", "alpha_pattern"):
+        check_pattern(checked.get(name, {}), names, places.get(name, name), only_plain=True)
 
 
 def _conflict(message: str, param: str) -> InvalidInputError:

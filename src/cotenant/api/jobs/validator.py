@@ -28,7 +28,7 @@ VALIDATION_EXAMPLES = "valid.safetensors"
 
 def limits_of(ready: Ready, config: ServerConfig) -> Limits:
     """What the model and the server allow."""
-    return Limits(ready.max_model_len, config.lora.max_lora_rank)
+    return Limits(ready.max_model_len, config.lora.max_lora_rank, ready.num_layers)
 
 
 class Validator:

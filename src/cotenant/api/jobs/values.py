@@ -30,10 +30,12 @@ Check = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server allows. ``max_model_len``: tokens; ``max_lora_rank``: of the adapters that it serves."""
+    """What the server allows. ``max_model_len``: tokens; ``max_lora_rank``: of the adapters that it serves.
+    ``num_layers``: the model's."""
 
     max_model_len: int
     max_lora_rank: int
+    num_layers: int
 
 
 def checks_of(limits: Limits, method: str) -> dict[str, Check]:
@@ -81,12 +83,12 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
         "early_stopping_patience": between(0, _MAX_STEPS),
         "early_stopping_threshold": number(0, 1e6),
         "seed": between(0, MAX_SEED),
-        "r": between(1, limits.max_lora_rank),
+        "r": _rank(limits),
         "lora_alpha": number(0, 1e6, above=True),
         "lora_dropout": number(0, 1, below=True),
         "use_rslora": boolean,
         "target_modules": _modules,
-        "rank_pattern": _pattern(between(1, limits.max_lora_rank)),
+        "rank_pattern": _pattern(_rank(limits)),
         "alpha_pattern": _pattern(number(0, 1e6, above=True)),
     }
 
@@ -100,13 +102,13 @@ def bad(place: str, expected: str, value: Any) -> InvalidInputError:
     )
 
 
-def between(low: int, high: int) -> Check:
-    """A whole number; 3.0 will do."""
+def between(low: int, high: int, note: str = "") -> Check:
+    """A whole number; 3.0 will do. ``note``: what to know of the range."""
 
     def check(place: str, value: Any) -> int:
         whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
         if not whole or not low <= value <= high:
-            raise bad(place, f"a whole number from {low} to {high}", value)
+            raise bad(place, f"a whole number from {low} to {high}{note}", value)
         return int(value)
 
     return check
@@ -183,7 +185,12 @@ def _never_packed(place: str, value: Any) -> bool:
 
 
 def _max_steps(place: str, value: Any) -> int:
-    return -1 if value == -1 and not isinstance(value, bool) else between(1, _MAX_STEPS)(place, value)
+    check = between(1, _MAX_STEPS, " (or -1, as many as the epochs have)")
+    return -1 if value == -1 and not isinstance(value, bool) else check(place, value)
+
+
+def _rank(limits: Limits) -> Check:
+    return between(1, limits.max_lora_rank, " (the server's --max-lora-rank)")
 
 
 def _modules(place: str, value: Any) -> list[str]:
@@ -215,9 +222,9 @@ def _pattern(check: Check) -> Check:
                     place, f"keys that are regular expressions without ( and with up to {_MAX_REPEATS} *+?{{", key
                 )
             try:
-                checked[key] = check(place, item)
+                checked[key] = check(f"{place}.{key}", item)
             except InvalidInputError as error:
-                raise InvalidInputError(f"{error.message} (for '{key}')", code=error.code, param=place) from error
+                raise InvalidInputError(error.message, code=error.code, param=place) from error
         return checked
 
     return check_all
