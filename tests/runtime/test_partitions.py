@@ -313,6 +313,19 @@ def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measure
         side_by_side.finish()
 
 
+def test_a_batch_whose_time_is_the_hosts_says_whether_a_tasklet_was_in_flight_as_it_began(
+    side_by_side: SideBySide,
+) -> None:
+    """It may have ended by the time that the batch is launched, and has been waited for all the same."""
+    device, temporal = side_by_side.device, Plan(num_tasklets=1, mode=Mode.TEMPORAL)
+    for was_training in (True, False):
+        looks = iter([was_training])
+        device.is_training = lambda: next(looks, False)  # type: ignore[method-assign]  # noqa: B023
+        assert not side_by_side.executor.in_flight
+        record = side_by_side.execute(temporal)
+        assert (record.batch.num_decode, record.behind_tasklet, record.is_disturbed) == (1, was_training, False)
+
+
 def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_end(side_by_side: SideBySide) -> None:
     device = side_by_side.device
     side_by_side.execute(spatial(3))

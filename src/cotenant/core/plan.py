@@ -177,7 +177,8 @@ class IterationRecord:
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
     ``untimed``: tasklets that ended and whose time tells nothing. ``behind_tasklet``: one of the iteration before was
-    in flight as the batch was launched, or began. ``is_disturbed``: the batch was planned alone, and it was not.
+    in flight as the batch was launched or began, or where the time is the host's as the iteration began.
+    ``is_disturbed``: the batch was planned alone, and it was not.
     """
 
     batch: BatchShape

@@ -106,6 +106,7 @@ class Executor:
         num_behind = plan.num_tasklets - plan.num_beside
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
         start = time.perf_counter() if begun is None else begun[1]
+        was_training = self._device.is_training()
         fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
         num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
         if plan.run_online and begun is None:
@@ -138,6 +139,7 @@ class Executor:
             total_ms=online_ms + (end - online_end) * 1e3 if begun is not None else (end - start) * 1e3,
             fused=fused,
             predicted_ms=record.predicted_ms if num_launched == num_behind else None,
+            behind_tasklet=was_training if is_host_timed else record.behind_tasklet,
         )
 
     def _land(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
