@@ -60,10 +60,6 @@ class OnlineLinearModel:
         estimate = max(0.0, self._estimate(x))
         return estimate if _dot(x, self._spread(x)) * self._counts(estimate) ** 2 <= _REACH else None
 
-    def reaches(self, features: tuple[float, ...]) -> bool:
-        """Whether there is such a prediction."""
-        return self.reached(features) is not None
-
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
         counts = self._counts(target)
