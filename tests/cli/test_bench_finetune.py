@@ -144,6 +144,3 @@ def test_less_memory_makes_layers_be_recomputed_and_too_little_is_refused(tmp_pa
     said = " ".join(result.stderr.split())
     assert "--activation-memory: The job needs" in said
     assert "are lacking. Raise it, or lower --seq-len or --r." in said
-    result = bench_finetune("tiny", "--seq-len", "128", "--tasklet-tokens", "64", "--device", "cpu")
-    assert result.returncode != 0
-    assert "--tasklet-tokens: 64 is less than a sequence of --seq-len 128" in " ".join(result.stderr.split())

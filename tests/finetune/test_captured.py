@@ -445,7 +445,7 @@ def test_what_is_said_to_be_lacking_is_enough_and_no_more(
         name = f"{len(validation)}-{few}"
         with pytest.raises(CotenantError) as refused:
             make(name, few, validation)
-        numbers = re.findall(r"(\d+) (?:bytes|are free|\(\d+ MiB\) are)", refused.value.message)
+        numbers = re.findall(r"(\d+) (?:bytes|for it|\(\d+ MiB\) are)", refused.value.message)
         needed, free, lacking = map(int, numbers)
         assert (free, needed - free) == (few, lacking)
         if few < state:

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
+from taught import BACKWARD
 
-WAIT_MS = 1.8
+WAIT_MS, TASKLET_MS = 1.8, 1.3
 
 
 def true_ms(batch: BatchShape) -> float:
@@ -32,8 +34,9 @@ def random_batch(rng: random.Random) -> BatchShape:
 
 
 def learn(predictor: LatencyPredictor, batch: BatchShape, took_ms: float, *, behind: bool = False) -> None:
-    mode = Mode.TEMPORAL if behind else Mode.NONE
-    predictor.observe(IterationRecord(batch, mode, took_ms, took_ms, behind_tasklet=behind))
+    """``behind``: a tasklet that was in flight, with another behind the batch."""
+    mode, tasklets = (Mode.TEMPORAL, ((TaskletRun(BACKWARD, 1), TASKLET_MS),)) if behind else (Mode.NONE, ())
+    predictor.observe(IterationRecord(batch, mode, took_ms, took_ms, tasklets, behind_tasklet=behind))
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +105,48 @@ def test_prompts_count_as_decodes_until_some_were_measured() -> None:
     for num in range(1, 30):
         learn(predictor, BatchShape(num, 100 * num), 2.0 + 0.1 * num)
     assert predictor.batch_ms(BatchShape(4, 400, 16, 16)) == pytest.approx(2.0 + 0.1 * 20, rel=0.2)
+
+
+def test_one_stall_leaves_prompts_their_room(predictor: LatencyPredictor) -> None:
+    """Some sizes hardly come again, so what is believed of one would stay."""
+    restored = LatencyPredictor("h", "m")
+    restored.restore(predictor.export())
+    decodes = BatchShape(20, 20_000)
+    before = restored.prompt_tokens_within(decodes, 45.0)
+    learn(restored, BatchShape(20, 20_000, 1024, 1024), 400.0)
+    after = restored.prompt_tokens_within(decodes, 45.0)
+    assert before is not None
+    assert after is not None
+    assert after > 0.7 * before
+    stalled = BatchShape(21, 21_000, 1030, 1030)
+    predicted_ms = restored.batch_ms(stalled, cautious=False)
+    assert predicted_ms is not None
+    assert predicted_ms < 2 * true_ms(stalled)
+
+
+def test_a_machine_that_becomes_slower_does_not_only_wait_longer(predictor: LatencyPredictor) -> None:
+    """Where all batches are launched behind tasklets, the two cannot be told apart but by what is possible."""
+    restored, rng = LatencyPredictor("h", "m"), random.Random(4)
+    restored.restore(predictor.export())
+    for _ in range(1000):
+        batch = random_batch(rng)
+        learn(restored, batch, 2 * true_ms(batch) + WAIT_MS, behind=True)
+    for num_decode in range(41, 60):  # none of these was ever run
+        batch = BatchShape(num_decode, num_decode * 1000)
+        for behind in (False, True):
+            predicted_ms = restored.batch_ms(batch, beside_training=behind, cautious=False)
+            assert predicted_ms == pytest.approx(2 * true_ms(batch) + (WAIT_MS if behind else 0.0), rel=0.15)
+
+
+def test_batches_of_seconds_are_learned_as_well() -> None:
+    """As on a CPU with a model of some billion parameters."""
+    rng, predictor = random.Random(5), LatencyPredictor("h", "m")
+    for _ in range(400):
+        batch = random_batch(rng)
+        learn(predictor, batch, 1000 * true_ms(batch))
+    errors = []
+    for batch in (random_batch(rng) for _ in range(300)):
+        predicted_ms = predictor.batch_ms(batch, cautious=False)
+        assert predicted_ms is not None
+        errors.append(abs(predicted_ms / (1000 * true_ms(batch)) - 1))
+    assert sorted(errors)[int(0.95 * len(errors))] < 0.2

@@ -243,6 +243,16 @@ def test_what_was_learned_of_partitions_can_be_taken_over() -> None:
             assert other.tasklet_ms(tasklet, partition=partition) == pytest.approx(known)
 
 
+def test_of_an_export_that_is_refused_nothing_is_taken() -> None:
+    exported = taught_predictor(2.0, 1.0, 3.0).export()
+    for right, wrong in ((b'"forward":', b'"nonsense":'), (b'"prior_ratios"', b'"prior_rations"')):
+        predictor = LatencyPredictor("test hardware", "test model")
+        with pytest.raises(ValueError):
+            predictor.restore(exported.replace(right, wrong, 1))
+        assert predictor.num_records == 0
+        assert predictor.batch_ms(DECODE) is None
+
+
 def test_an_export_of_another_version_is_passed_over() -> None:
     exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":5', b'"version":4')
     with pytest.raises(ValueError, match="version 4"):

@@ -66,6 +66,23 @@ def test_who_comes_waits_for_tasklets_behind_a_batch_and_not_for_long(ttft_ms: f
     assert decided.hold_ms == expected_ms
 
 
+@pytest.mark.parametrize("policy", ["multitask", "adaptive", "chunked", "llmstation"])
+def test_a_batch_behind_a_tasklet_in_flight_leaves_less_for_tasklets(policy: str) -> None:
+    """By what it waits for that, as other batches have shown."""
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    other, backward = replace(DECODE, num_decode=3), ((TaskletRun(BACKWARD, 1), 2.0),)
+    for _ in range(20):
+        predictor.observe(IterationRecord(other, Mode.NONE, 2.0, 2.0))
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 5.0, 7.0, backward, behind_tasklet=True))
+    many = JobView("job", in_turn(TaskletRun(BACKWARD, 40)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0, itl_ms=20.0), other, (RUNNING,), many, margin=0.9)
+    planned = [
+        create_policy(policy, predictor).plan(replace(snapshot, is_training=is_training)).num_tasklets
+        for is_training in (False, True)
+    ]
+    assert planned[0] - 4 <= planned[1] < planned[0]
+
+
 @pytest.mark.parametrize("policy", ["multitask", "adaptive"])
 def test_training_is_suspended_for_a_prefill_and_for_those_who_wait(policy: str) -> None:
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)

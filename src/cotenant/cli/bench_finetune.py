@@ -44,7 +44,10 @@ def finetune(
         ),
     ] = None,
     tasklet_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a micro-batch, at least one sequence. 0: as the server chooses.")
+        int,
+        typer.Option(
+            min=0, help="Tokens of a micro-batch; a longer sequence is one by itself. 0: as the server chooses."
+        ),
     ] = 0,
     r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter, on all linear modules.")] = 16,
     dropout: Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Of the adapter's inputs.")] = 0.0,
@@ -82,11 +85,6 @@ def finetune(
     seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
-    if 0 < tasklet_tokens < seq_len and min_len is None:
-        raise InvalidInputError(
-            f"--tasklet-tokens: {tasklet_tokens} is less than a sequence of --seq-len {seq_len}, which is not cut",
-            param="tasklet-tokens",
-        )
     check_outputs(json=json_path)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions

@@ -14,6 +14,7 @@ from cotenant.models.spec import ModelSpec
 # In half precision: the weight as captured layers read it; up to three modules share a matrix of as many blocks.
 _STATE_BYTES_PER_WEIGHT = 5 * 4 + 3 * 2
 _MIB = 1 << 20
+WAYS_OUT = "Lower max_length or r, or leave training more memory (on a GPU: --gpu-memory-utilization)."
 
 
 def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, num_recomputed: int = 0) -> int:
@@ -48,9 +49,6 @@ def _layer_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype) -> int:
     return num_tokens * (5 * spec.intermediate_size + 6 * spec.hidden_size + 4 * heads) * dtype.itemsize
 
 
-WAYS_OUT = "Lower max_length or r, or leave training more memory (--gpu-memory-utilization)."
-
-
 def state_bytes(num_weights: int) -> int:
     """Of an adapter with so many elements in training."""
     return num_weights * _STATE_BYTES_PER_WEIGHT
@@ -76,8 +74,8 @@ def lacking_room(needed_bytes: int, free_bytes: int, longest: int, longest_measu
     in_validation = f" ({longest_measured} in the validation file)" if longest_measured > longest else ""
     return CotenantError(
         f"The job needs {needed_bytes} bytes ({_mib(needed_bytes)}) at least for its longest example, {longest} "
-        f"tokens{in_validation}, and its adapter; {free_bytes} are free, so {lacking} ({_mib(lacking)}) are lacking. "
-        f"{WAYS_OUT}",
+        f"tokens{in_validation}, and its adapter; there are {free_bytes} for it, so {lacking} ({_mib(lacking)}) are "
+        "lacking. " + WAYS_OUT,
         code="insufficient_memory",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import replace
 
 from cotenant.core.plan import BatchShape, IterationRecord
@@ -12,17 +11,21 @@ from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import BatchKey, batch_key
 
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
-_LEAST_WAIT_MS = 1e-3
+_WAIT = ("wait",)
+_LEAST_WAIT_MS, _MOST_TASKLETS_WAITED_FOR = 1e-3, 2.0
+_FADING = 0.99
 
 
 class BatchTimes:
     """A batch that is launched while a tasklet is in flight (``beside_training``) has records of its own. Where those
     lack, it takes as long as alone and a wait for the tasklet's end, which is the same for all shapes; and the other
-    way round."""
+    way round. The wait is that of decode steps, whose time is known best, and never longer than two tasklets: what
+    more a step takes, on a machine that has become slower, is its own time."""
 
     def __init__(self, records: RecordCache, base_group: Group, prior: Prior | None) -> None:
         self.models = BatchModels()
         self._records, self._base_group, self._prior = records, base_group, prior
+        self._longest_tasklet_ms = 0.0  # lately
         self._last: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
@@ -45,17 +48,17 @@ class BatchTimes:
         if other is None:
             known_ms = self._modelled_ms(batch)
             if known_ms is not None and beside_training:
-                known_ms += self._wait_ms(batch)
+                known_ms += self._wait_ms()
         elif beside_training:
-            known_ms = other.latency_ms(cautious=cautious) + self._wait_ms(batch)
+            known_ms = other.latency_ms(cautious=cautious) + self._wait_ms()
         else:
-            known_ms = _without(other.latency_ms(cautious=cautious), self._wait_ms(batch))
+            known_ms = _without(other.latency_ms(cautious=cautious), self._wait_ms())
         return known_ms if record is None else less(record.latency_ms(cautious=cautious), known_ms)
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
         shapes = [decodes, replace(decodes, prefill_tokens=_PROMPT_TOKENS, prefill_context_tokens=_PROMPT_TOKENS)]
-        times_ms = [self.models.reached_ms(shape) for shape in shapes]
+        times_ms = [self.models.line_ms(shape) for shape in shapes]
         if None in times_ms and self._prior is not None:
             times_ms = [self._prior.batch_ms(shape) for shape in shapes]
         if None in times_ms:
@@ -71,13 +74,22 @@ class BatchTimes:
         group, key = self.keys(batch)
         self._records.add(group, (_name(record.behind_tasklet), key), online_ms)
         if record.behind_tasklet:
-            alone_ms = self.models.reached_ms(batch)
-            online_ms = _without(online_ms, self._wait_ms(batch))
-            if alone_ms is not None:
-                self._records.add(self._base_group, _wait_key(batch), max(_LEAST_WAIT_MS, record.online_ms - alone_ms))
+            online_ms = _without(online_ms, self._wait_ms())
+            self._learn_wait(record)
         online_ms = self.models.observe(batch, online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
+
+    def tasklet_ended(self, took_ms: float) -> None:
+        """On all SMs."""
+        self._longest_tasklet_ms = max(took_ms, _FADING * self._longest_tasklet_ms)
+
+    def _learn_wait(self, record: IterationRecord) -> None:
+        alone_ms = None if record.batch.prefill_tokens else self.models.reached_ms(record.batch)
+        if alone_ms and self._longest_tasklet_ms:
+            most_ms = _MOST_TASKLETS_WAITED_FOR * self._longest_tasklet_ms
+            waited_ms = min(max(_LEAST_WAIT_MS, record.online_ms - alone_ms), most_ms)
+            self._records.add(self._base_group, _WAIT, waited_ms)
 
     def _modelled_ms(self, batch: BatchShape) -> float | None:
         """Alone, by the models, or where they do not reach by the prior."""
@@ -87,9 +99,9 @@ class BatchTimes:
         prior_ms = None if self._prior is None else self._prior.batch_ms(batch)
         return prior_ms or self.models.guessed_ms(batch) or None
 
-    def _wait_ms(self, batch: BatchShape) -> float:
-        """How much longer such a batch takes that is launched while a tasklet is in flight. 0 while it is not known."""
-        return self._records.fresh_ms(self._base_group, _wait_key(batch), cautious=False) or 0.0
+    def _wait_ms(self) -> float:
+        """How much longer a batch takes that is launched while a tasklet is in flight. 0 while it is not known."""
+        return self._records.fresh_ms(self._base_group, _WAIT, cautious=False) or 0.0
 
 
 def less(stale_ms: float, known_ms: float | None) -> float:
@@ -99,10 +111,6 @@ def less(stale_ms: float, known_ms: float | None) -> float:
 
 def _name(beside_training: bool) -> str:
     return "shared batch" if beside_training else "batch"
-
-
-def _wait_key(batch: BatchShape) -> Hashable:
-    return ("wait", batch.prefill_tokens > 0)
 
 
 def _without(latency_ms: float, wait_ms: float) -> float:

@@ -20,11 +20,13 @@ _DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
 _PROMPT_SCALES = (1.0, 8.0, 4096.0, 256.0, 1e6, 4096.0, 1e6, 1.0, 1.0)
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
 _MOST_TIMES, _LEAST_MS = 8.0, 0.1
+_MOST_OF_SIZE = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
 _TYPICAL_MS = 10.0
 
 
 class BatchStates(NamedTuple):
-    """All that was learned: of decode steps, of batches with prompts, and these' ratios by size."""
+    """All that was learned: of decode steps, of batches with prompts, and measured / modelled of these by ``_size_of``
+    them."""
 
     decodes: LinearState
     prompts: LinearState
@@ -41,14 +43,18 @@ class BatchModels:
 
     def reached_ms(self, batch: BatchShape) -> float | None:
         """What a model says, if it rests on what was measured."""
-        model_ms = self._model_of(batch).reached(_features(batch))
-        return None if model_ms is None else model_ms * self._ratio_of(batch).mean
+        model_ms = self.line_ms(batch)
+        return None if model_ms is None else model_ms * self._ratio_of(batch)
+
+    def line_ms(self, batch: BatchShape) -> float | None:
+        """The same without what is particular to its size."""
+        return self._model_of(batch).reached(_features(batch))
 
     def guessed_ms(self, batch: BatchShape) -> float | None:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(_features(batch)) * self._ratio_of(batch).mean
+            return self._model_of(batch).predict(_features(batch)) * self._ratio_of(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
@@ -62,16 +68,23 @@ class BatchModels:
             model_ms = max(model_ms, _LEAST_MS)
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
             if batch.prefill_tokens:
-                self._ratios.setdefault(_size_of(batch), Ratio()).add(measured_ms, model_ms)
+                bounded_ms = min(max(measured_ms, model_ms / _MOST_OF_SIZE), model_ms * _MOST_OF_SIZE)
+                self._ratios.setdefault(_size_of(batch), Ratio()).add(bounded_ms, model_ms)
         model.update(features, measured_ms)
         return measured_ms
 
     def states(self) -> BatchStates:
         return BatchStates(self._decodes.state(), self._prompts.state(), self._ratios)
 
+    def check(self, states: BatchStates) -> None:
+        """Raises ValueError for states of other models."""
+        self._decodes.check(states.decodes)
+        self._prompts.check(states.prompts)
+
     def restore(self, states: BatchStates, trusted: int) -> None:
         """Take over what others learned, where these have not, and ratios as if they rested on ``trusted`` measurements
-        at most. Raises ValueError for states of other models."""
+        at most. Raises as ``check``."""
+        self.check(states)
         for model, state in ((self._decodes, states.decodes), (self._prompts, states.prompts)):
             if model.num_samples == 0:
                 model.restore(state)
@@ -81,12 +94,9 @@ class BatchModels:
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
 
-    def _ratio_of(self, batch: BatchShape) -> Ratio:
-        found = self._ratios.get(_size_of(batch)) if batch.prefill_tokens else None
-        return _ONE if found is None else found
-
-
-_ONE = Ratio()
+    def _ratio_of(self, batch: BatchShape) -> float:
+        ratio = self._ratios.get(_size_of(batch)) if batch.prefill_tokens else None
+        return 1.0 if ratio is None or not ratio.known else ratio.mean
 
 
 def _size_of(batch: BatchShape) -> int:

@@ -3,7 +3,7 @@
 Recursive least squares: LLMStation section 4.2 uses linear models over simple features; learning them online replaces
 its offline profiling runs. Forgetting is directional (Kulhavy, 1987): a measurement takes the place of older ones like
 it, and what it does not touch stays as it is. Forgotten evenly, what is not measured for some thousand iterations would
-be lost, and the covariance would grow without bound, its rounding errors first. Vectors have two to six entries, for
+be lost, and the covariance would grow without bound, its rounding errors first. Vectors have two to nine entries, for
 which plain floats are faster than arrays.
 """
 
@@ -17,7 +17,9 @@ _FORGETTING = 0.99
 _PRIOR_VARIANCE = 1e4
 _REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
 _RESTORED_DOUBT = 10.0
-_MOST_COUNTED = 10.0  # times, the error of a small target
+# Times that the error of a small target counts, and that of a large one: were it less, what was believed before the
+# first measurement would outweigh many.
+_MOST_COUNTED, _LEAST_COUNTED = 10.0, 0.02
 
 
 class LinearState(NamedTuple):
@@ -81,17 +83,21 @@ class OnlineLinearModel:
     def state(self) -> LinearState:
         return LinearState(list(self._weights), [value for row in self._covariance for value in row], self.num_samples)
 
-    def restore(self, state: LinearState) -> None:
-        """Take over what another model learned; what comes now counts more than it does. Raises ValueError for a state
-        of another number of features, or with values that cannot be."""
+    def check(self, state: LinearState) -> None:
+        """Raises ValueError for a state of another number of features, or with values that cannot be."""
         size = len(self._weights)
         numbers, trace = (*state.weights, *state.covariance), sum(state.covariance[:: size + 1])
         is_of_size = (len(state.weights), len(state.covariance)) == (size, size * size)
         if not is_of_size or not all(map(math.isfinite, numbers)) or trace <= 0:
             raise ValueError(f"no state of a linear model of {size} features")
+
+    def restore(self, state: LinearState) -> None:
+        """Take over what another model learned; what comes now counts more than it does. Raises as ``check``."""
+        self.check(state)
+        size = len(self._weights)
         self._weights = list(state.weights)
         self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
-        doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / trace))
+        doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / sum(state.covariance[:: size + 1])))
         self._covariance = [[value * doubt for value in row] for row in self._covariance]
         self.num_samples = state.num_samples
 
@@ -100,7 +106,9 @@ class OnlineLinearModel:
 
     def _counts(self, target: float) -> float:
         """How many times the error of such a target counts."""
-        return 1.0 if self._typical is None else min(_MOST_COUNTED, self._typical / max(target, 1e-9))
+        if self._typical is None:
+            return 1.0
+        return min(_MOST_COUNTED, max(_LEAST_COUNTED, self._typical / max(target, 1e-9)))
 
     def _estimate(self, x: list[float]) -> float:
         return _dot(self._weights, x)

@@ -190,9 +190,12 @@ class LatencyPredictor:
         Raises ValueError for what is no export, or one of other hardware or another model.
         """
         found = decode(exported, self._base_group)
-        self._batches.models.restore(found.batches, _TRUSTED)
         models = [(self._tasklet_model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
         models += [(self._partitions.model(key), state) for key, state in found.partition_models]
+        self._batches.models.check(found.batches)
+        for model, state in models:
+            model.check(state)
+        self._batches.models.restore(found.batches, _TRUSTED)
         for model, state in models:
             if model.num_samples == 0:
                 model.restore(state)
@@ -222,6 +225,7 @@ class LatencyPredictor:
         # Behind a batch that had other SMs, tasklets are as alone as they can be.
         batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
+            self._batches.tasklet_ended(elapsed_ms / run.count)
             self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
 
     def _error_of(self, record: IterationRecord) -> float | None:

@@ -41,8 +41,7 @@ def iteration_target_ms(snapshot: Snapshot) -> float:
 
 def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
     """The batch, and nothing beside it."""
-    predicted_ms = predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
-    return Plan(run_online=True, predicted_ms=predicted_ms)
+    return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))
 
 
 def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | float:

@@ -132,8 +132,8 @@ def _listed(problems: list[str]) -> str:
 
 def _of_lines(what: str, numbers: list[str]) -> str:
     """One sentence for what is wrong with several lines."""
-    others = ", ".join(numbers[1:])
-    same = f" The same in line{'s' if len(numbers) > 2 else ''} {others}." if others else ""
+    others = sorted(set(numbers) - {numbers[0]}, key=int)
+    same = f" The same in line{'s' if len(others) > 1 else ''} {', '.join(others)}." if others else ""
     return f"Line {numbers[0]}{what}.{same}" if numbers[0] else f"{what}."
 
 

@@ -38,6 +38,9 @@ _STEPS_PER_EPOCH = 50
 _END_RATES = {"polynomial": ("lr_end", DEFAULT_LR_END), "cosine_with_min_lr": ("min_lr", 0.0)}
 
 _ALIASES = {"num_train_epochs": "n_epochs"}
+# What others call them, for the one who asks; and how near a name is that may be meant.
+_MEANT = {"lr": "learning_rate", "epochs": "n_epochs", "rank": "r", "lora_r": "r", "lora_rank": "r"}
+_NEAR = 0.75
 _CAN_BE_AUTO = ("n_epochs", "batch_size", "learning_rate_multiplier", "max_length", "lora_alpha", "beta")
 
 
@@ -119,7 +122,8 @@ def _unknown(name: str, place: str, known: Iterable[str], method: str) -> Invali
         message = f"Unknown hyperparameter '{name}' for method '{method}': it belongs to method '{DPO}'."
     else:
         names = sorted(known)
-        meant = "".join(f" Did you mean '{each}'?" for each in get_close_matches(name[:100], names, n=1))
+        near = [_MEANT[name]] if name in _MEANT else get_close_matches(name[:100], names, n=1, cutoff=_NEAR)
+        meant = "".join(f" Did you mean '{each}'?" for each in near)
         message = f"Unknown hyperparameter '{name[:100]}'.{meant} Known are: {', '.join(names)}."
     return InvalidInputError(message, code="unknown_parameter", param=place)
 
