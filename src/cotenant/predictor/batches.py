@@ -85,11 +85,11 @@ class BatchModels:
         """Take over what others learned, where these have not, and ratios as if they rested on ``trusted`` measurements
         at most. Raises as ``check``."""
         self.check(states)
-        for model, state in ((self._decodes, states.decodes), (self._prompts, states.prompts)):
-            if model.num_samples == 0:
-                model.restore(state)
-        for size, ratio in states.ratios.items():
-            self._ratios.setdefault(size, ratio.less_trusted(trusted))
+        if self._decodes.num_samples == 0:
+            self._decodes.restore(states.decodes)
+        if self._prompts.num_samples == 0:  # ratios are to this model
+            self._prompts.restore(states.prompts)
+            self._ratios = {size: ratio.less_trusted(trusted) for size, ratio in states.ratios.items()}
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
