@@ -82,9 +82,8 @@ class BatchModels:
         self._prompts.check(states.prompts)
 
     def restore(self, states: BatchStates, trusted: int) -> None:
-        """Take over what others learned, where these have not, and ratios as if they rested on ``trusted`` measurements
-        at most. Raises as ``check``."""
-        self.check(states)
+        """Take over what others learned, which ``check`` has found right, where these have not; and ratios as if they
+        rested on ``trusted`` measurements at most."""
         if self._decodes.num_samples == 0:
             self._decodes.restore(states.decodes)
         if self._prompts.num_samples == 0:  # ratios are to this model

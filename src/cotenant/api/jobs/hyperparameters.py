@@ -246,10 +246,11 @@ def _check_selection(checked: Mapping[str, Any], places: Mapping[str, str]) -> N
 
 def _check_patterns(checked: Mapping[str, Any], places: Mapping[str, str], limits: Limits) -> None:
     """Keys fit something that is trained. The worker looks at those that may take long to match."""
-    modules = checked.get("target_modules", LINEAR_MODULES)
-    names = [module_name(layer, module) for layer in range(limits.num_layers) for module in modules]
     for name in ("rank_pattern", "alpha_pattern"):
-        check_pattern(checked.get(name, {}), names, places.get(name, name), only_plain=True)
+        if name in checked:
+            modules = checked.get("target_modules", LINEAR_MODULES)
+            names = [module_name(layer, module) for layer in range(limits.num_layers) for module in modules]
+            check_pattern(checked[name], names, places[name], only_plain=True)
 
 
 def _conflict(message: str, param: str) -> InvalidInputError:
