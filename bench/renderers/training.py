@@ -145,7 +145,10 @@ def convergence(results: Sequence[Result]) -> list[str]:
 
 
 def adapter(results: Sequence[Result]) -> list[str]:
-    (result,) = results
+    return [part for result in results for part in _adapter(result)]
+
+
+def _adapter(result: Result) -> list[str]:
     model, num_prompts = result["model"], result["num_prompts"]
     outcome = "passed" if result["passed"] else "failed: " + "; ".join(result["problems"])
     equal = {name: count for name, count in result["num_equal"].items() if name != "cotenant"}
@@ -153,9 +156,22 @@ def adapter(results: Sequence[Result]) -> list[str]:
     return [
         f"`{result['command']}`: a random Llama (hidden size {model['hidden_size']}, {model['num_hidden_layers']} "
         f"layers, heads of {model['head_dim']}) in {result['dtype']}, on {machine_text(result)}. A job of "
-        f"{result['num_steps']} steps, rank {result['r']} on all linear layers, memorised {result['num_memorised']} of "
-        f"{num_prompts} sequences of random tokens; each was then continued greedily by {result['num_tokens']} tokens. "
-        f"The chosen token's logit was ahead of the next one's by {result['smallest_margin']:.2f} at least. "
-        f"**{outcome}**",
+        f"{result['num_steps']} steps, rank {result['r']} on all linear layers{_patterns_text(result)}, memorised "
+        f"{result['num_memorised']} of {num_prompts} sequences of random tokens; each was then continued greedily by "
+        f"{result['num_tokens']} tokens. The chosen token's logit was ahead of the next one's by "
+        f"{result['smallest_margin']:.2f} at least. **{outcome}**",
         table(["", "the same tokens as ours"], [*rows, ["no adapter", f"{result['num_as_base']} of {num_prompts}"]]),
     ]
+
+
+def _patterns_text(result: Result) -> str:
+    """Which modules have another rank or alpha, and whether the scale is rsLoRA's."""
+    patterns = result["patterns"]
+    if patterns is None:
+        return ""
+    others = [
+        f"{what} {value:g} on {module}"
+        for what, name in (("rank", "rank_pattern"), ("alpha", "alpha_pattern"))
+        for module, value in patterns[name].items()
+    ]
+    return f" but {', '.join(others)}, with rsLoRA's scale" if patterns["use_rslora"] else f" but {', '.join(others)}"
