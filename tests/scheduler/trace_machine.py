@@ -153,6 +153,8 @@ class TraceMachine(Machine):
         record, gained_ms, token_ms = self._carry_out(plan, batch if runs else BatchShape())
         self._tokens_of(landing, self._now_s + token_ms / 1e3)
         self.predictor.observe(record)
+        if batch.prefill_tokens and runs:
+            self._margin.prompts_took(record.online_ms, self._now_s + token_ms / 1e3)
         if plan.mode is not Mode.NONE and is_live:
             self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
         self._now_s += record.total_ms / 1e3

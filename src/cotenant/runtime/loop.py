@@ -240,6 +240,8 @@ class WorkerLoop:
         self._predictor.observe(record)
         is_wanted = self._self_profile is None or not self._self_profile.note(record)
         if is_wanted:
+            if record.batch.prefill_tokens:
+                self._margin.prompts_took(record.online_ms, time.perf_counter())
             self._stats.count(record, time.perf_counter(), has_job=self._training.job_id is not None)
         else:
             self._executor.gaps_ms.clear()

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from cotenant.core.plan import FIRST_MARGIN, Slo
+from cotenant.scheduler.crowding import Crowding
 
 _LEAST, _MOST = 0.2, 0.98
 _FALL = 0.03  # at a miss
@@ -65,6 +66,7 @@ class Margin:
         self._change = 0.0
         self._has_learned = False
         self._most, self._prompts_until_s = _MOST, -math.inf  # where prompts are expected
+        self._crowding = Crowding(slo)
         self.value = FIRST_MARGIN
         self.has_job = True
 
@@ -82,8 +84,15 @@ class Margin:
         """Prompts have come into running answers: for a while no more than ``most`` is aimed at."""
         self._most, self._prompts_until_s = most, now_s + _PROMPTS_FOR_S
 
+    def prompts_took(self, time_ms: float, now_s: float) -> None:
+        """A batch with prompts has ended that took so long."""
+        self._crowding.prompts_took(time_ms, now_s)
+
     def aim(self, now_s: float) -> float:
         """The share of the TPOT target to aim at now."""
+        return min(self._beside_prompts(now_s), self._crowding.most(now_s))
+
+    def _beside_prompts(self, now_s: float) -> float:
         return min(self.value, self._most) if now_s < self._prompts_until_s else self.value
 
     def trained(self, time_ms: float, now_s: float) -> None:
@@ -119,16 +128,21 @@ class Margin:
     def settle(self, now_s: float) -> None:
         """All of an iteration's tokens have been noted."""
         if self._num_judged:
-            change, aim = self._change / self._num_judged, self.aim(now_s)
-            # What requests met while less was aimed at says nothing of more; what they missed, they would have as well.
-            if change < 0.0 or self.value <= aim:
+            change, aim = self._change / self._num_judged, self._beside_prompts(now_s)
+            # What requests met while less was aimed at says nothing of more; what they missed, they would have as well,
+            # though not all of what was taken off where prompts crowd.
+            if change < 0.0 or self.value <= self.aim(now_s):
                 self.value = min(_MOST, max(_LEAST, aim + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
 
     def _judge_first(self, life: _Life, now_s: float) -> None:
         """A first token in time is no merit of the margin's: most would be with any."""
-        if (now_s - life.arrival_s) * 1e3 > self._slo.ttft_ms:
+        if math.isnan(life.arrival_s):
+            return
+        ttft_ms = (now_s - life.arrival_s) * 1e3
+        self._crowding.first_token(ttft_ms, now_s)
+        if ttft_ms > self._slo.ttft_ms:
             self._last_late_s = now_s
             if self._last_trained_s >= life.arrival_s - _BEFORE_S and self.value > _LEAST_FOR_FIRST:
                 self._miss(life)

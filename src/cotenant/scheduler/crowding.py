@@ -1,0 +1,51 @@
+"""How much of the target is left alone where prompts take most of the device.
+
+What running requests are ahead of their target is the room that a burst of prompts has. Training spends it, so while
+the device is nearly full with prompts, and first tokens come late in their target already, less of it may be spent: the
+next burst would find none. By the misses alone that would be learned too late: one burst makes many first tokens late.
+"""
+
+from __future__ import annotations
+
+import math
+
+from cotenant.core.plan import Slo
+
+# First tokens count for so long, and batches with prompts. (How late the latest were says more of the next burst than
+# how long ago that was; how full the device is may change within seconds.)
+_FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
+# The product of both shares from which less is aimed at, and where nothing more is taken off; both are tuned on
+# simulated conversations, between plenty of room and a device that prompts alone fill.
+_BEGINS_AT, _ENDS_AT = 0.25, 0.5
+_MOST_TAKEN_OFF = 0.4
+
+
+class Crowding:
+    """``most``: the share of the TPOT target that may be aimed at, by what first tokens took of theirs and the share of
+    the time that batches with prompts took. Times in milliseconds, clocks in seconds; one clock for all calls."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._ttft_ms = slo.ttft_ms
+        self._late, self._late_s = 0.0, -math.inf  # the worst first token's share of the target, faded; since when
+        self._busy, self._busy_s = 0.0, -math.inf
+
+    def first_token(self, ttft_ms: float, now_s: float) -> None:
+        """A first token came after so long."""
+        late = min(1.0, ttft_ms / self._ttft_ms)
+        if late >= self._late_at(now_s):
+            self._late, self._late_s = late, now_s
+
+    def prompts_took(self, time_ms: float, now_s: float) -> None:
+        """A batch with prompts has ended that took so long."""
+        took = 1.0 - math.exp(-time_ms / 1e3 / _BUSY_S)
+        self._busy, self._busy_s = min(1.0, self._busy_at(now_s) + took), now_s
+
+    def most(self, now_s: float) -> float:
+        crowded = self._late_at(now_s) * self._busy_at(now_s)
+        return 1.0 - _MOST_TAKEN_OFF * min(1.0, max(0.0, (crowded - _BEGINS_AT) / (_ENDS_AT - _BEGINS_AT)))
+
+    def _late_at(self, now_s: float) -> float:
+        return self._late * math.exp2((self._late_s - now_s) / _FIRST_HALF_LIFE_S)
+
+    def _busy_at(self, now_s: float) -> float:
+        return self._busy * math.exp(-(now_s - self._busy_s) / _BUSY_S)
