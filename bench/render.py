@@ -185,8 +185,10 @@ SECTIONS = (
         "Its seconds 626 to 726 at their own rate, twice and four times that, so that a p99 can be stated at each. In "
         "the first run `adaptive` missed the SLO at four times the rate, which serving alone meets: prompts fill the "
         "device there, and training had spent what running requests were ahead of their target when a burst came. In "
-        "the second, on another host, it aims at less where prompts crowd (`scheduler/crowding.py`), which changes "
-        "nothing at the own rate. How much less was chosen by simulating these seconds and others of the same trace.",
+        "the second, on another host, it aims at less where prompts crowd (`scheduler/crowding.py`), in a first form "
+        "that counted batches with prompts whole, also under the other policies; the form since then is yet to be "
+        "measured. At the own rate neither changes anything. How much less is aimed at was chosen by simulating these "
+        "seconds and others of the same trace.",
     ),
     Section(
         "fused_products_h200.txt",

@@ -115,6 +115,7 @@ class Noted(Margin):
         self.begins: list[float] = []
         self.arrivals: dict[str, float] = {}
         self.tokens: dict[str, list[float]] = {}
+        self.prompts_ms: list[float] = []
 
     def begin_at(self, value: float) -> None:
         self.begins.append(value)
@@ -123,6 +124,10 @@ class Noted(Margin):
     def arrived(self, request_id: str, at_s: float) -> None:
         self.arrivals[request_id] = at_s
         super().arrived(request_id, at_s)
+
+    def prompts_took(self, time_ms: float, now_s: float) -> None:
+        self.prompts_ms.append(time_ms)
+        super().prompts_took(time_ms, now_s)
 
     def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> int:
         self.tokens.setdefault(request_id, []).extend([now_s] * num_new)
@@ -267,6 +272,22 @@ def small_loop(
         **more,
     )
     return loop, policy
+
+
+@pytest.mark.parametrize("sizes_chunks", [False, True])
+def test_the_margin_hears_what_prompts_take_where_chunks_are_sized(
+    sizes_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each batch with prompts once."""
+    margins = noted_margins(monkeypatch)
+    channel = Channel(AddRequest(request("first", [5, 6, 7], 40)))
+    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks)
+    for index in range(6):
+        loop.iterate()
+        channel.inbox.append(AddRequest(request(f"r{index}", [5 + index] * 20, 2)))
+    loop.run()
+    (margin,) = margins
+    assert len(margin.prompts_ms) == (7 if sizes_chunks else 0)
 
 
 class AheadDevice(CpuDevice):

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from cotenant.core.plan import Slo
-from cotenant.scheduler.crowding import Crowding
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Slo
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.crowding import Crowding, prompts_ms
 from cotenant.scheduler.margin import Margin
 
 SLO = Slo(500.0, 40.0)
@@ -25,7 +26,7 @@ def crowding(ttft_ms: float, prompt_share: float) -> tuple[Crowding, float]:
 
 @pytest.mark.parametrize(
     ("ttft_ms", "prompt_share", "most"),
-    [(490.0, 0.2, 1.0), (100.0, 0.95, 1.0), (300.0, 0.5, 0.92), (400.0, 0.9, 0.6), (5000.0, 0.99, 0.6)],
+    [(490.0, 0.2, 1.0), (100.0, 0.95, 1.0), (300.0, 0.5, 0.8), (400.0, 0.9, 0.6), (5000.0, 0.99, 0.6)],
 )
 def test_both_have_to_be_high(ttft_ms: float, prompt_share: float, most: float) -> None:
     """A long prompt that comes alone is late without any crowd; a full device whose first tokens are early has room."""
@@ -40,36 +41,73 @@ def test_it_is_over_soon() -> None:
     assert (values[0], values[-1]) == (0.6, 1.0)
 
 
-def test_the_latest_of_the_late_first_tokens_counts_and_not_the_one_in_time_after_it() -> None:
-    found, now_s = crowding(450.0, 0.9)
-    found.first_token(10.0, now_s)
-    assert found.most(now_s) == 0.6
+def full(ttft_ms: float) -> Crowding:
+    """A full device at 100 s, after a first token like that."""
+    found = Crowding(SLO)
+    found.prompts_took(1e6, 100.0)
+    found.first_token(ttft_ms, 100.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("then_ms", "after_s", "most"),
+    # The one in time after it tells nothing; it fades by half in 10 s; one that is late again counts from then on; none
+    # counts for more than its whole target.
+    [(10.0, 0.0, 0.8), (10.0, 10.0, 1.0), (200.0, 10.0, 0.6), (5000.0, 10.0, 0.6)],
+)
+def test_the_worst_of_the_latest_first_tokens_counts(then_ms: float, after_s: float, most: float) -> None:
+    found = full(150.0)
+    found.first_token(then_ms, 100.0 + after_s)
+    found.prompts_took(1e6, 100.0 + after_s)
+    assert found.most(100.0 + after_s) == pytest.approx(most, abs=0.001)
+
+
+def test_a_first_token_that_is_ten_times_too_late_is_over_as_soon_as_others() -> None:
+    found = full(5000.0)
+    found.prompts_took(1e6, 120.0)
+    assert found.most(120.0) == pytest.approx(0.9, abs=0.001), "a quarter is left of it"
+
+
+def test_only_what_prompts_take_beyond_the_decode_step_counts() -> None:
+    predictor, batch = LatencyPredictor("test", "test"), BatchShape(8, 4000, 512, 512)
+    assert prompts_ms(predictor, batch) == 0.0, "nobody knows"
+    for _ in range(8):
+        predictor.observe(IterationRecord(BatchShape(8, 4000), Mode.NONE, 10.0, 10.0))
+        predictor.observe(IterationRecord(batch, Mode.NONE, 30.0, 30.0))
+    assert prompts_ms(predictor, batch) == pytest.approx(20.0, abs=0.1)
+    assert prompts_ms(predictor, BatchShape(8, 4000)) == 0.0
 
 
 def test_nothing_is_taken_off_where_nothing_has_come() -> None:
     assert Crowding(SLO).most(0.0) == 1.0
 
 
-def test_the_margin_goes_by_it_and_learns_nothing_of_more_meanwhile() -> None:
+def answer(margin: Margin, name: str, arrival_s: float, first_s: float, *, crowded_tpot_s: float = 0.0) -> None:
+    """Of a hundred tokens; ``crowded_tpot_s``: while prompts fill the device all the time."""
+    last_s = first_s + 100 * (crowded_tpot_s or 0.005)
+    margin.arrived(name, arrival_s)
+    margin.note(name, 1, first_s, is_over=False)
+    margin.trained(1e6, last_s)
+    if crowded_tpot_s:
+        margin.prompts_took(1e6, last_s)
+    margin.note(name, 100, last_s, is_over=True)
+    margin.settle(last_s)
+
+
+def test_the_margin_goes_by_it_and_learns_nothing_in_a_crowd() -> None:
+    """What requests meet there says nothing of more, and what they miss is the crowd's."""
     margin, now_s = Margin(SLO), 100.0
     margin.begin_at(0.9)
-
-    def answer(name: str, arrival_s: float, first_s: float) -> None:
-        margin.arrived(name, arrival_s)
-        margin.note(name, 1, first_s, is_over=False)
-        margin.note(name, 100, first_s + 0.5, is_over=True)
-        margin.settle(first_s + 0.5)
-
-    for index in range(50):
-        margin.prompts_took(950.0, now_s + index + 1.0)
-    now_s += 50.0
-    answer("late", now_s - 0.45, now_s)
+    margin.prompts_took(1e6, now_s)
+    answer(margin, "unknown", math.nan, now_s)
+    assert (margin.aim(now_s), margin.has_learned) == (margin.value, True)
+    answer(margin, "late", now_s - 0.45, now_s)
     assert margin.aim(now_s) == pytest.approx(0.6)
     before = margin.value
-    answer("fast", now_s, now_s + 0.1)
+    answer(margin, "fast", now_s, now_s + 0.1)
+    answer(margin, "slow", now_s, now_s + 0.1, crowded_tpot_s=0.05)
     assert margin.value == before
-    answer("unknown", math.nan, now_s + 0.2)
     now_s += 30.0
     assert margin.aim(now_s) == margin.value
-    answer("fast again", now_s, now_s + 0.1)
+    answer(margin, "fast again", now_s, now_s + 0.1)
     assert margin.value > before

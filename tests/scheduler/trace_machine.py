@@ -27,6 +27,7 @@ from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
+from cotenant.scheduler.crowding import prompts_ms
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
 MOST_TOKENS = 4096  # of a batch
@@ -154,7 +155,7 @@ class TraceMachine(Machine):
         self._tokens_of(landing, self._now_s + token_ms / 1e3)
         self.predictor.observe(record)
         if batch.prefill_tokens and runs:
-            self._margin.prompts_took(record.online_ms, self._now_s + token_ms / 1e3)
+            self._margin.prompts_took(prompts_ms(self.predictor, batch), self._now_s + token_ms / 1e3)
         if plan.mode is not Mode.NONE and is_live:
             self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
         self._now_s += record.total_ms / 1e3

@@ -23,6 +23,7 @@ from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import most_margin, prompt_budget
+from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
 from cotenant.wire.messages import (
@@ -240,8 +241,8 @@ class WorkerLoop:
         self._predictor.observe(record)
         is_wanted = self._self_profile is None or not self._self_profile.note(record)
         if is_wanted:
-            if record.batch.prefill_tokens:
-                self._margin.prompts_took(record.online_ms, time.perf_counter())
+            if self._sizes_chunks and record.batch.prefill_tokens:
+                self._margin.prompts_took(prompts_ms(self._predictor, record.batch), time.perf_counter())
             self._stats.count(record, time.perf_counter(), has_job=self._training.job_id is not None)
         else:
             self._executor.gaps_ms.clear()

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 
-from cotenant.core.plan import Slo
+from cotenant.core.plan import BatchShape, Slo
+from cotenant.predictor.predictor import LatencyPredictor
 
-# First tokens count for so long, and batches with prompts. (How late the latest were says more of the next burst than
-# how long ago that was; how full the device is may change within seconds.)
+# A late first token counts for half after the first of these; how full the device is, is a mean over about the second.
+# (How late the latest were says more of the next burst than how long ago that was.)
 _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
-# The product of both shares from which less is aimed at, and where nothing more is taken off; both are tuned on
-# simulated conversations, between plenty of room and a device that prompts alone fill.
-_BEGINS_AT, _ENDS_AT = 0.25, 0.5
+# The product of both shares from which less may be aimed at, and from which no less may. Chosen on simulated
+# conversations, between plenty of room and a device that prompts alone fill.
+_BEGINS_AT, _ENDS_AT = 0.2, 0.4
 _MOST_TAKEN_OFF = 0.4
+
+
+def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:
+    """What a batch takes alone for its prompts, beyond its decode step. 0 where nobody knows."""
+    decodes = BatchShape(batch.num_decode, batch.context_tokens)
+    whole_ms, decodes_ms = (predictor.batch_ms(each, cautious=False) for each in (batch, decodes))
+    return 0.0 if whole_ms is None or decodes_ms is None else max(0.0, whole_ms - decodes_ms)
 
 
 class Crowding:
     """``most``: the share of the TPOT target that may be aimed at, by what first tokens took of theirs and the share of
-    the time that batches with prompts took. Times in milliseconds, clocks in seconds; one clock for all calls."""
+    the time that prompts took. Times in milliseconds, clocks in seconds; one clock for all calls."""
 
     def __init__(self, slo: Slo) -> None:
         self._ttft_ms = slo.ttft_ms
@@ -36,7 +44,7 @@ class Crowding:
             self._late, self._late_s = late, now_s
 
     def prompts_took(self, time_ms: float, now_s: float) -> None:
-        """A batch with prompts has ended that took so long."""
+        """A batch has landed that took so long for its prompts (``prompts_ms``)."""
         took = 1.0 - math.exp(-time_ms / 1e3 / _BUSY_S)
         self._busy, self._busy_s = min(1.0, self._busy_at(now_s) + took), now_s
 

@@ -85,7 +85,7 @@ class Margin:
         self._most, self._prompts_until_s = most, now_s + _PROMPTS_FOR_S
 
     def prompts_took(self, time_ms: float, now_s: float) -> None:
-        """A batch with prompts has ended that took so long."""
+        """A batch has landed that took so long for its prompts."""
         self._crowding.prompts_took(time_ms, now_s)
 
     def aim(self, now_s: float) -> float:
@@ -129,9 +129,9 @@ class Margin:
         """All of an iteration's tokens have been noted."""
         if self._num_judged:
             change, aim = self._change / self._num_judged, self._beside_prompts(now_s)
-            # What requests met while less was aimed at says nothing of more; what they missed, they would have as well,
-            # though not all of what was taken off where prompts crowd.
-            if change < 0.0 or self.value <= self.aim(now_s):
+            # What requests met while less was aimed at says nothing of more; what they missed, they would have as well.
+            # In a crowd neither says anything of what holds without.
+            if self.aim(now_s) == aim and (change < 0.0 or self.value <= aim):
                 self.value = min(_MOST, max(_LEAST, aim + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
