@@ -187,8 +187,7 @@ SECTIONS = (
         "device there, and training had spent what running requests were ahead of their target when a burst came. In "
         "the second, on another host, it aims at less where prompts crowd (`scheduler/crowding.py`), in a first form "
         "that counted batches with prompts whole, also under the other policies; the form since then is yet to be "
-        "measured. At the own rate neither changes anything. How much less is aimed at was chosen by simulating these "
-        "seconds and others of the same trace.",
+        "measured. How much less is aimed at was chosen by simulating these seconds and others of the same trace.",
     ),
     Section(
         "fused_products_h200.txt",

@@ -174,4 +174,5 @@ def _patterns_text(result: Result) -> str:
         for what, name in (("rank", "rank_pattern"), ("alpha", "alpha_pattern"))
         for module, value in patterns[name].items()
     ]
-    return f" but {', '.join(others)}, with rsLoRA's scale" if patterns["use_rslora"] else f" but {', '.join(others)}"
+    scale = ", with rsLoRA's scale" if patterns["use_rslora"] else ""
+    return f" but {', '.join(others)}{scale}"

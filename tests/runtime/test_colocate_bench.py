@@ -49,7 +49,7 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
         begin_s = time.perf_counter()
         # Room for a step even where something else has the machine in between.
         cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
-        assert time.perf_counter() - begin_s < 40 * step_s
+        assert time.perf_counter() - begin_s < 20 * step_s
         assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
         assert cell.train_tokens_per_s > 0
 

@@ -12,8 +12,8 @@ import math
 from cotenant.core.plan import BatchShape, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 
-# A late first token counts for half after the first of these; how full the device is, is a mean over about the second.
-# (How late the latest were says more of the next burst than how long ago that was.)
+# How late the worst first token was fades by half in so long, and the share of the time that prompts took by a factor
+# of e: the device may be less full within seconds, while the latest burst still tells of the next.
 _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
 # The product of both shares from which less may be aimed at, and from which no less may. Chosen on simulated
 # conversations, between plenty of room and a device that prompts alone fill.
