@@ -168,6 +168,8 @@ class Simulation:
         self.num_preemptions += len(plan.preempted)
         assert plan.shape.context_tokens == sum(len(sequence.tokens) for sequence in plan.decodes)
         assert plan.shape.prefill_context_tokens == sum(s.num_computed + count for s, count in plan.chunks)
+        attended = [range(s.num_computed + 1, s.num_computed + count + 1) for s, count in plan.chunks]
+        assert plan.shape.prefill_pairs == sum(map(sum, attended))
         assert plan.num_ending == sum(s.num_computed + count == len(s.tokens) for s, count in plan.chunks)
 
     def _launch(self, plan: BatchPlan) -> None:

@@ -28,7 +28,7 @@ def test_a_prefill_starts_after_the_cached_pages() -> None:
     sequence = simulation.add(22, 4, text=0)
     plan = simulation.iterate()
     assert plan.chunks == ((sequence, 6),)
-    assert plan.shape == BatchShape(prefill_tokens=6, prefill_context_tokens=22)
+    assert plan.shape == BatchShape(prefill_tokens=6, prefill_context_tokens=22, prefill_pairs=sum(range(17, 23)))
     simulation.run()
 
 

@@ -308,15 +308,15 @@ def test_shapes_and_views(small) -> None:
     assert engine.next_shape() == BatchShape()
     first, second = small.request(small.prompt(10), 5), small.request(small.prompt(20), 5)
     engine.add(first)
-    assert engine.next_shape() == BatchShape(prefill_tokens=10, prefill_context_tokens=10)
+    assert engine.next_shape() == BatchShape(prefill_tokens=10, prefill_context_tokens=10, prefill_pairs=55)
     engine.step()
     engine.add(second)
     assert engine.next_shape() == BatchShape(
-        num_decode=1, context_tokens=11, prefill_tokens=11, prefill_context_tokens=11
+        num_decode=1, context_tokens=11, prefill_tokens=11, prefill_context_tokens=11, prefill_pairs=66
     )
     engine.step()
     assert engine.next_shape() == BatchShape(
-        num_decode=1, context_tokens=12, prefill_tokens=9, prefill_context_tokens=20
+        num_decode=1, context_tokens=12, prefill_tokens=9, prefill_context_tokens=20, prefill_pairs=9 * 11 + 45
     )
     views = engine.views()
     assert [(view.request_id, view.num_generated, view.num_prompt_tokens_left) for view in views] == [

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
 from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
 from taught import BACKWARD
@@ -17,20 +17,40 @@ WAIT_MS, TASKLET_MS = 1.8, 1.3
 
 
 def true_ms(batch: BatchShape) -> float:
-    """As on an H200: attention grows with the square of what is new, what is cached costs more, and up to 1,024 rows
-    batches are captured and padded to multiples of 256."""
+    """As on an H200: attention costs by its pairs, what is cached has to be read, and up to 1,024 rows batches are
+    captured and padded to multiples of 256."""
     rows = batch.num_decode + batch.prefill_tokens
     padded = math.ceil(rows / 256) * 256 if rows <= 1024 else rows
     cached = batch.prefill_context_tokens - batch.prefill_tokens
-    attention_ms = batch.prefill_tokens * (batch.prefill_tokens / 2 + 1.4 * cached) / 1e6
+    attention_ms = 2.5 * batch.prefill_pairs / 1e6 + 0.1 * cached / 1e3
     return 5.0 + batch.context_tokens / 30_000 + (0.023 * padded + attention_ms if batch.prefill_tokens else 0.0)
 
 
 def random_batch(rng: random.Random) -> BatchShape:
+    """With the chunk of one prompt of which a part may be cached, and up to two short ones, or without."""
     num_decode = rng.randint(1, 40)
-    tokens = rng.randint(0, 4096) if rng.random() < 0.3 else 0
-    cached = rng.choice((0, 0, 2048)) if tokens else 0
-    return BatchShape(num_decode, num_decode * rng.randint(500, 2000), tokens, tokens + cached)
+    decodes = BatchShape(num_decode, num_decode * rng.randint(500, 2000))
+    if rng.random() > 0.3:
+        return decodes
+    return with_prompts(decodes, (rng.randint(1, 3000), rng.choice((0, 0, 2048))), *[(500, 0)] * rng.randint(0, 2))
+
+
+def with_prompts(decodes: BatchShape, *chunks: tuple[int, int]) -> BatchShape:
+    """``chunks``: tokens, and those of the same prompt that are cached."""
+    return replace(
+        decodes,
+        prefill_tokens=sum(tokens for tokens, _ in chunks),
+        prefill_context_tokens=sum(map(sum, chunks)),
+        prefill_pairs=sum(causal_pairs(*chunk) for chunk in chunks),
+    )
+
+
+def error_of(predictor: LatencyPredictor, decodes: BatchShape, *chunks: tuple[int, int]) -> float:
+    """Of what is said of a batch, as a share of what it takes."""
+    batch = with_prompts(decodes, *chunks)
+    predicted_ms = predictor.batch_ms(batch, cautious=False)
+    assert predicted_ms is not None
+    return abs(predicted_ms / true_ms(batch) - 1)
 
 
 def learn(predictor: LatencyPredictor, batch: BatchShape, took_ms: float, *, behind: bool = False) -> None:
@@ -65,10 +85,35 @@ def test_prompts_that_were_never_run_are_known_to_some_percent(predictor: Latenc
     assert sorted(errors)[int(0.95 * len(errors))] < 0.1
 
 
+@pytest.mark.parametrize("rows", [256, 520])
+def test_chunks_of_one_size_leave_what_is_known_of_others(predictor: LatencyPredictor, rows: int) -> None:
+    """As where the target has room for so many tokens beside a step, for minutes."""
+    restored, rng = LatencyPredictor("h", "m"), random.Random(6)
+    restored.restore(predictor.export())
+    for _ in range(400):
+        decodes = BatchShape(rng.randint(4, 40), rng.randint(5_000, 50_000))
+        batch = with_prompts(decodes, (rows - decodes.num_decode, rng.randint(0, 4000)))
+        learn(restored, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
+    errors = [error_of(restored, BatchShape(12, 15_000), (tokens, 0)) for tokens in range(64, 3000, 20)]
+    assert sum(errors) / len(errors) < 0.03
+
+
+def test_a_batch_that_fills_its_tiles_is_told_from_one_with_a_row_more(predictor: LatencyPredictor) -> None:
+    restored, rng = LatencyPredictor("h", "m"), random.Random(7)
+    restored.restore(predictor.export())
+    for number in range(200):
+        tokens = rng.randint(247, 260) if number % 10 == 0 else 246
+        batch = with_prompts(BatchShape(10, rng.randint(5_000, 20_000)), (tokens, 0))
+        learn(restored, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
+    for tokens in (246, 247, 260):
+        assert error_of(restored, BatchShape(10, 12_000), (tokens, 0)) < 0.05
+
+
 def test_what_was_learned_goes_on_after_a_restart(predictor: LatencyPredictor) -> None:
     restored = LatencyPredictor("h", "m")
     restored.restore(predictor.export())
-    for batch in (BatchShape(7, 9000, 600, 600), BatchShape(7, 9000, 3000, 5048), BatchShape(50, 77_777)):
+    decodes = BatchShape(7, 9000)
+    for batch in (with_prompts(decodes, (600, 0)), with_prompts(decodes, (3000, 2048)), BatchShape(50, 77_777)):
         for behind in (False, True):
             asked = [each.batch_ms(batch, beside_training=behind, cautious=False) for each in (predictor, restored)]
             assert asked[0] == pytest.approx(asked[1])
@@ -104,7 +149,7 @@ def test_prompts_count_as_decodes_until_some_were_measured() -> None:
     predictor = LatencyPredictor("h", "m")
     for num in range(1, 30):
         learn(predictor, BatchShape(num, 100 * num), 2.0 + 0.1 * num)
-    assert predictor.batch_ms(BatchShape(4, 400, 16, 16)) == pytest.approx(2.0 + 0.1 * 20, rel=0.2)
+    assert predictor.batch_ms(with_prompts(BatchShape(4, 400), (16, 0))) == pytest.approx(2.0 + 0.1 * 20, rel=0.2)
 
 
 def test_one_stall_leaves_prompts_their_room(predictor: LatencyPredictor) -> None:
@@ -113,12 +158,12 @@ def test_one_stall_leaves_prompts_their_room(predictor: LatencyPredictor) -> Non
     restored.restore(predictor.export())
     decodes = BatchShape(20, 20_000)
     before = restored.prompt_tokens_within(decodes, 45.0)
-    learn(restored, BatchShape(20, 20_000, 1024, 1024), 400.0)
+    learn(restored, with_prompts(decodes, (1024, 0)), 400.0)
     after = restored.prompt_tokens_within(decodes, 45.0)
     assert before is not None
     assert after is not None
     assert after > 0.7 * before
-    stalled = BatchShape(21, 21_000, 1030, 1030)
+    stalled = with_prompts(BatchShape(21, 21_000), (1030, 0))
     predicted_ms = restored.batch_ms(stalled, cautious=False)
     assert predicted_ms is not None
     assert predicted_ms < 2 * true_ms(stalled)

@@ -6,8 +6,9 @@ from msgspec.structs import replace
 from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo
 from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.shapes import TILE
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import TILE, most_margin, prompt_budget, step_limit_ms
+from cotenant.scheduler.chunking import most_margin, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 LONG = 50  # tokens of a short answer, where few are shorter

@@ -22,6 +22,7 @@ from cotenant.core.plan import (
     RequestView,
     Slo,
     Snapshot,
+    causal_pairs,
 )
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
@@ -122,7 +123,7 @@ class TraceMachine(Machine):
         for size in (1, 4, 16, 64):
             for context in (500, 1500):
                 for prompt in (0, 512, 2048):
-                    batch = BatchShape(size, size * context, prompt, prompt)
+                    batch = BatchShape(size, size * context, prompt, prompt, prefill_pairs=causal_pairs(prompt))
                     for _ in range(3):
                         self.predictor.observe(
                             IterationRecord(batch, Mode.NONE, self._alone_ms(batch), self._alone_ms(batch))
@@ -189,6 +190,9 @@ class TraceMachine(Machine):
         batch = BatchShape(
             len(decodes), context, sum(count for _, count in chunks),
             sum(request.arrival.num_prompt - request.num_left + count for request, count in chunks),
+            prefill_pairs=sum(
+                causal_pairs(count, request.arrival.num_prompt - request.num_left) for request, count in chunks
+            ),
         )  # fmt: skip
         self._begin_margin(batch)
         snapshot = Snapshot(

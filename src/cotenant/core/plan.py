@@ -39,6 +39,8 @@ class BatchShape:
 
     ``context_tokens``: KV entries that the decoding sequences attend to, summed over them.
     ``prefill_context_tokens``: the same for the prefill chunks. ``num_adapters``: distinct LoRA adapters in the batch.
+    ``prefill_pairs``: of a token of a prefill chunk and a KV entry that it attends to, summed over the chunks: what
+    their attention computes. It is not to be told from the sums, for several prompts share a batch.
     """
 
     num_decode: int = 0
@@ -46,10 +48,17 @@ class BatchShape:
     prefill_tokens: int = 0
     prefill_context_tokens: int = 0
     num_adapters: int = 0
+    prefill_pairs: int = 0
 
     @property
     def empty(self) -> bool:
         return self.num_decode == 0 and self.prefill_tokens == 0
+
+
+def causal_pairs(num_tokens: int, num_cached: int = 0) -> int:
+    """Of so many tokens of a prompt, after those of it that are cached: pairs of one and an entry that it attends to,
+    which are those before it and its own."""
+    return num_tokens * num_cached + num_tokens * (num_tokens + 1) // 2
 
 
 class Partition(NamedTuple):

@@ -40,7 +40,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cotenant.core.plan import BatchShape
+from cotenant.core.plan import BatchShape, causal_pairs
 from cotenant.core.request import AdapterRef
 from cotenant.engine.queue import SequenceQueue
 from cotenant.engine.sequence import Sequence
@@ -169,7 +169,7 @@ class _Planner:
         self._admitting = True
         self._decodes: list[Sequence] = []
         self._chunks: list[tuple[Sequence, int]] = []
-        self._prefill_context = 0
+        self._prefill_context = self._prefill_pairs = 0
         self._num_ending = 0
         self._preempted: dict[Sequence, None] = {}
         self._admitted: list[Admission] = []
@@ -221,6 +221,7 @@ class _Planner:
             prefill_tokens=sum([count for _, count in self._chunks]),
             prefill_context_tokens=self._prefill_context,
             num_adapters=num_adapters,
+            prefill_pairs=self._prefill_pairs,
         )
 
     # Running sequences.
@@ -260,6 +261,7 @@ class _Planner:
             self._num_ending += count == num_left
             self._budget -= count
             self._prefill_context += num_computed + count
+            self._prefill_pairs += causal_pairs(count, num_computed)
 
     # Waiting sequences.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cotenant.core.plan import BatchShape, IterationRecord
+from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
@@ -57,7 +57,13 @@ class BatchTimes:
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        shapes = [decodes, replace(decodes, prefill_tokens=_PROMPT_TOKENS, prefill_context_tokens=_PROMPT_TOKENS)]
+        prompt = replace(
+            decodes,
+            prefill_tokens=_PROMPT_TOKENS,
+            prefill_context_tokens=_PROMPT_TOKENS,
+            prefill_pairs=causal_pairs(_PROMPT_TOKENS),
+        )
+        shapes = [decodes, prompt]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
         if None in times_ms and self._prior is not None:
             times_ms = [self._prior.batch_ms(shape) for shape in shapes]

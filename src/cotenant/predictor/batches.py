@@ -14,18 +14,21 @@ from typing import NamedTuple
 from cotenant.core.plan import BatchShape
 from cotenant.predictor.linear import LinearState, OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
-from cotenant.predictor.shapes import adapter_features, bucket
+from cotenant.predictor.shapes import adapter_features, size_of
 
 _DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
-_PROMPT_SCALES = (1.0, 8.0, 4096.0, 256.0, 1e6, 4096.0, 1e6, 1.0, 1.0)
+_PROMPT_SCALES = (1.0, 8.0, 4096.0, 256.0, 1e6, 4096.0, 1.0, 1.0)
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
 _MOST_TIMES, _LEAST_MS = 8.0, 0.1
 _MOST_OF_SIZE = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
 _TYPICAL_MS = 10.0
+# Of a size's ratio, in logarithms, what the line does not learn: it would follow the sizes that came last. The rest it
+# does, so that what all sizes have in common becomes the line's in time: other sizes go by it alone.
+_LEFT_TO_SIZE = 0.9
 
 
 class BatchStates(NamedTuple):
-    """All that was learned: of decode steps, of batches with prompts, and measured / modelled of these by ``_size_of``
+    """All that was learned: of decode steps, of batches with prompts, and measured / modelled of these by ``size_of``
     them."""
 
     decodes: LinearState
@@ -63,14 +66,14 @@ class BatchModels:
     def observe(self, batch: BatchShape, measured_ms: float) -> float:
         """Learn from one measurement, and return it as it is believed."""
         model, features = self._model_of(batch), _features(batch)
-        model_ms = model.reached(features)
+        model_ms, of_size = model.reached(features), self._ratio_of(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
             if batch.prefill_tokens:
                 bounded_ms = min(max(measured_ms, model_ms / _MOST_OF_SIZE), model_ms * _MOST_OF_SIZE)
-                self._ratios.setdefault(_size_of(batch), Ratio()).add(bounded_ms, model_ms)
-        model.update(features, measured_ms)
+                self._ratios.setdefault(size_of(batch), Ratio()).add(bounded_ms, model_ms)
+        model.update(features, measured_ms / of_size**_LEFT_TO_SIZE)
         return measured_ms
 
     def states(self) -> BatchStates:
@@ -94,18 +97,14 @@ class BatchModels:
         return self._prompts if batch.prefill_tokens else self._decodes
 
     def _ratio_of(self, batch: BatchShape) -> float:
-        ratio = self._ratios.get(_size_of(batch)) if batch.prefill_tokens else None
+        ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
-
-
-def _size_of(batch: BatchShape) -> int:
-    return bucket(batch.num_decode + batch.prefill_tokens)
 
 
 def _features(batch: BatchShape) -> tuple[float, ...]:
     decodes = (1.0, float(batch.num_decode), float(batch.context_tokens))
     if not batch.prefill_tokens:
         return (*decodes, *adapter_features(batch))
-    tokens, cached = batch.prefill_tokens, max(0, batch.prefill_context_tokens - batch.prefill_tokens)
-    prompts = (float(tokens), tokens * tokens / 2, float(cached), float(tokens * cached))
+    cached = max(0, batch.prefill_context_tokens - batch.prefill_tokens)
+    prompts = (float(batch.prefill_tokens), float(batch.prefill_pairs), float(cached))
     return (*decodes, *prompts, *adapter_features(batch))

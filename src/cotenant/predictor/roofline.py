@@ -95,7 +95,7 @@ class Roofline:
         self._bytes_per_entry = 2 * key_value * sizes.bytes_per_element  # of a token in one layer's KV cache
 
     def batch_ms(self, batch: BatchShape, num_sms: int | None = None) -> float:
-        """An online batch. Its prompt chunks are taken for those of one prompt."""
+        """An online batch."""
         layers = self._sizes.num_layers
         rows = batch.num_decode + batch.prefill_tokens
         products = (*self._attention_products, self._up, self._down)
@@ -103,8 +103,7 @@ class Roofline:
         if batch.num_decode:
             in_layers += self._attention_ms(batch.context_tokens, batch.context_tokens, num_sms)
         if batch.prefill_tokens:
-            pairs = batch.prefill_tokens * max(1.0, batch.prefill_context_tokens - batch.prefill_tokens / 2)
-            in_layers += self._attention_ms(pairs, batch.prefill_context_tokens, num_sms)
+            in_layers += self._attention_ms(batch.prefill_pairs, batch.prefill_context_tokens, num_sms)
         chosen = batch.num_decode + (1 if batch.prefill_tokens else 0)
         return layers * in_layers + self._product_ms(chosen, self._head, num_sms)
 

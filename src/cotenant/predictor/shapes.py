@@ -9,6 +9,8 @@ from functools import lru_cache
 from cotenant.core.plan import BatchShape
 from cotenant.core.tasklet import TaskletShape
 
+# Rows of a tile of matrix products: a part of one costs as much as a whole one.
+TILE = 128
 TASKLET_SCALES = (1.0, 256.0, 256.0 * 256.0)
 
 BatchKey = tuple[int, int, int, int]
@@ -30,11 +32,17 @@ def buckets(least: int, most: int) -> Iterator[int]:
         each += 1 << max(0, each.bit_length() - 4)
 
 
+def size_of(batch: BatchShape) -> int:
+    """Rows as products are padded, and of many about how many: batches of one size take about as long."""
+    rows = batch.num_decode + batch.prefill_tokens
+    return bucket(rows) if rows <= TILE else TILE * bucket(-(-rows // TILE))
+
+
 def batch_key(batch: BatchShape) -> BatchKey:
     return (
         batch.num_decode,
         bucket(batch.context_tokens),
-        bucket(batch.prefill_tokens),
+        size_of(batch) if batch.prefill_tokens else 0,
         bucket(batch.prefill_context_tokens),
     )
 

@@ -15,6 +15,7 @@ import math
 
 from cotenant.core.plan import BatchShape, InFlight, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.shapes import TILE
 from cotenant.scheduler.base import flight_ms
 
 # A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
@@ -27,9 +28,8 @@ _LEFT_FOR_PROMPTS = 0.05
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet.
 _MOST_UNCOUNTED = 16
-# Rows of a tile of matrix products. A budget is a number of whole ones, which also keeps it from moving by a token, for
-# every plan would be made anew. What is left of the target has room for a little of the last tile.
-TILE = 128
+# A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
+# What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
