@@ -11,6 +11,7 @@ import pytest
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
 from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.shapes import TILE
 from taught import BACKWARD
 
 WAIT_MS, TASKLET_MS = 1.8, 1.3
@@ -167,6 +168,20 @@ def test_one_stall_leaves_prompts_their_room(predictor: LatencyPredictor) -> Non
     predicted_ms = restored.batch_ms(stalled, cautious=False)
     assert predicted_ms is not None
     assert predicted_ms < 2 * true_ms(stalled)
+
+
+@pytest.mark.parametrize("rows", [512, 768, 1024])
+def test_as_many_prompt_tokens_fit_as_fill_the_tiles(predictor: LatencyPredictor, rows: int) -> None:
+    """A chunk sized by the line through all sizes would be a tile smaller, and prompts slower."""
+    restored, rng, decodes = LatencyPredictor("h", "m"), random.Random(9), BatchShape(20, 20_000)
+    restored.restore(predictor.export())
+    for _ in range(200):
+        tokens = rng.choice((rows - 20, rng.randint(100, 1100)))
+        learn(restored, with_prompts(decodes, (tokens, 0)), true_ms(with_prompts(decodes, (tokens, 0))))
+    limit_ms = true_ms(with_prompts(decodes, (rows - 20, 0)))
+    found = restored.prompt_tokens_within(decodes, limit_ms)
+    assert found is not None
+    assert (20 + found + TILE // 4) // TILE * TILE == rows
 
 
 def test_a_machine_that_becomes_slower_does_not_only_wait_longer(predictor: LatencyPredictor) -> None:

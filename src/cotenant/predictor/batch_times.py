@@ -8,7 +8,7 @@ from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
-from cotenant.predictor.shapes import BatchKey, batch_key
+from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
 _WAIT = ("wait",)
@@ -65,6 +65,7 @@ class BatchTimes:
         )
         shapes = [decodes, prompt]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
+        is_line = None not in times_ms
         if None in times_ms and self._prior is not None:
             times_ms = [self._prior.batch_ms(shape) for shape in shapes]
         if None in times_ms:
@@ -72,7 +73,14 @@ class BatchTimes:
         alone_ms, with_prompt_ms = times_ms
         if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
             return None
-        return int((limit_ms - alone_ms) / (with_prompt_ms - alone_ms) * _PROMPT_TOKENS)
+        token_ms = (with_prompt_ms - alone_ms) / _PROMPT_TOKENS
+        tokens = int((limit_ms - alone_ms) / token_ms)
+        # About so many in whole tiles: a batch that fills them takes less than the line through all sizes says.
+        rows = round((decodes.num_decode + tokens) / TILE) * TILE
+        if is_line and rows > decodes.num_decode:
+            limit_ms /= self.models.ratio_of(replace(decodes, prefill_tokens=rows - decodes.num_decode))
+            tokens = int((limit_ms - alone_ms) / token_ms)
+        return tokens
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it."""

@@ -47,7 +47,7 @@ class BatchModels:
     def reached_ms(self, batch: BatchShape) -> float | None:
         """What a model says, if it rests on what was measured."""
         model_ms = self.line_ms(batch)
-        return None if model_ms is None else model_ms * self._ratio_of(batch)
+        return None if model_ms is None else model_ms * self.ratio_of(batch)
 
     def line_ms(self, batch: BatchShape) -> float | None:
         """The same without what is particular to its size."""
@@ -57,7 +57,7 @@ class BatchModels:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(_features(batch)) * self._ratio_of(batch)
+            return self._model_of(batch).predict(_features(batch)) * self.ratio_of(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
@@ -66,7 +66,7 @@ class BatchModels:
     def observe(self, batch: BatchShape, measured_ms: float) -> float:
         """Learn from one measurement, and return it as it is believed."""
         model, features = self._model_of(batch), _features(batch)
-        model_ms, of_size = model.reached(features), self._ratio_of(batch)
+        model_ms, of_size = model.reached(features), self.ratio_of(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
@@ -96,7 +96,7 @@ class BatchModels:
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
 
-    def _ratio_of(self, batch: BatchShape) -> float:
+    def ratio_of(self, batch: BatchShape) -> float:
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
