@@ -185,9 +185,12 @@ SECTIONS = (
         "Its seconds 626 to 726 at their own rate, twice and four times that, so that a p99 can be stated at each. In "
         "the first run `adaptive` missed the SLO at four times the rate, which serving alone meets: prompts fill the "
         "device there, and training had spent what running requests were ahead of their target when a burst came. In "
-        "the second, on another host, it aims at less where prompts crowd (`scheduler/crowding.py`), in a first form "
-        "that counted batches with prompts whole, also under the other policies; the form since then is yet to be "
-        "measured. How much less is aimed at was chosen by simulating these seconds and others of the same trace.",
+        "the second it aims at less where prompts crowd (`scheduler/crowding.py`), in a first form that counted "
+        "batches with prompts whole, also under the other policies; the third has the form since then. How much less "
+        "is aimed at was chosen by simulating these seconds and others of the same trace. In the fourth what prompts "
+        "take is predicted by the pairs of their attention and by whole tiles; but at four times the rate many chunks "
+        "came out a tile smaller than before, which is mended since, and its host is slower with prompts than the "
+        "third run's: serving alone missed the SLO there. Each run was on another host.",
     ),
     Section(
         "fused_products_h200.txt",
