@@ -53,6 +53,11 @@ class BatchModels:
         """The same without what is particular to its size."""
         return self._model_of(batch).reached(_features(batch))
 
+    def ratio_of(self, batch: BatchShape) -> float:
+        """What is particular to its size, as times what ``line_ms`` says; 1 where nobody knows."""
+        ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
+        return 1.0 if ratio is None or not ratio.known else ratio.mean
+
     def guessed_ms(self, batch: BatchShape) -> float | None:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
@@ -95,10 +100,6 @@ class BatchModels:
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
-
-    def ratio_of(self, batch: BatchShape) -> float:
-        ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
-        return 1.0 if ratio is None or not ratio.known else ratio.mean
 
 
 def _features(batch: BatchShape) -> tuple[float, ...]:
