@@ -200,6 +200,19 @@ def test_values_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
     assert refused.value.param == f"hyperparameters.{name}"
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"target_modules": []}, "at least one, got []."),
+        ({"warmup_steps": 0.1}, "(a share of all steps is warmup_ratio), got 0.1."),
+    ],
+)
+def test_what_to_give_instead_is_said(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        resolved(**given)
+    assert refused.value.message.endswith(said)
+
+
 @pytest.mark.parametrize("name", ["learning_rte", "bias", "use_dora", "modules_to_save", "optim", ""])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match=f"Unknown hyperparameter '{name}'") as refused:

@@ -78,7 +78,7 @@ def test_rows_are_as_long_as_a_small_model_takes(tmp_path: Path) -> None:
     result = bench_finetune(*small_model(tmp_path, 1000), *counts, "--device", "cpu", "--json", str(path))
     assert result.returncode == 0, result.stderr
     report = json.loads(path.read_text())
-    assert (report["seq_len"], report["tokens_per_step"]) == (1000, 16000)
+    assert (report["seq_len"], report["tokens_per_step"]) == (1000, 2000)
 
 
 @pytest.mark.parametrize(

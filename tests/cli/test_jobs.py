@@ -86,14 +86,16 @@ def test_what_a_job_is_can_be_seen_and_its_id_copied(server: RunningServer, trai
     job_id = create(
         server, training_file, "--validation-file", str(training_file), "-H", "n_epochs=2", "-H", "batch_size=4",
         "-H", "eval_steps=2", "-H", "save_steps=2", "-H", "r=4", "-H", "use_rslora=true",
-        "-H", 'rank_pattern={"q_proj": 2}',
+        "-H", 'rank_pattern={"q_proj": 2}', "-H", "warmup_steps=2",
     )  # fmt: skip
     assert jobs(server, "watch", job_id, "--interval", "0.2").exit_code == 0
     shown = jobs(server, "show", job_id).output
     for name, value in (("method", "supervised"), ("r", "4"), ("learning_rate", "0.0002"), ("step", "6 of 6"),
-                        ("use_rslora", "True"), ("rank_pattern", "{'q_proj': 2}")):  # fmt: skip
+                        ("use_rslora", "True"), ("rank_pattern", "{'q_proj': 2}"), ("warmup_steps", "2"),
+                        ("eval_steps", "2")):  # fmt: skip
         assert re.search(rf"│ {name} +│ {value} ", shown), shown
     assert "lora_dropout" not in shown
+    assert "weight_decay" not in shown
     assert re.search(r"│ 2 +│ \d+\.\d+ +│ \d+\.\d+ +│", shown), "a step at which a part was measured"
     piped = CliRunner().invoke(app, ["jobs", "list", "--url", server.base_url, "--api-key", KEY], env={"COLUMNS": "60"})
     (line,) = [line for line in piped.output.splitlines() if job_id in line]

@@ -216,6 +216,14 @@ def test_a_learning_rate_of_a_million(client: httpx.Client, method: str) -> None
     ]
 
 
+def test_a_warm_up_longer_than_the_job(client: httpx.Client, good_file: str) -> None:
+    job_id = create_job(client, training_file=good_file, **hyperparameters(warmup_steps=100, max_steps=1))
+    wait_for(client, job_id, "succeeded")
+    events = client.get(f"{JOBS}/{job_id}/events").json()["data"]
+    (warning,) = [event["message"] for event in events if event["level"] == "warn"]
+    assert warning.startswith("The warm-up takes 100 step(s), and the job has 1: the learning rate begins at 0")
+
+
 def test_a_batch_larger_than_the_data(client: httpx.Client, good_file: str) -> None:
     job_id = create_job(client, training_file=good_file, **hyperparameters(batch_size=64, n_epochs=2))
     job = wait_for(client, job_id, "succeeded")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import SCHEDULES, Hyperparameters
-from cotenant.finetune.schedule import learning_rate, num_warmup_steps
+from cotenant.finetune.schedule import learning_rate, num_warmup_steps, warmup_warnings
 
 CASES = [
     *((name, {}) for name in SCHEDULES if name not in ("cosine_with_min_lr", "warmup_stable_decay")),
@@ -51,6 +53,25 @@ def test_equals_transformers(name: str, settings: dict[str, float], warmup_steps
 
 def test_warmup_ratio_rounds_up() -> None:
     assert num_warmup_steps(Hyperparameters(warmup_ratio=0.1), 11) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "total_steps", "expected"),
+    [
+        ({"warmup_steps": 3}, 4, None),
+        ({"warmup_steps": 4}, 4, "takes 4 step(s), and the job has 4"),
+        ({"warmup_ratio": 0.1}, 1, "takes 1 step(s), and the job has 1"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 9}, 4, "takes 9 step(s)"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 2}, 8, "'constant' has no warm-up"),
+        ({"lr_scheduler_type": "constant"}, 8, None),
+    ],
+)
+def test_a_warm_up_that_trains_nothing_is_told(
+    settings: dict[str, Any], total_steps: int, expected: str | None
+) -> None:
+    warnings = warmup_warnings(Hyperparameters(**settings), total_steps)
+    assert len(warnings) == (expected is not None)
+    assert expected is None or expected in warnings[0]
 
 
 def test_unknown_schedule_is_named() -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 KIND = "finetune"
 _REQUIRED_BYTES = 4 << 30
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 16384  # where the model takes such sequences
+# On a CPU, where a step takes seconds.
+_CPU_TOKENS_PER_STEP = 2048
+_STEPS, _CPU_STEPS, _SAMPLES, _CPU_SAMPLES = 20, 5, 200, 10
 SEQ_LEN_DEFAULT = f"Default: {_SEQ_LEN}, or what the model takes if that is less."
 
 
@@ -39,7 +42,8 @@ def finetune(
         int | None,
         typer.Option(
             min=2,
-            help=f"Tokens of an optimizer step, a multiple of --seq-len. Default: the most up to {_TOKENS_PER_STEP}.",
+            help="Tokens of an optimizer step, a multiple of --seq-len. "
+            f"Default: the most up to {_TOKENS_PER_STEP}, on a CPU up to {_CPU_TOKENS_PER_STEP}.",
             show_default=False,
         ),
     ] = None,
@@ -62,14 +66,26 @@ def finetune(
             show_default=False,
         ),
     ] = None,
-    num_steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps that are timed.")] = 20,
+    num_steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            min=1,
+            help=f"Optimizer steps that are timed. Default: {_STEPS}, on a CPU {_CPU_STEPS}.",
+            show_default=False,
+        ),
+    ] = None,
     num_warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps before them.")] = 3,
     num_samples: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--samples", min=1, help="Times that training is suspended, and that it is discarded: minutes on a CPU."
+            "--samples",
+            min=1,
+            help="Times that training is suspended, and that it is discarded. "
+            f"Default: {_SAMPLES}, on a CPU {_CPU_SAMPLES}.",
+            show_default=False,
         ),
-    ] = 200,
+    ] = None,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
@@ -82,11 +98,14 @@ def finetune(
     memory, the times of tasklets, and how soon training stops and gives its activations back.
     """
     chosen, limit = model_to_measure(model, load_format, dtype, device)
-    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
+    import torch  # here and not above: it takes seconds, and `cotenant --help` has no use for it
+
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    usual_tokens = _CPU_TOKENS_PER_STEP if on_cpu else _TOKENS_PER_STEP
+    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, usual_tokens)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
     check_outputs(json=json_path)
-    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.bench.machine import command_line, machine, versions
     from cotenant.runtime.finetune_bench import open_bench
     from cotenant.runtime.finetune_workload import Workload
@@ -101,7 +120,12 @@ def finetune(
         "kind": KIND,
         "label": label,
         **bench.description(),
-        **_measure(bench, num_steps, num_warmup_steps, num_samples),
+        **_measure(
+            bench,
+            num_steps or (_CPU_STEPS if on_cpu else _STEPS),
+            num_warmup_steps,
+            num_samples or (_CPU_SAMPLES if on_cpu else _SAMPLES),
+        ),
         "machine": machine(),
         "versions": versions(),
         "command": command_line(sys.argv),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from cotenant.cli.tables import open_console, print_rows
 from cotenant.cli.watch import watch_job
 from cotenant.config import ApiConfig, api_key_from_environment
 from cotenant.core.errors import CotenantError, InvalidInputError
+from cotenant.core.job import Hyperparameters
 
 JOBS_PATH = "/v1/fine_tuning/jobs"
 _DEFAULT_URL = f"http://{ApiConfig().host}:{ApiConfig().port}"
@@ -27,12 +29,10 @@ ApiKey = Annotated[str, typer.Option("--api-key", help="Its key; or set COTENANT
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="The job's id.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 
-# Of a job's hyperparameters those that tell jobs apart; the API has all.
+# Of a job's hyperparameters those that are always shown; the others are where they are not the default.
 _SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_type", "max_length", "packing", "r",
           "lora_alpha", "target_modules", "beta")  # fmt: skip
-# Those that are off by default, where they are not.
-_SHOWN_IF_ON = ("lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "gradient_checkpointing",
-                "early_stopping_patience", "load_best_model_at_end", "label_smoothing")  # fmt: skip
+_DEFAULTS = {each.name: getattr(Hyperparameters(), each.name) for each in fields(Hyperparameters)}
 _LATEST_EVENTS = 20
 _COLUMNS = ("job", "status", "model", "created", "trained tokens", "result")
 _DROPPED_FIRST = ("created", "trained tokens", "result")  # where the terminal is narrow
@@ -266,11 +266,9 @@ def _job_table(job: dict[str, Any], metrics: dict[str, Any]) -> Table:
     kind = (job.get("method") or {}).get("type", "supervised")
     table.add_row("method", kind)
     settings = ((job.get("method") or {}).get(kind) or {}).get("hyperparameters") or job.get("hyperparameters") or {}
-    for name in _SHOWN:
+    others = [name for name, value in settings.items() if name not in _SHOWN and value != _DEFAULTS.get(name, value)]
+    for name in (*_SHOWN, *others):
         if name in settings:
-            table.add_row(name, escape(str(settings[name])))
-    for name in _SHOWN_IF_ON:
-        if settings.get(name):
             table.add_row(name, escape(str(settings[name])))
     if (job.get("error") or {}).get("message"):
         table.add_row("error", escape(job["error"]["message"]))

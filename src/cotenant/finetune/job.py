@@ -205,7 +205,8 @@ class TrainingJob:
             self._running.trainer.run_tasklet()
         except TrainingError as error:
             bad_step = self.step if error.is_lost else None
-            self._fail("training_diverged", f"{error} {self._kept(bad_step)}; try a lower learning_rate.", bad_step)
+            advice = "try a lower learning_rate or lora_alpha"
+            self._fail("training_diverged", f"{error} {self._kept(bad_step)}; {advice}.", bad_step)
         return shape
 
     @property
@@ -391,7 +392,7 @@ class TrainingJob:
             return "There is no checkpoint to fall back on"
         saved_step = self._saved[0]
         if saved_step == bad_step:
-            return "Earlier checkpoints, if there are any, are kept"
+            return "Checkpoints from before that are kept, if any were saved"
         return f"The checkpoint of step {saved_step} is kept"
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:

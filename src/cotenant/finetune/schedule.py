@@ -16,6 +16,24 @@ def num_warmup_steps(hyper: Hyperparameters, total_steps: int) -> int:
     return hyper.warmup_steps if hyper.warmup_steps > 0 else math.ceil(total_steps * hyper.warmup_ratio)
 
 
+def warmup_warnings(hyper: Hyperparameters, total_steps: int) -> list[str]:
+    """What a job's owner should know of its warm-up: transformers does the same, and says nothing."""
+    num_warmup = num_warmup_steps(hyper, total_steps)
+    if num_warmup == 0:
+        return []
+    if hyper.lr_scheduler_type == "constant":
+        return [
+            f"The schedule 'constant' has no warm-up: the {num_warmup} steps of warmup_steps or warmup_ratio count for "
+            "nothing. 'constant_with_warmup' has one"
+        ]
+    if num_warmup < total_steps:
+        return []
+    return [
+        f"The warm-up takes {num_warmup} step(s), and the job has {total_steps}: the learning rate begins at 0 and "
+        f"never comes to learning_rate={hyper.learning_rate:g}. Lower warmup_steps or warmup_ratio, or train for longer"
+    ]
+
+
 def learning_rate(hyper: Hyperparameters, step_index: int, total_steps: int) -> float:
     """The learning rate of optimizer step ``step_index``, counted from 0 (so a warm-up's first step has rate 0)."""
     return hyper.learning_rate * _factor(hyper, step_index, total_steps)

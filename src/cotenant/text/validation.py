@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,8 +217,10 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
         raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}") from error
     except RecursionError as error:
         raise _LineError(f"Line {number} is nested too deeply") from error
-    except ValueError as error:  # a number of thousands of digits, or NaN
-        raise _LineError(f"Line {number} is not valid JSON: {error}") from error
+    except ValueError as error:  # NaN, or Python's limit to what it reads as a whole number
+        is_long = "digits" in str(error)
+        problem = f"it has a number of more than {sys.get_int_max_str_digits()} digits" if is_long else str(error)
+        raise _LineError(f"Line {number} is not valid JSON: {problem}") from error
     if not isinstance(value, dict):
         hint = " (one JSON object a line is expected, not one list)" if isinstance(value, list) else ""
         raise _LineError(f"Line {number} is not a dictionary{hint}")

@@ -64,7 +64,7 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
         "lr_scheduler_type": _schedule,
         "lr_scheduler_kwargs": _schedule_settings,
         "warmup_ratio": number(0, 1),
-        "warmup_steps": between(0, _MAX_STEPS),
+        "warmup_steps": between(0, _MAX_STEPS, " (a share of all steps is warmup_ratio)"),
         "weight_decay": number(0, 1),
         "adam_beta1": number(0, 1, below=True),
         "adam_beta2": number(0, 1, below=True),
@@ -94,7 +94,7 @@ def _common_checks(limits: Limits) -> dict[str, Check]:
 
 
 def bad(place: str, expected: str, value: Any) -> InvalidInputError:
-    shown = repr(value) if isinstance(value, int | float | bool) else f"a {type(value).__name__}"
+    shown = repr(value) if isinstance(value, int | float | bool) or value in ([], {}) else f"a {type(value).__name__}"
     if isinstance(value, str):
         shown = f"'{value[:50]}'"
     return InvalidInputError(
@@ -201,7 +201,9 @@ def _modules(place: str, value: Any) -> list[str]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list):
         raise bad(place, expected, value)
-    for name in names or ["an empty list"]:
+    if not names:
+        raise bad(place, f"{expected}, at least one", value)
+    for name in names:
         if name not in LINEAR_MODULES:
             raise bad(place, expected, name)
     return [name for name in LINEAR_MODULES if name in names]
