@@ -153,7 +153,7 @@ NOTHING_TO_MEASURE = {
 def test_validation_with_nothing_to_measure_is_left_out_and_this_is_said(
     decoder: Decoder, tmp_path: Path, name: str
 ) -> None:
-    spec = support.make_spec(tmp_path, validation=NOTHING_TO_MEASURE[name], max_steps=2)
+    spec = support.make_spec(tmp_path, validation=NOTHING_TO_MEASURE[name], max_steps=2, warmup_steps=0)
     job = support.make_job(decoder, spec)
     _, warning = job.start_updates()
     assert isinstance(warning, JobWarning)
@@ -180,7 +180,7 @@ def test_steps_cannot_be_compared_on_nothing(decoder: Decoder, tmp_path: Path, c
 def test_a_batch_of_more_rows_than_packing_makes_is_said(decoder: Decoder, tmp_path: Path) -> None:
     examples = [([5, 6, 7, 8], [0.0, 1.0, 1.0, 1.0])] * 18  # ten fill a row of 40 tokens
     for size, warned in ((3, True), (2, False)):
-        spec = support.make_spec(tmp_path / str(size), examples, batch_size=size, packing=True)
+        spec = support.make_spec(tmp_path / str(size), examples, batch_size=size, packing=True, warmup_steps=0)
         job = support.make_job(decoder, spec)
         warnings = [update.message for update in job.start_updates() if isinstance(update, JobWarning)]
         expected = "batch_size is 3, but packing makes 2 rows of the training file's 18 examples"
