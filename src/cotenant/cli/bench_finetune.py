@@ -20,10 +20,39 @@ if TYPE_CHECKING:
 KIND = "finetune"
 _REQUIRED_BYTES = 4 << 30
 _SEQ_LEN, _TOKENS_PER_STEP = 2048, 16384  # where the model takes such sequences
+_STEPS, _SAMPLES = 20, 200
 # On a CPU, where a step takes seconds.
-_CPU_TOKENS_PER_STEP = 2048
-_STEPS, _CPU_STEPS, _SAMPLES, _CPU_SAMPLES = 20, 5, 200, 10
+_CPU_TOKENS_PER_STEP, _CPU_STEPS, _CPU_SAMPLES = 2048, 5, 10
 SEQ_LEN_DEFAULT = f"Default: {_SEQ_LEN}, or what the model takes if that is less."
+
+_TokensPerStep = Annotated[
+    int | None,
+    typer.Option(
+        min=2,
+        help="Tokens of an optimizer step, a multiple of --seq-len. "
+        f"Default: the most up to {_TOKENS_PER_STEP}, on a CPU up to {_CPU_TOKENS_PER_STEP}.",
+        show_default=False,
+    ),
+]
+_Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        min=1,
+        help=f"Optimizer steps that are timed. Default: {_STEPS}, on a CPU {_CPU_STEPS}.",
+        show_default=False,
+    ),
+]
+_Samples = Annotated[
+    int | None,
+    typer.Option(
+        "--samples",
+        min=1,
+        help="Times that training is suspended, and that it is discarded. "
+        f"Default: {_SAMPLES}, on a CPU {_CPU_SAMPLES}.",
+        show_default=False,
+    ),
+]
 
 
 def finetune(
@@ -38,15 +67,7 @@ def finetune(
             min=2, help="Pack sequences of random lengths, from this to --seq-len, into rows.", show_default=False
         ),
     ] = None,
-    tokens_per_step: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens of an optimizer step, a multiple of --seq-len. "
-            f"Default: the most up to {_TOKENS_PER_STEP}, on a CPU up to {_CPU_TOKENS_PER_STEP}.",
-            show_default=False,
-        ),
-    ] = None,
+    tokens_per_step: _TokensPerStep = None,
     tasklet_tokens: Annotated[
         int,
         typer.Option(
@@ -66,26 +87,9 @@ def finetune(
             show_default=False,
         ),
     ] = None,
-    num_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--steps",
-            min=1,
-            help=f"Optimizer steps that are timed. Default: {_STEPS}, on a CPU {_CPU_STEPS}.",
-            show_default=False,
-        ),
-    ] = None,
+    num_steps: _Steps = None,
     num_warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0, help="Steps before them.")] = 3,
-    num_samples: Annotated[
-        int | None,
-        typer.Option(
-            "--samples",
-            min=1,
-            help="Times that training is suspended, and that it is discarded. "
-            f"Default: {_SAMPLES}, on a CPU {_CPU_SAMPLES}.",
-            show_default=False,
-        ),
-    ] = None,
+    num_samples: _Samples = None,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
@@ -98,18 +102,21 @@ def finetune(
     memory, the times of tasklets, and how soon training stops and gives its activations back.
     """
     chosen, limit = model_to_measure(model, load_format, dtype, device)
-    import torch  # here and not above: it takes seconds, and `cotenant --help` has no use for it
+    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    from cotenant.bench.machine import command_line, machine, versions
+    from cotenant.runtime.build import runs_on_cuda
+    from cotenant.runtime.finetune_bench import open_bench
+    from cotenant.runtime.finetune_workload import Workload
 
-    on_cpu = device == "cpu" or not torch.cuda.is_available()
-    usual_tokens = _CPU_TOKENS_PER_STEP if on_cpu else _TOKENS_PER_STEP
+    usual_tokens, usual_steps, usual_samples = (
+        (_TOKENS_PER_STEP, _STEPS, _SAMPLES)
+        if runs_on_cuda(device)
+        else (_CPU_TOKENS_PER_STEP, _CPU_STEPS, _CPU_SAMPLES)
+    )
     seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, usual_tokens)
     if min_len is not None and min_len > seq_len:
         raise InvalidInputError(f"--min-len: {min_len} is more than --seq-len {seq_len}", param="min-len")
     check_outputs(json=json_path)
-    from cotenant.bench.machine import command_line, machine, versions
-    from cotenant.runtime.finetune_bench import open_bench
-    from cotenant.runtime.finetune_workload import Workload
-
     most_bytes = None if activation_memory is None else int(activation_memory * 2**30)
     workload = Workload(
         seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing, min_len, most_bytes, dropout
@@ -120,12 +127,7 @@ def finetune(
         "kind": KIND,
         "label": label,
         **bench.description(),
-        **_measure(
-            bench,
-            num_steps or (_CPU_STEPS if on_cpu else _STEPS),
-            num_warmup_steps,
-            num_samples or (_CPU_SAMPLES if on_cpu else _SAMPLES),
-        ),
+        **_measure(bench, num_steps or usual_steps, num_warmup_steps, num_samples or usual_samples),
         "machine": machine(),
         "versions": versions(),
         "command": command_line(sys.argv),

@@ -40,9 +40,14 @@ class Serving:
     tasklet_tokens: int
 
 
+def runs_on_cuda(device: str) -> bool:
+    """``device`` as for `--device`."""
+    return device != "cpu" and torch.cuda.is_available()
+
+
 def default_tasklet_tokens(device: str) -> int:
     """Of a micro-batch at most, where nothing else is said; ``device`` as for `--device`."""
-    return TASKLET_TOKENS["cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"]
+    return TASKLET_TOKENS["cuda" if runs_on_cuda(device) else "cpu"]
 
 
 def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> torch.dtype:
@@ -61,7 +66,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         # Streams share the host's queues to the device, 8 unless said otherwise: work of one would wait for another's.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     resolved = resolve_model(config.model)
-    if config.model.device != "cpu" and torch.cuda.is_available():
+    if runs_on_cuda(config.model.device):
         begin_import()
     device = create_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
