@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +206,7 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
     if isinstance(line, _LineError):
         raise line
     try:
-        value = json.loads(line.rstrip().decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(line.rstrip().decode("utf-8"), parse_int=_whole_number, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise _LineError(
             f"Line {number} is not UTF-8: byte 0x{line[error.start]:02X} at position {error.start + 1} of the line"
@@ -217,14 +216,19 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
         raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}") from error
     except RecursionError as error:
         raise _LineError(f"Line {number} is nested too deeply") from error
-    except ValueError as error:  # NaN, or Python's limit to what it reads as a whole number
-        is_long = "digits" in str(error)
-        problem = f"it has a number of more than {sys.get_int_max_str_digits()} digits" if is_long else str(error)
-        raise _LineError(f"Line {number} is not valid JSON: {problem}") from error
+    except ValueError as error:  # of the two below
+        raise _LineError(f"Line {number} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         hint = " (one JSON object a line is expected, not one list)" if isinstance(value, list) else ""
         raise _LineError(f"Line {number} is not a dictionary{hint}")
     return value
+
+
+def _whole_number(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError as error:  # Python's limit
+        raise ValueError(f"a number of {len(digits)} digits is too long") from error
 
 
 def _refuse_constant(name: str) -> None:
