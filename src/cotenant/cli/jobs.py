@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the API's JSON.")]
 # Of a job's hyperparameters those that are always shown; the others are where they are not the default.
 _SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_type", "max_length", "packing", "r",
           "lora_alpha", "target_modules", "beta")  # fmt: skip
-_DEFAULTS = {each.name: getattr(Hyperparameters(), each.name) for each in fields(Hyperparameters)}
+_DEFAULTS = asdict(Hyperparameters())
 _LATEST_EVENTS = 20
 _COLUMNS = ("job", "status", "model", "created", "trained tokens", "result")
 _DROPPED_FIRST = ("created", "trained tokens", "result")  # where the terminal is narrow
