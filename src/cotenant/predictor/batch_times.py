@@ -11,6 +11,11 @@ from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
 _PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
+_PROMPT = {
+    "prefill_tokens": _PROMPT_TOKENS,
+    "prefill_context_tokens": _PROMPT_TOKENS,
+    "prefill_pairs": causal_pairs(_PROMPT_TOKENS),
+}
 _WAIT = ("wait",)
 _LEAST_WAIT_MS, _MOST_TASKLETS_WAITED_FOR = 1e-3, 2.0
 _FADING = 0.99
@@ -57,16 +62,10 @@ class BatchTimes:
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        prompt = replace(
-            decodes,
-            prefill_tokens=_PROMPT_TOKENS,
-            prefill_context_tokens=_PROMPT_TOKENS,
-            prefill_pairs=causal_pairs(_PROMPT_TOKENS),
-        )
-        shapes = [decodes, prompt]
+        shapes = [decodes, replace(decodes, **_PROMPT)]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
         is_line = None not in times_ms
-        if None in times_ms and self._prior is not None:
+        if not is_line and self._prior is not None:
             times_ms = [self._prior.batch_ms(shape) for shape in shapes]
         if None in times_ms:
             times_ms = [self.models.guessed_ms(shape) for shape in shapes]
