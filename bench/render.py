@@ -188,9 +188,9 @@ SECTIONS = (
         "the second it aims at less where prompts crowd (`scheduler/crowding.py`), in a first form that counted "
         "batches with prompts whole, also under the other policies; the third has the form since then. How much less "
         "is aimed at was chosen by simulating these seconds and others of the same trace. In the fourth what prompts "
-        "take is predicted by the pairs of their attention and by whole tiles; but at four times the rate many chunks "
-        "came out a tile smaller than before, which is mended since, and its host is slower with prompts than the "
-        "third run's: serving alone missed the SLO there. Each run was on another host.",
+        "take is predicted by the pairs of their attention and by whole tiles; but at four times the rate, where "
+        "serving alone missed the SLO, many chunks came out a tile smaller than before, which is mended since. Each "
+        "run was on another host.",
     ),
     Section(
         "fused_products_h200.txt",
