@@ -26,15 +26,19 @@ _LEAD_RISE_S, _LEAD_DECLINE_S = 10e-6, 0.5e-6
 # A launch later than this after the host woke for it was held up by something else, and one that took longer than this
 # has compiled or captured: they are no measure.
 _PROMPTLY_S, _ORDINARY_LAUNCH_S = 0.5e-3, 1e-3
-# Tasklets may lie ahead for as long as the host is away, but no longer than this, and so many at most.
-_MOST_FAR_LEAD_S = 2.5e-3
-_MOST_AHEAD = 4
+# Tasklets may lie ahead for as long as the host is away, within these bounds, and so many at most. Beside a batch
+# nobody measures that.
+_LEAST_FAR_LEAD_S, _MOST_FAR_LEAD_S = 0.1e-3, 6e-3
+_FAR_LEAD_BESIDE_S = 2.5e-3
+_MOST_AHEAD = 32
+# How much longer or shorter than before it is expected to be away when it was. So that is about the median: as often as
+# not the device has something to do until the host is back, and else it waits for little; one long time changes little.
+_FAR_LEAD_CHANGE = 1.05
 _SHORTEST_SLEEP_S = 20e-6
 # Each question to the driver costs the host microseconds. An answer may be out of date by so much: that does no harm.
 _JUST_ASKED_S = 50e-6
 _MOST_SHAPES = 1000  # that are remembered
-# How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late, and to have
-# too little lie ahead less than too much.
+# How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late.
 _GROWTH, _DECLINE = 0.05, 0.3
 # A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
 _UNUSUAL_LAUNCH_S = 5e-3
@@ -82,7 +86,7 @@ class TaskletQueue:
         self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
         self._lead_s = _FIRST_LEAD_S
         self._woken_s = 0.0  # when the host woke for the next launch; 0: it did not sleep until then
-        self._far_lead_s = _MOST_FAR_LEAD_S
+        self._far_lead_s = _FAR_LEAD_BESIDE_S
         self._last_end_s = 0.0
         self._asked_s = -math.inf  # when the first of two in flight had not ended
         self._events: list[torch.cuda.Event] = []  # to be used again
@@ -170,7 +174,8 @@ class TaskletQueue:
 
     def host_was_away(self, seconds: float) -> None:
         """From the launch of an iteration's last tasklet until the next one's batch was launched."""
-        self._far_lead_s = _followed(self._far_lead_s, min(seconds, _MOST_FAR_LEAD_S))
+        change = _FAR_LEAD_CHANGE if seconds > self._far_lead_s else 1 / _FAR_LEAD_CHANGE
+        self._far_lead_s = min(_MOST_FAR_LEAD_S, max(_LEAST_FAR_LEAD_S, change * self._far_lead_s))
 
     def num_ended(self) -> int:
         self.collect()
@@ -234,7 +239,7 @@ class TaskletQueue:
         return self._events.pop() if self._events else torch.cuda.Event(enable_timing=True)
 
     def _far_s(self) -> float:
-        return _MOST_FAR_LEAD_S if self._in_flight[-1].partition is not None else self._far_lead_s
+        return _FAR_LEAD_BESIDE_S if self._in_flight[-1].partition is not None else self._far_lead_s
 
     def _left_s(self) -> float:
         """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
