@@ -355,8 +355,21 @@ def test_the_device_is_told_how_long_the_host_was_away(side_by_side: SideBySide)
     assert len(absences_s) == 2, "before the first of these alone tasklets were launched behind a batch"
 
 
-def test_the_lane_is_not_given_a_tasklet_before_the_batch_while_it_has_one(side_by_side: SideBySide) -> None:
-    side_by_side.device.trains = True
+def test_the_lane_is_given_a_tasklet_before_the_batch_also_while_it_has_one(side_by_side: SideBySide) -> None:
+    """Which may end before the host has launched the batch: what runs on all SMs ends soon."""
+    device = side_by_side.device
+    device.trains = True
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(2, 1))
+    assert device.launched[:2] == ["tasklet 48", "online 48"]
+    assert device.far_ahead == [False], "before the second one: nobody waits for the lane before the batch"
+
+
+def test_the_lane_is_not_given_a_tasklet_before_a_batch_that_another_one_is_in_flight_before(
+    side_by_side: SideBySide,
+) -> None:
+    side_by_side.execute(spatial(2))
+    side_by_side.device.trains = True
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(2))
     assert side_by_side.device.launched[:2] == ["online 48", "online 48"]

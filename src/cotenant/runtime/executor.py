@@ -268,13 +268,15 @@ class Executor:
         return fused, True
 
     def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool], *, behind_online: bool = False) -> int:
-        """Launch a tasklet on the SMs that the batch will not have, if they are idle: else they would be until the host
-        has launched the batch. ``behind_online``: it begins as the batch in flight ends. How many, one or none."""
-        if plan.num_beside == 0 or self._device.is_training():
+        """Launch a tasklet on the SMs that the batch will not have, if those are idle, or may be before the host has
+        launched the batch. ``behind_online``: it begins as the batch in flight ends. How many, one or none."""
+        is_training = self._device.is_training()
+        if plan.num_beside == 0 or (is_training and self._launched):  # beside a batch in flight others follow in time
             return 0
         if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
             return 0
-        self._device.wait_for_room()  # there is: it takes note of what has ended
+        if not is_training:
+            self._device.wait_for_room()  # there is: it takes note of what has ended
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
