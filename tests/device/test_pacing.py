@@ -314,6 +314,25 @@ def test_far_ahead_there_are_no_more_than_two_of_which_nobody_knows_how_long_the
         simulation.launch(FORWARD, 10e-3)
 
 
+def test_it_is_known_when_those_on_all_sms_end(simulation: Simulation) -> None:
+    """By the device's clock, for whoever waits for them, and about when that is."""
+    simulation.run(FORWARD, 1e-3, 20)
+    simulation.now_s = simulation.busy_until_s
+    assert simulation.queue.end_on_all_sms() is None
+    assert simulation.queue.left_on_all_sms_ms() == 0.0
+    for _ in range(3):
+        simulation.launch(FORWARD, 1e-3)
+    simulation.now_s += 0.4e-3
+    end, ends_s = simulation.queue.end_on_all_sms(), simulation.busy_until_s
+    assert end is not None
+    assert simulation.queue.left_on_all_sms_ms() == pytest.approx((ends_s - simulation.now_s) * 1e3, abs=0.1)
+    simulation.launch(FORWARD, 2e-3, partition=Partition(48, 84))
+    assert simulation.queue.end_on_all_sms() is None, "a batch on the others waits for no part of that"
+    assert simulation.queue.left_on_all_sms_ms() == 0.0
+    simulation.run(FORWARD, 1e-3, 20)
+    assert end.at_s == ends_s, "it is used for nothing else"  # type: ignore[attr-defined]
+
+
 def test_a_launch_that_compiles_teaches_nothing(simulation: Simulation) -> None:
     """Neither the next launch waits for as long as that took, nor is it reported as the device's time."""
     simulation.launch(FORWARD, 0.5e-3, host_s=0.4)

@@ -9,12 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
-from cotenant.core.tasklet import TaskletRun
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE
-from taught import BACKWARD
-
-WAIT_MS, TASKLET_MS = 1.8, 1.3
 
 
 def true_ms(batch: BatchShape) -> float:
@@ -54,34 +50,28 @@ def error_of(predictor: LatencyPredictor, decodes: BatchShape, *chunks: tuple[in
     return abs(predicted_ms / true_ms(batch) - 1)
 
 
-def learn(predictor: LatencyPredictor, batch: BatchShape, took_ms: float, *, behind: bool = False) -> None:
-    """``behind``: a tasklet that was in flight, with another behind the batch."""
-    mode, tasklets = (Mode.TEMPORAL, ((TaskletRun(BACKWARD, 1), TASKLET_MS),)) if behind else (Mode.NONE, ())
-    predictor.observe(IterationRecord(batch, mode, took_ms, took_ms, tasklets, behind_tasklet=behind))
+def learn(predictor: LatencyPredictor, batch: BatchShape, took_ms: float) -> None:
+    predictor.observe(IterationRecord(batch, Mode.NONE, took_ms, took_ms))
 
 
 @pytest.fixture(scope="module")
 def predictor() -> LatencyPredictor:
-    """One in three batches was launched while a tasklet was in flight."""
     rng, predictor = random.Random(1), LatencyPredictor("h", "m")
     for _ in range(1500):
-        batch, behind = random_batch(rng), rng.random() < 0.3
-        took_ms = true_ms(batch) * rng.uniform(0.98, 1.02) + (WAIT_MS if behind else 0.0)
-        learn(predictor, batch, took_ms, behind=behind)
+        batch = random_batch(rng)
+        learn(predictor, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
     return predictor
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_prompts_that_were_never_run_are_known_to_some_percent(predictor: LatencyPredictor, behind: bool) -> None:
+def test_prompts_that_were_never_run_are_known_to_some_percent(predictor: LatencyPredictor) -> None:
     rng, errors = random.Random(2), []
     while len(errors) < 300:
         batch = random_batch(rng)
         if batch.prefill_tokens < 128:
             continue
-        expected_ms = true_ms(batch) + (WAIT_MS if behind else 0.0)
-        predicted_ms = predictor.batch_ms(batch, beside_training=behind, cautious=False)
+        predicted_ms = predictor.batch_ms(batch, cautious=False)
         assert predicted_ms is not None
-        errors.append(abs(predicted_ms - expected_ms) / expected_ms)
+        errors.append(abs(predicted_ms / true_ms(batch) - 1))
     assert sum(errors) / len(errors) < 0.03
     assert sorted(errors)[int(0.95 * len(errors))] < 0.1
 
@@ -115,35 +105,8 @@ def test_what_was_learned_goes_on_after_a_restart(predictor: LatencyPredictor) -
     restored.restore(predictor.export())
     decodes = BatchShape(7, 9000)
     for batch in (with_prompts(decodes, (600, 0)), with_prompts(decodes, (3000, 2048)), BatchShape(50, 77_777)):
-        for behind in (False, True):
-            asked = [each.batch_ms(batch, beside_training=behind, cautious=False) for each in (predictor, restored)]
-            assert asked[0] == pytest.approx(asked[1])
-
-
-def test_a_wait_is_known_for_shapes_that_were_measured_alone(predictor: LatencyPredictor) -> None:
-    """And one that was measured behind a tasklet alone is known without it."""
-    restored = LatencyPredictor("h", "m")
-    restored.restore(predictor.export())
-    for num_decode, behind in ((60, False), (64, True)):
-        batch = BatchShape(num_decode, num_decode * 1000)
-        alone_ms = 1.1 * true_ms(batch)  # not as the model says
-        for _ in range(5):
-            learn(restored, batch, alone_ms + WAIT_MS if behind else alone_ms, behind=behind)
-        other_ms = restored.batch_ms(batch, beside_training=not behind, cautious=False)
-        assert other_ms == pytest.approx(alone_ms if behind else alone_ms + WAIT_MS, abs=0.4)
-
-
-def test_a_stall_is_not_taken_for_the_wait() -> None:
-    rng, predictor = random.Random(3), LatencyPredictor("h", "m")
-    for _ in range(50):
-        batch = random_batch(rng)
-        learn(predictor, batch, true_ms(batch))
-    decode = BatchShape(8, 8000)
-    for took_ms in (400.0, *[true_ms(decode) + WAIT_MS] * 5):
-        learn(predictor, replace(decode, context_tokens=8000 + rng.randint(0, 99)), took_ms, behind=True)
-    unknown = BatchShape(33, 40_000)
-    predicted_ms = predictor.batch_ms(unknown, beside_training=True, cautious=False)
-    assert predicted_ms == pytest.approx(true_ms(unknown) + WAIT_MS, abs=0.5)
+        asked = [each.batch_ms(batch, cautious=False) for each in (predictor, restored)]
+        assert asked[0] == pytest.approx(asked[1])
 
 
 def test_prompts_count_as_decodes_until_some_were_measured() -> None:
@@ -184,18 +147,15 @@ def test_as_many_prompt_tokens_fit_as_fill_the_tiles(predictor: LatencyPredictor
     assert (20 + found + TILE // 4) // TILE * TILE == rows
 
 
-def test_a_machine_that_becomes_slower_does_not_only_wait_longer(predictor: LatencyPredictor) -> None:
-    """Where all batches are launched behind tasklets, the two cannot be told apart but by what is possible."""
+def test_a_machine_that_becomes_slower_is_noticed(predictor: LatencyPredictor) -> None:
     restored, rng = LatencyPredictor("h", "m"), random.Random(4)
     restored.restore(predictor.export())
     for _ in range(1000):
         batch = random_batch(rng)
-        learn(restored, batch, 2 * true_ms(batch) + WAIT_MS, behind=True)
+        learn(restored, batch, 2 * true_ms(batch))
     for num_decode in range(41, 60):  # none of these was ever run
         batch = BatchShape(num_decode, num_decode * 1000)
-        for behind in (False, True):
-            predicted_ms = restored.batch_ms(batch, beside_training=behind, cautious=False)
-            assert predicted_ms == pytest.approx(2 * true_ms(batch) + (WAIT_MS if behind else 0.0), rel=0.15)
+        assert restored.batch_ms(batch, cautious=False) == pytest.approx(2 * true_ms(batch), rel=0.15)
 
 
 def test_batches_of_seconds_are_learned_as_well() -> None:

@@ -320,20 +320,11 @@ def test_a_first_measurement_that_was_an_outlier_is_forgotten() -> None:
             online_ms = 200.0 if turn == outlier_at else 5.0
             backward = ((TaskletRun(BACKWARD, 1), 100.0 if turn == outlier_at else 1.0),)
             predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, online_ms, 1.0, backward))
-        step_ms, tasklet_ms = predictor.batch_ms(DECODE, beside_training=True), predictor.tasklet_ms(BACKWARD)
+        step_ms, tasklet_ms = predictor.batch_ms(DECODE), predictor.tasklet_ms(BACKWARD)
         assert step_ms is not None
         assert tasklet_ms is not None
         assert step_ms < 40
         assert tasklet_ms < 8
-
-
-def test_a_batch_beside_training_that_nobody_measures_any_more_is_no_slower_than_alone() -> None:
-    predictor = LatencyPredictor("h", "m")
-    for _ in range(10):
-        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 50.0, 50.0))
-    for _ in range(10_100):
-        predictor.observe(IterationRecord(DECODE, Mode.NONE, 5.0, 5.0))
-    assert predictor.batch_ms(DECODE, beside_training=True) == pytest.approx(5.0)
 
 
 def test_a_pause_teaches_the_model_of_batches_little() -> None:

@@ -207,18 +207,18 @@ def test_a_policy_is_told_which_prompts_have_begun_and_how_many_end_with_the_bat
     assert all(each.num_ending == 0 for each in policy.seen if not each.batch.prefill_tokens)
 
 
-@pytest.mark.parametrize("is_training", [False, True])
-def test_a_policy_is_told_of_a_tasklet_in_flight(
-    is_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left_ms", [0.0, 2.5])
+def test_a_policy_is_told_how_long_tasklets_in_flight_take(
+    left_ms: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not where a batch is in flight as well, behind which the next one begins."""
-    monkeypatch.setattr(CpuDevice, "is_training", lambda self: is_training)
+    monkeypatch.setattr(CpuDevice, "tasklets_left_ms", lambda self: left_ms)
     channel = Channel(AddRequest(request("r", [5, 6, 7], 5)))
     loop, policy = small_loop(tmp_path, channel, Watching(), device=AheadDevice())
     loop.run()
     assert {each.in_flight is None for each in policy.seen} == {False, True}
-    assert {each.is_training for each in policy.seen if each.in_flight is None} == {is_training}
-    assert not any(each.is_training for each in policy.seen if each.in_flight is not None)
+    assert {each.wait_ms for each in policy.seen if each.in_flight is None} == {left_ms}
+    assert not any(each.wait_ms for each in policy.seen if each.in_flight is not None)
 
 
 def test_idle_time_begins_when_the_last_answer_has_ended(tmp_path: Path) -> None:

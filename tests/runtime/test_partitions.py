@@ -17,6 +17,7 @@ from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
+from cotenant.engine.flight import Flight, OnlineStep
 from runtime.cotenancy import request
 from runtime.test_executor import Bench
 
@@ -313,17 +314,42 @@ def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measure
         side_by_side.finish()
 
 
-def test_a_batch_whose_time_is_the_hosts_says_whether_a_tasklet_was_in_flight_as_it_began(
-    side_by_side: SideBySide,
+def test_a_batch_is_told_which_tasklets_in_flight_it_waits_for(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may have ended by the time that the batch is launched, and has been waited for all the same."""
-    device, temporal = side_by_side.device, Plan(num_tasklets=1, mode=Mode.TEMPORAL)
-    for was_training in (True, False):
-        looks = iter([was_training])
-        device.is_training = lambda: next(looks, False)  # type: ignore[method-assign]  # noqa: B023
-        assert not side_by_side.executor.in_flight
-        record = side_by_side.execute(temporal)
-        assert (record.batch.num_decode, record.behind_tasklet, record.is_disturbed) == (1, was_training, False)
+    """Those before it, not the one that is launched beside it, nor any where a batch is in flight before it."""
+    device, ends, behind = side_by_side.device, [], []
+    launch = OnlineEngine.launch
+
+    def note(engine: OnlineEngine, step: OnlineStep, ran: object = None, after: object = None) -> None:
+        behind.append(after)
+        launch(engine, step)
+
+    def tasklets_end() -> str:
+        ends.append(len(device.launched))
+        return "their end"
+
+    monkeypatch.setattr(OnlineEngine, "launch", note)
+    device.tasklets_end = tasklets_end  # type: ignore[method-assign, assignment]
+    for plan in (Plan(num_tasklets=1, mode=Mode.TEMPORAL), spatial(2, 1)):
+        side_by_side.execute(plan)
+        assert (behind.pop(), ends.pop()) == ("their end", 0)
+    side_by_side.execute(spatial(2))
+    behind.clear()
+    side_by_side.execute(spatial(2, 3))  # begun behind the one in flight
+    assert behind.pop() is None
+    side_by_side.finish()
+    assert not behind
+
+
+def test_the_time_of_a_batch_is_the_devices_where_the_host_goes_on(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes behind it, and beside it."""
+    monkeypatch.setattr(Flight, "device_ms", lambda flight: 7.0)
+    for plan in (Plan(num_tasklets=1, mode=Mode.TEMPORAL), spatial(1, 1)):
+        record = side_by_side.execute(plan)
+        assert (record.batch.num_decode, record.online_ms) == (1, 7.0)
 
 
 def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_end(side_by_side: SideBySide) -> None:

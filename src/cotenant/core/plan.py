@@ -126,8 +126,8 @@ class Snapshot:
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
     while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
-    if that has not landed: this one begins as it ends. ``is_training``: there is no batch in flight but a tasklet, for
-    whose end this one waits."""
+    if that has not landed: this one begins as it ends. ``wait_ms``: with none, until the tasklets in flight on all SMs
+    have ended: this one begins then."""
 
     now_s: float
     slo: Slo
@@ -141,7 +141,7 @@ class Snapshot:
     partitions: tuple[Partition, ...] = ()
     num_ending: int = 0
     in_flight: InFlight | None = None
-    is_training: bool = False
+    wait_ms: float = 0.0
 
 
 class Mode(StrEnum):
@@ -182,12 +182,12 @@ class Plan:
 class IterationRecord:
     """What one iteration did and how long it took; the predictor learns from it.
 
-    ``online_ms``: from the start of the iteration until the online tokens were known (0 without a batch).
+    ``online_ms``: what the batch took (0 without one), from the start of the iteration until its tokens were known;
+    where the host goes on while the device works, on the device, without what it waited for tasklets.
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
-    ``untimed``: tasklets that ended and whose time tells nothing. ``behind_tasklet``: one of the iteration before was
-    in flight as the batch was launched or began, or where the time is the host's as the iteration began.
-    ``is_disturbed``: the batch was planned alone, and it was not.
+    ``untimed``: tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned alone, and it
+    was not.
     """
 
     batch: BatchShape
@@ -200,7 +200,6 @@ class IterationRecord:
     beside: tuple[tuple[TaskletRun, float], ...] = ()
     untimed: tuple[TaskletRun, ...] = ()
     predicted_ms: float | None = None
-    behind_tasklet: bool = False
     is_disturbed: bool = False
 
     @property

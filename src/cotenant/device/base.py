@@ -90,6 +90,13 @@ class Device(Protocol):
     def is_training(self) -> bool:
         """Whether a tasklet is in flight."""
 
+    def tasklets_end(self) -> torch.cuda.Event | None:
+        """When the tasklets that are in flight on all SMs will have ended, by the device's clock; None: none is, or no
+        event would tell."""
+
+    def tasklets_left_ms(self) -> float:
+        """How long that is from now, as far as is known; 0 if none is."""
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         """The tasklets that ended since the last call, in order; without those whose time was the host's, which was
         making them ready for the first time."""

@@ -55,12 +55,16 @@ class Interval:
         """Whether ``milliseconds`` would not wait."""
         return self._events is None or self._events[1].query()
 
-    def milliseconds(self) -> float:
-        """How long it took. Waits for its end: nobody has, where nothing was read back."""
-        if self._events is not None:
-            self._events[1].synchronize()
-            return float(self._events[0].elapsed_time(self._events[1]))
-        return (self._times_s[1] - self._times_s[0]) * 1e3
+    def milliseconds(self, behind: torch.cuda.Event | None = None) -> float:
+        """How long it took, from the event ``behind`` on if that came after its beginning: it waited for that. Blocks
+        until its end: nobody has, where nothing was read back."""
+        if self._events is None:
+            return (self._times_s[1] - self._times_s[0]) * 1e3
+        begin, end = self._events
+        end.synchronize()
+        took_ms = float(begin.elapsed_time(end))
+        waited_ms = float(begin.elapsed_time(behind)) if behind is not None and behind.query() else 0.0
+        return took_ms - waited_ms if 0.0 < waited_ms < took_ms else took_ms
 
     def gap_ms(self, earlier: Interval) -> float:
         """From the end of ``earlier`` to the beginning of this one; both have ended."""

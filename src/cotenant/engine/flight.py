@@ -34,8 +34,9 @@ class RanLayers:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """What a batch produced, in its order. ``device_ms``: how long it ran; ``gap_ms``: how long the device had nothing
-    of the online tenant's before it (None: nothing had been launched behind the batch before)."""
+    """What a batch produced, in its order. ``device_ms``: how long it ran, without what it waited for; ``gap_ms``: how
+    long the device had nothing of the online tenant's before it (None: nothing had been launched behind the batch
+    before)."""
 
     outputs: list[SequenceOutput]
     shape: BatchShape
@@ -58,14 +59,18 @@ class Iterated(NamedTuple):
 class Flight:
     """The tokens that a launched batch chooses, and their log-probabilities where they are wanted.
 
-    ``follows``: the interval of the batch that was still in flight when this one was launched.
+    ``follows``: the interval of the batch that was still in flight when this one was launched. ``behind``: an event of
+    somebody else's that it waits for, if it is later.
     """
 
-    def __init__(self, step: OnlineStep, interval: Interval, follows: Interval | None) -> None:
+    def __init__(
+        self, step: OnlineStep, interval: Interval, follows: Interval | None, behind: torch.cuda.Event | None = None
+    ) -> None:
         self.step = step
         self._sampling = [entry for entry in step.host.entries if entry.samples]
         self.interval = interval
         self.follows = follows
+        self._behind = behind
         self._scored: list[int] = []
         self._num_top: list[int] = []
         for row, entry in enumerate(self._sampling):
@@ -117,6 +122,10 @@ class Flight:
             row, token_id = next(rows) if entry.samples else (-1, None)
             results.append((entry, token_id, logprobs.get(row)))
         return results
+
+    def device_ms(self) -> float:
+        """How long it ran, once it did."""
+        return self.interval.milliseconds(self._behind)
 
     def gap_ms(self) -> float | None:
         """From the end of the batch before to the beginning of this one, if the two were launched back to back."""

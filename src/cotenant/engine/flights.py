@@ -33,9 +33,9 @@ class Flights:
         """Whether the results of the oldest are here."""
         return self._flights[0].has_landed
 
-    def launch(self, step: OnlineStep, ran: RanLayers | None) -> None:
+    def launch(self, step: OnlineStep, ran: RanLayers | None, behind: torch.cuda.Event | None) -> None:
         """See ``OnlineEngine.launch``. The step's sequences count what it computes as computed from now on."""
-        self._begun = self._begun or self._begin(step, ran)
+        self._begun = self._begun or self._begin(step, ran, behind)
         flight, logits = self._begun
         if logits is not None:
             flight.sample(self._sampler, logits)
@@ -57,7 +57,9 @@ class Flights:
         """It is no longer in flight for anybody but the caller."""
         return self._flights.popleft()
 
-    def _begin(self, step: OnlineStep, ran: RanLayers | None) -> tuple[Flight, torch.Tensor | None]:
+    def _begin(
+        self, step: OnlineStep, ran: RanLayers | None, behind: torch.cuda.Event | None
+    ) -> tuple[Flight, torch.Tensor | None]:
         """All that comes before the choice of tokens: the batch on its way, and its logits."""
         host = step.host
         interval = Interval(self._decoder.device) if ran is None else ran.interval
@@ -72,4 +74,4 @@ class Flights:
             logits, hidden = sampled_logits(self._decoder, host, ran.hidden), ran.hidden
         if hidden is not None:
             look_at_prompts(self._decoder, hidden, host)
-        return Flight(step, interval, self._flights[-1].interval if self._flights else None), logits
+        return Flight(step, interval, self._flights[-1].interval if self._flights else None, behind), logits

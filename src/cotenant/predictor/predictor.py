@@ -77,17 +77,16 @@ class LatencyPredictor:
         partition: Partition | None = None,
         cautious: bool = True,
     ) -> float | None:
-        """An online batch alone (``l_d0`` for a decode step), until its tokens are known; ``beside_training``: launched
-        while a tasklet of the iteration before is in flight.
+        """An online batch alone (``l_d0`` for a decode step), from when it begins until its tokens are known.
 
-        With ``partition`` on its online SMs; ``beside_training`` then: while tasklets run on its best-effort SMs.
+        With ``partition`` on its online SMs; ``beside_training``: while tasklets run on its best-effort SMs.
         ``cautious``: what was measured counts with a deviation on top of its mean, for those who must not be late.
         """
         if batch.empty:
             return 0.0
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
-        return self._batches.batch_ms(batch, beside_training=beside_training, cautious=cautious)
+        return self._batches.batch_ms(batch, cautious=cautious)
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """How many tokens of fresh prompts fit into a batch beside these decodes, so that it takes ``limit_ms``. May be
@@ -225,13 +224,12 @@ class LatencyPredictor:
         # Behind a batch that had other SMs, tasklets are as alone as they can be.
         batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
-            self._batches.tasklet_ended(elapsed_ms / run.count)
             self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
 
     def _error_of(self, record: IterationRecord) -> float | None:
         """By means: a cautious prediction is meant to be too high."""
         batch, partition = record.batch, record.partition
-        is_shared = record.behind_tasklet if partition is None else record.mode is not Mode.NONE
+        is_shared = partition is not None and record.mode is not Mode.NONE
         beside = batch if partition is None and not batch.empty else None
         parts = [(self.batch_ms(batch, beside_training=is_shared, partition=partition, cautious=False), 1)]
         parts += [(self.tasklet_ms(run.shape, beside=beside, cautious=False), run.count) for run, _ in record.tasklets]
@@ -262,7 +260,7 @@ class LatencyPredictor:
                 self._prior.observe_tasklet(shape, each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
-        step_ms = self.batch_ms(record.batch, beside_training=record.behind_tasklet, cautious=False)
+        step_ms = self.batch_ms(record.batch, cautious=False)
         if record.fused is None or step_ms is None:
             return
         added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)

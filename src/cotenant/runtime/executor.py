@@ -106,11 +106,11 @@ class Executor:
         num_behind = plan.num_tasklets - plan.num_beside
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
         start = time.perf_counter() if begun is None else begun[1]
-        was_training = self._device.is_training()
         fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
+        behind = self._device.tasklets_end() if plan.run_online and begun is None else None
         num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
         if plan.run_online and begun is None:
-            fused, is_launched = self._launch_online(plan)
+            fused, is_launched = self._launch_online(plan, behind)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
         num_beside += self._run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
@@ -129,9 +129,9 @@ class Executor:
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
             return record
-        # Where tasklets follow the batch, what counts is when its tokens are known, unless they also ran beside it or
-        # it began in the iteration before.
-        is_host_timed = landed is not None and plan.partition is None and begun is None
+        # Where the host goes on meanwhile, a batch's time is the device's own: what else there is, it does while
+        # tasklets run.
+        is_host_timed = landed is not None and not self._device.overlaps
         online_ms = (online_end - start) * 1e3 if is_host_timed else record.online_ms
         return replace(
             record,
@@ -139,7 +139,6 @@ class Executor:
             total_ms=online_ms + (end - online_end) * 1e3 if begun is not None else (end - start) * 1e3,
             fused=fused,
             predicted_ms=record.predicted_ms if num_launched == num_behind else None,
-            behind_tasklet=was_training if is_host_timed else record.behind_tasklet,
         )
 
     def _land(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
@@ -206,7 +205,6 @@ class Executor:
             beside=beside,
             untimed=tuple(TaskletRun(shape, count) for shape, count in others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
-            behind_tasklet=landed is not None and landed.with_tasklet,
             is_disturbed=plan.mode is Mode.NONE and not was_alone,
         )
 
@@ -219,9 +217,9 @@ class Executor:
         return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None, shape)
 
     @property
-    def is_training(self) -> bool:
-        """Whether a tasklet is in flight."""
-        return self._device.is_training()
+    def tasklets_left_ms(self) -> float:
+        """How long those take that are in flight on all SMs, and that a batch launched now would wait for."""
+        return self._device.tasklets_left_ms()
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -245,8 +243,9 @@ class Executor:
             emit(collected.outputs)
         return landed
 
-    def _launch_online(self, plan: Plan) -> tuple[TaskletRun | None, bool]:
-        """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was."""
+    def _launch_online(self, plan: Plan, behind: torch.cuda.Event | None = None) -> tuple[TaskletRun | None, bool]:
+        """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was.
+        ``behind``: the end of tasklets that it waits for."""
         fused = None
         with self._device.online(plan.partition):
             step = self._engine.schedule()
@@ -259,7 +258,7 @@ class Executor:
                 self._launch(step, ran)
         else:
             with self._device.online(plan.partition):
-                self._launch(step)
+                self._launch(step, behind=behind)
         self._launched.append(_Launched(plan, step.shape, with_tasklet, fused))
         # What is not captured is launched while the device works at it.
         if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
@@ -322,14 +321,14 @@ class Executor:
         self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
         return 1
 
-    def _launch(self, step: OnlineStep, ran: RanLayers | None = None) -> None:
+    def _launch(self, step: OnlineStep, ran: RanLayers | None = None, behind: torch.cuda.Event | None = None) -> None:
         has_more = True
         while has_more:
             with suppress(torch.OutOfMemoryError):
-                self._engine.launch(step, ran)
+                self._engine.launch(step, ran, behind)
                 return
             has_more = self._training.discard()  # what the attempt held is freed with its frames
-        self._engine.launch(step, ran)
+        self._engine.launch(step, ran, behind)
 
     def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool], until_s: float) -> int:
         """Tasklets on all SMs, none but the first launched after ``until_s``. Some lie ahead, also of requests that may

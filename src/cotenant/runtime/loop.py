@@ -223,7 +223,7 @@ class WorkerLoop:
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=in_flight,
-            is_training=in_flight is None and self._executor.is_training,
+            wait_ms=self._executor.tasklets_left_ms if in_flight is None else 0.0,
         )
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:

@@ -47,7 +47,8 @@ def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
 def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | float:
     """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request has its prompt
     in the batch or waits for a place in one, which nothing delays, or nobody knows yet what the batch takes. Otherwise
-    tasklets may run beside its decodes: what it takes, in milliseconds (see ``LatencyPredictor.batch_ms``).
+    tasklets may run beside its decodes: what it takes, in milliseconds. (What it waits for first, the plan before has
+    counted.)
 
     A prompt that ends with the batch in flight waits no longer, though its first token is not known yet.
     """
@@ -55,7 +56,7 @@ def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | f
         return training_alone(snapshot)
     if snapshot.job is None or snapshot.batch.prefill_tokens > 0 or waits_longer(snapshot):
         return serving_alone(predictor, snapshot)
-    step_ms = predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
+    step_ms = predictor.batch_ms(snapshot.batch)
     return serving_alone(predictor, snapshot) if step_ms is None else step_ms
 
 

@@ -71,6 +71,12 @@ class CpuDevice:
     def is_training(self) -> bool:
         return False
 
+    def tasklets_end(self) -> torch.cuda.Event | None:
+        return None
+
+    def tasklets_left_ms(self) -> float:
+        return 0.0
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         finished, self._finished = self._finished, []
         return finished

@@ -126,6 +126,12 @@ class CudaDevice:
     def is_training(self) -> bool:
         return self._tasklets.is_busy
 
+    def tasklets_end(self) -> torch.cuda.Event | None:
+        return self._tasklets.end_on_all_sms()
+
+    def tasklets_left_ms(self) -> float:
+        return self._tasklets.left_on_all_sms_ms()
+
     def finished_tasklets(self) -> list[FinishedTasklet]:
         return self._tasklets.take_finished()
 

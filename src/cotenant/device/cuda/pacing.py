@@ -186,6 +186,23 @@ class TaskletQueue:
         """Whether one is in flight now."""
         return bool(self._in_flight) and not self._in_flight[-1].end.query()
 
+    def end_on_all_sms(self) -> torch.cuda.Event | None:
+        """An event at the end of those in flight, if the last has all SMs. The queue does not use it again."""
+        if not self._are_on_all_sms:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def left_on_all_sms_ms(self) -> float:
+        """How long it is until then, as far as is known; 0 if the last one has a part of the SMs."""
+        self.collect()
+        return max(0.0, self._left_s()) * 1e3 if self._are_on_all_sms else 0.0
+
+    @property
+    def _are_on_all_sms(self) -> bool:
+        return self.is_busy and self._in_flight[-1].partition is None
+
     def collect(self) -> None:
         """Take note of what has ended."""
         while self._in_flight and self._in_flight[0].end.query():

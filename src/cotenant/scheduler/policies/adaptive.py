@@ -66,7 +66,7 @@ class AdaptivePolicy(Policy):
             return training_alone(snapshot)
         if snapshot.job is None or waits_longer(snapshot):
             return serving_alone(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
+        step_ms = self._predictor.batch_ms(snapshot.batch)
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)
@@ -85,7 +85,7 @@ class _Choice:
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
         # Until this batch begins.
-        self._ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
+        self._ahead_ms = snapshot.wait_ms if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
         begin_s = snapshot.now_s + self._ahead_ms / 1e3
         self._slack_ms = decode_slack_ms(
             snapshot.requests, snapshot.slo, begin_s, step_ms, snapshot.margin, self._num_ahead

@@ -26,7 +26,7 @@ class ChunkedPolicy(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
             return training_alone(snapshot)
-        batch_ms = self._predictor.batch_ms(snapshot.batch, beside_training=snapshot.is_training)
+        batch_ms = self._predictor.batch_ms(snapshot.batch)
         if snapshot.job is None or batch_ms is None:
             return serving_alone(self._predictor, snapshot)
         left_ms = iteration_target_ms(snapshot) - batch_ms

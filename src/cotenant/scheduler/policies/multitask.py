@@ -24,5 +24,6 @@ class MultitaskPolicy(Policy):
         step_ms = plan_or_step_ms(self._predictor, snapshot)
         if isinstance(step_ms, Plan):
             return step_ms
-        slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, snapshot.now_s, step_ms)
+        begin_s = snapshot.now_s + snapshot.wait_ms / 1e3
+        slack_ms = decode_slack_ms(snapshot.requests, snapshot.slo, begin_s, step_ms)
         return by_equation_1(self._predictor, snapshot, step_ms, slack_ms)
