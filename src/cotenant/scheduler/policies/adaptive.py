@@ -17,10 +17,10 @@ from cotenant.scheduler.space import Beside, in_each, in_space
 # What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
 # is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
 _SLACK_WORTH = 0.9
-# Tasklets behind a step, and a step on other SMs than the one before, cost about this much: the host has to see the end
-# of one batch before it launches more, and the tasklet in flight is in another's way. It takes some tasklets behind a
-# step to be worth that, and some steps in a partition.
-_LEAVING_MS = 1.5
+# Tasklets behind a step, and a step on other SMs than the one before, cost about this much: the tasklet in flight is in
+# another's way, and SMs wait for its end. It takes some tasklets behind a step to be worth that, and some steps in a
+# partition.
+_LEAVING_MS = 0.7
 _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
 _CATCHING_UP_TOKENS = 32
