@@ -68,7 +68,7 @@ def main() -> None:
                 _report(f"{name}, {known}{variant}", num_calls, plan, remark)
         shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
-            "batch_ms": partial(predictor.batch_ms, BATCH, beside_training=True),
+            "batch_ms": partial(predictor.batch_ms, BATCH),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),

@@ -135,10 +135,13 @@ SECTIONS = (
     Section(
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
-        "The same later, on another host with nothing else on it. Sequences are timed when `adaptive`'s margin has "
-        "come to rest. In the first run's version the kernels of training's products were chosen by trial for each "
-        "number of SMs, which is no longer done, and a step in a partition could be made up for by 8 tokens. The "
-        "second run is of November 24, on a third host.",
+        "The same later, on other hosts. Sequences are timed when `adaptive`'s margin has come to rest. In the first "
+        "run's version the kernels of training's products were chosen by trial for each number of SMs, which is no "
+        "longer done, and a step in a partition could be made up for by 8 tokens. The others are of November 24; "
+        "beside the last two the host's other GPU had other measurements. Since the third, tasklets lie ahead for as "
+        "long as the host is away between two iterations; in that one a plan counts what its batch waits for twice, as "
+        "its own time and as that of the tasklets which it waits for, and so leaves training less where each iteration "
+        "has to meet the target by itself. In the fourth a batch's time is from when it has its SMs.",
     ),
     Section(
         "colocate_conv_h200.json",
@@ -189,8 +192,9 @@ SECTIONS = (
         "batches with prompts whole, also under the other policies; the third has the form since then. How much less "
         "is aimed at was chosen by simulating these seconds and others of the same trace. In the fourth what prompts "
         "take is predicted by the pairs of their attention and by whole tiles; but at four times the rate, where "
-        "serving alone missed the SLO, many chunks came out a tile smaller than before, which is mended since. Each "
-        "run was on another host.",
+        "serving alone missed the SLO, many chunks came out a tile smaller than before, which is mended in the fifth. "
+        "That one has the version of the steady sequences' third run, with other measurements on the host's other GPU. "
+        "Each run was on another host.",
     ),
     Section(
         "fused_products_h200.txt",
