@@ -209,6 +209,16 @@ def test_what_holds_the_host_up_elsewhere_does_not_wake_it_sooner(simulation: Si
     assert max(simulation.run(FORWARD, 1.2e-3, 20)[4:]) < 130e-6
 
 
+def test_launches_for_which_nobody_slept_do_not_wake_the_host_sooner(simulation: Simulation) -> None:
+    simulation.run(FORWARD, 1.2e-3, 100)
+    for _ in range(50):
+        simulation.run(BACKWARD, 0.3e-3, 3)
+        simulation.now_s = simulation.busy_until_s + 1e-6
+        assert simulation.queue.has_room()
+        simulation.launch(BACKWARD, 0.3e-3)
+    assert max(simulation.run(FORWARD, 1.2e-3, 20)[4:]) < 130e-6
+
+
 def test_times_vary_and_the_device_hardly_waits(simulation: Simulation) -> None:
     leads_s: list[float] = []
     for turn in range(60):
@@ -312,6 +322,25 @@ def test_far_ahead_there_are_no_more_than_two_of_which_nobody_knows_how_long_the
         simulation.queue.wait_for_room(far_ahead=True)
         assert simulation.busy_until_s - simulation.now_s <= 11e-3
         simulation.launch(FORWARD, 10e-3)
+
+
+@pytest.mark.parametrize(("far_ahead", "least_s", "most_s"), [(True, 2.4e-3, 2.6e-3), (False, 0.05e-3, 0.3e-3)])
+def test_it_is_told_without_a_wait_whether_there_is_room(
+    simulation: Simulation, far_ahead: bool, least_s: float, most_s: float
+) -> None:
+    simulation.run(FORWARD, 1e-3, 20)
+    num_sleeps, found = simulation.num_sleeps, set()
+    for _ in range(60):
+        has_room, left_s = simulation.queue.has_room(far_ahead=far_ahead), simulation.busy_until_s - simulation.now_s
+        found.add(has_room)
+        assert left_s < most_s if has_room else left_s > least_s
+        if has_room:
+            simulation.launch(FORWARD, 1e-3)
+        simulation.now_s += 0.13e-3
+    assert found == {True, False}
+    assert simulation.num_sleeps == num_sleeps
+    simulation.now_s += 1.0
+    assert simulation.queue.has_room(far_ahead=far_ahead), "nothing is in flight"
 
 
 def test_it_is_known_when_those_on_all_sms_end(simulation: Simulation) -> None:

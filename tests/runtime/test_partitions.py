@@ -35,6 +35,7 @@ class SplitDevice(CpuDevice):
         self.far_ahead: list[bool] = []
         self.trains = False
         self.absences_s: list[float] = []
+        self.rooms: Iterator[bool] | None = None  # what it says of room; None: there is always some
 
     def host_was_away(self, seconds: float) -> None:
         self.absences_s.append(seconds)
@@ -46,6 +47,10 @@ class SplitDevice(CpuDevice):
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
     ) -> None:
         self.far_ahead.append(far_ahead)
+
+    def has_room(self, *, far_ahead: bool = False) -> bool:
+        self.far_ahead.append(far_ahead)
+        return self.rooms is None or next(self.rooms, False)
 
     @contextmanager
     def online(self, partition: Partition | None = None) -> Iterator[None]:
@@ -143,9 +148,10 @@ def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_
     assert (second.batch.num_decode, second.partition, count(second.beside)) == (1, FEW, 4)
     assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 1, 1)
     # On other SMs as well: the one in flight goes on with what was planned for it.
+    side_by_side.device.rooms = iter([True, False])
     third = side_by_side.execute(spatial(4, partition=MANY))
     assert [each for each in side_by_side.device.launched if each != "online 48"] == [
-        "online 96", "online 96", *["tasklet 48"] * 4
+        "tasklet 48", "online 96", "online 96", *["tasklet 48"] * 3
     ]  # fmt: skip
     assert (third.batch.num_decode, third.partition, count(third.beside)) == (1, FEW, 4)
     assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 1)
@@ -391,11 +397,35 @@ def test_the_lane_is_given_a_tasklet_before_the_batch_also_while_it_has_one(side
     assert device.far_ahead == [False], "before the second one: nobody waits for the lane before the batch"
 
 
-def test_the_lane_is_not_given_a_tasklet_before_a_batch_that_another_one_is_in_flight_before(
-    side_by_side: SideBySide,
-) -> None:
-    side_by_side.execute(spatial(2))
+def test_the_lane_is_filled_before_the_host_launches_a_batch_behind_another(side_by_side: SideBySide) -> None:
+    """And again behind the launch, where there is nothing to wait for."""
+    device = side_by_side.device
+    device.rooms = iter([True, True, False])
+    side_by_side.execute(spatial(8))
+    assert device.launched[0] == "tasklet 48", "it has none, and gets one at once"
+    assert [each for each in device.launched[1:] if each != "online 48"] == ["tasklet 48"] * 2
+    device.trains = True
+    device.rooms = iter([True, False])
+    side_by_side.land_after(0)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(8))
+    assert device.launched[:3] == ["tasklet 48", "online 48", "online 48"]
+    assert device.far_ahead[:2] == [True, True]
+    # To go elsewhere, too, but for one alone: others wait for their end.
+    device.rooms = iter([True, False])
+    side_by_side.land_after(0)  # type: ignore[attr-defined]
+    device.far_ahead.clear()
+    side_by_side.execute(spatial(8, partition=MANY))
+    assert device.launched[:2] == ["tasklet 48", "online 96"]
+    assert device.far_ahead == [False, False]
+
+
+def test_no_more_tasklets_fill_the_lane_than_were_planned(side_by_side: SideBySide) -> None:
     side_by_side.device.trains = True
-    side_by_side.land_after(100)  # type: ignore[attr-defined]
-    side_by_side.execute(spatial(2))
-    assert side_by_side.device.launched[:2] == ["online 48", "online 48"]
+    for plan in (spatial(3), spatial(2)):
+        side_by_side.land_after(0)  # type: ignore[attr-defined]
+        side_by_side.execute(plan)
+        assert side_by_side.device.launched.count("tasklet 48") == plan.num_beside
+    looks = iter([False, True])
+    side_by_side.land_after(0)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(9), lambda: next(looks, True))
+    assert side_by_side.device.launched.count("tasklet 48") == 1, "nor once a message has come"

@@ -168,12 +168,14 @@ class Executor:
     def _go_on(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Launch the next batch behind the one in flight, and collect that one, with training beside it as was planned
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
-        launched = self._launched[-1].plan
+        launched, num_beside = self._launched[-1].plan, 0
         if launched.partition is None:
             self._begin_beside(plan, interrupted, behind_online=True)
+        else:
+            num_beside = self._top_up(launched, launched.num_beside, interrupted, far_ahead=False)
         _, is_launched = self._launch_online(plan)
         num_left = 1 if is_launched else 0
-        num_beside = self._run_beside(launched, 0, num_left, interrupted)
+        num_beside += self._run_beside(launched, num_beside, num_left, interrupted)
         landed = self._collect(emit, num_left)
         if is_launched:  # it begins now
             self._launched[-1] = self._launched[-1]._replace(with_tasklet=self._device.is_training())
@@ -267,29 +269,49 @@ class Executor:
         return fused, True
 
     def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool], *, behind_online: bool = False) -> int:
-        """Launch a tasklet on the SMs that the batch will not have, if those are idle, or may be before the host has
-        launched the batch. ``behind_online``: it begins as the batch in flight ends. How many, one or none."""
+        """Launch tasklets on the SMs that the batch will not have, before it: its launch takes the host a while. One,
+        also behind what is in flight on all SMs or, with ``behind_online``, behind the batch in flight; where some run
+        beside that one already, as many as there is room for. How many."""
         is_training = self._device.is_training()
-        if plan.num_beside == 0 or (is_training and self._launched):  # beside a batch in flight others follow in time
-            return 0
-        if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
+        if is_training and self._launched:
+            far_ahead = plan.num_tasklets == plan.num_beside
+            return 0 if behind_online else self._top_up(plan, plan.num_beside, interrupted, far_ahead=far_ahead)
+        if plan.num_beside == 0 or not self._may_train(plan, interrupted):
             return 0
         if not is_training:
             self._device.wait_for_room()  # there is: it takes note of what has ended
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
+    def _top_up(self, plan: Plan, most: int, interrupted: Callable[[], bool], *, far_ahead: bool) -> int:
+        """Launch tasklets beside the batch in flight, without waiting, for as long as there is room for more: how many,
+        ``most`` or fewer."""
+        count = 0
+        while count < most and self._may_train(plan, interrupted) and self._device.has_room(far_ahead=far_ahead):
+            self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
+            count += 1
+        return count
+
+    def _may_train(self, plan: Plan, interrupted: Callable[[], bool]) -> bool:
+        """Whether the next tasklet can be launched now. One that waits for the device would keep the host from the
+        tokens."""
+        if not self._training.runnable or self._training.next_waits:
+            return False
+        return not (plan.interruptible and interrupted())
+
     def _run_beside(
         self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
     ) -> int:
         """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many, beyond the
         ``count`` that were launched before. The last ones may go on after that: in the same partition the next batch's
-        SMs are not theirs. One whose launch waits for the device would keep the host from the tokens. ``far_ahead``:
-        nothing waits for the last one's end, so the lane may have several."""
-        waits = self._engine.num_in_flight > num_left
+        SMs are not theirs. Where there is none to wait for, as many as there is room for. One whose launch waits for
+        the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, so the lane
+        may have several."""
+        if plan.run_online and self._engine.num_in_flight <= num_left:
+            return self._top_up(plan, plan.num_beside - count, interrupted, far_ahead=far_ahead)
 
         def is_over() -> bool:
-            if plan.run_online and (not waits or self._engine.has_landed or self._training.next_waits):
+            if plan.run_online and (self._engine.has_landed or self._training.next_waits):
                 return True
             return plan.interruptible and interrupted()
 
@@ -316,7 +338,7 @@ class Executor:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
         and hands them on. The number of tasklets launched. One that waits for the device would keep the host from
         just that."""
-        if not self._training.runnable or self._training.next_waits or (plan.interruptible and interrupted()):
+        if not self._may_train(plan, interrupted):
             return 0
         self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
         return 1

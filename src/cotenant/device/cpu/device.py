@@ -49,6 +49,9 @@ class CpuDevice:
     ) -> None:
         return
 
+    def has_room(self, *, far_ahead: bool = False) -> bool:
+        return True
+
     def host_was_away(self, seconds: float) -> None:
         return
 

@@ -150,10 +150,7 @@ class TaskletQueue:
             self.collect()
         self._woken_s = 0.0
         while self._in_flight:
-            # What never ran may take any time: no third one behind it.
-            is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-            lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
-            left_s = self._left_s() - lead_s
+            is_far, left_s, most = self._until_room(far_ahead=far_ahead)
             if left_s <= 0.0 and len(self._in_flight) <= most:
                 return
             if interrupted is not None and interrupted():
@@ -171,6 +168,23 @@ class TaskletQueue:
                 self._take_ended()
                 return
             self.collect()
+
+    def has_room(self, *, far_ahead: bool = False) -> bool:
+        """Whether ``wait_for_room`` would not sleep."""
+        self.collect()
+        self._woken_s = 0.0
+        if not self._in_flight:
+            return True
+        _, left_s, most = self._until_room(far_ahead=far_ahead)
+        return left_s <= 0.0 and len(self._in_flight) <= most
+
+    def _until_room(self, *, far_ahead: bool) -> tuple[bool, float, int]:
+        """With something in flight: whether several may be, the time until the next one is to be launched, and how many
+        may be in flight then."""
+        # What never ran may take any time: no third one behind it.
+        is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
+        lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
+        return is_far, self._left_s() - lead_s, most
 
     def host_was_away(self, seconds: float) -> None:
         """From the launch of an iteration's last tasklet until the next one's batch was launched."""
