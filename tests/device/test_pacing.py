@@ -280,6 +280,9 @@ def test_no_more_lies_ahead_than_the_host_is_away_for(simulation: Simulation) ->
     assert most_ahead_s() < 0.6e-3 + 0.9e-3
     away(4e-3, 100)
     assert 3.6e-3 < most_ahead_s() < 4.2e-3 + 0.9e-3 + 100e-6
+    away(0.0, 1000)
+    away(4e-3, 100)
+    assert most_ahead_s() > 3.6e-3, "a host that was never away may be some time"
     away(3600.0, 100)
     assert most_ahead_s() < 6e-3 + 0.9e-3 + 100e-6, "whoever comes waits for it"
 
@@ -324,6 +327,19 @@ def test_far_ahead_there_are_no_more_than_two_of_which_nobody_knows_how_long_the
         simulation.launch(FORWARD, 10e-3)
 
 
+def test_who_waits_is_told_the_mean(simulation: Simulation) -> None:
+    """What is expected for the next launch is less than that."""
+    drawn, errors_ms = random.Random(3), []
+    for turn in range(200):
+        for _ in range(3):
+            simulation.launch(FORWARD, drawn.uniform(0.9e-3, 1.5e-3))
+        left_ms = (simulation.busy_until_s - simulation.now_s) * 1e3
+        if turn >= 20:
+            errors_ms.append(simulation.queue.left_on_all_sms_ms() - left_ms)
+        simulation.now_s = simulation.busy_until_s + 1e-3
+    assert abs(sum(errors_ms)) / len(errors_ms) < 0.1
+
+
 @pytest.mark.parametrize(("far_ahead", "least_s", "most_s"), [(True, 2.4e-3, 2.6e-3), (False, 0.05e-3, 0.3e-3)])
 def test_it_is_told_without_a_wait_whether_there_is_room(
     simulation: Simulation, far_ahead: bool, least_s: float, most_s: float
@@ -345,6 +361,7 @@ def test_it_is_told_without_a_wait_whether_there_is_room(
 
 def test_it_is_known_when_those_on_all_sms_end(simulation: Simulation) -> None:
     """By the device's clock, for whoever waits for them, and about when that is."""
+    simulation.run(FORWARD, 2e-3, 20, Partition(48, 84))
     simulation.run(FORWARD, 1e-3, 20)
     simulation.now_s = simulation.busy_until_s
     assert simulation.queue.end_on_all_sms() is None
@@ -357,6 +374,9 @@ def test_it_is_known_when_those_on_all_sms_end(simulation: Simulation) -> None:
     assert simulation.queue.left_on_all_sms_ms() == pytest.approx((ends_s - simulation.now_s) * 1e3, abs=0.1)
     simulation.launch(FORWARD, 2e-3, partition=Partition(48, 84))
     assert simulation.queue.end_on_all_sms() is None, "a batch on the others waits for no part of that"
+    left_ms = (ends_s - simulation.now_s) * 1e3
+    assert simulation.queue.left_on_all_sms_ms() == pytest.approx(left_ms, abs=0.1), "but for those before"
+    simulation.now_s = ends_s + 1e-6
     assert simulation.queue.left_on_all_sms_ms() == 0.0
     simulation.run(FORWARD, 1e-3, 20)
     assert end.at_s == ends_s, "it is used for nothing else"  # type: ignore[attr-defined]

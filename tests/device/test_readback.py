@@ -34,13 +34,22 @@ class Event:
 
 
 @pytest.mark.parametrize(
-    ("behind_ms", "expected_ms"),
-    [(12.0, 8.0), (10.0, 10.0), (9.0, 10.0), (20.0, 10.0), (25.0, 10.0), (None, 10.0)],
-    ids=["it waited", "that came at once", "before", "at its end", "after", "that has not come"],
+    ("behind_ms", "expected_ms", "overtook"),
+    [
+        (12.0, 8.0, False),
+        (10.0, 10.0, False),
+        (9.0, 10.0, False),
+        (19.0, 1.0, False),
+        (20.0, 10.0, True),
+        (25.0, 10.0, True),
+        (None, 10.0, True),
+    ],
+    ids=["it waited", "that came at once", "before", "shortly before its end", "at it", "after", "that has not come"],
 )
 def test_what_work_waited_for_is_no_part_of_its_time(
-    monkeypatch: pytest.MonkeyPatch, behind_ms: float | None, expected_ms: float
+    monkeypatch: pytest.MonkeyPatch, behind_ms: float | None, expected_ms: float, overtook: bool
 ) -> None:
+    """Unless it ended before."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     interval = Interval(torch.device("cuda"))
     Event.times_ms = [10.0, 20.0, behind_ms]
@@ -50,3 +59,4 @@ def test_what_work_waited_for_is_no_part_of_its_time(
     behind.record()
     assert interval.milliseconds() == 10.0
     assert interval.milliseconds(behind) == expected_ms  # type: ignore[arg-type]
+    assert interval.overtook(behind) == overtook  # type: ignore[arg-type]

@@ -246,11 +246,13 @@ def ran(hidden: torch.Tensor) -> flight.RanLayers:
 
 def test_each_batch_is_timed_from_the_end_of_what_it_waited_for(small, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Interval, "milliseconds", lambda interval, behind=None: {None: 9.0, "its end": 5.0}[behind])
+    monkeypatch.setattr(Interval, "overtook", lambda interval, behind: behind == "its end")
     engine = small.engine()
     engine.add(small.request(small.prompt(6), 3))
     for behind, expected_ms in ((None, 9.0), ("its end", 5.0), (None, 9.0)):
         engine.launch(engine.schedule(), behind=behind)
-        assert engine.collect().device_ms == expected_ms
+        collected = engine.collect()
+        assert (collected.device_ms, collected.overtook) == (expected_ms, behind is not None)
 
 
 def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:

@@ -205,6 +205,21 @@ def test_spatial_iterations_are_compared_with_what_was_expected_of_them() -> Non
     assert predictor.last_error_ratio == pytest.approx((8.0 - 6.0) / 8.0)
 
 
+def test_a_batch_whose_time_tells_nothing_teaches_nothing() -> None:
+    for partition in (None, SMALL):
+        predictor = LatencyPredictor("h", "m")
+        for _ in range(10):
+            together(predictor, DECODE, SMALL, 9.0)
+            predictor.observe(IterationRecord(DECODE, Mode.NONE, 5.0, 5.0))
+        before = predictor.num_records, predictor.error_ratio
+        record = IterationRecord(DECODE, Mode.SPATIAL, 40.0, 40.0, partition=partition, is_disturbed=True)
+        for _ in range(10):
+            predictor.observe(record)
+        assert (predictor.num_records, predictor.error_ratio) == before
+        assert predictor.batch_ms(DECODE) == pytest.approx(5.0)
+        assert predictor.batch_ms(DECODE, beside_training=True, partition=SMALL) == pytest.approx(9.0)
+
+
 def test_a_partition_that_was_not_used_for_long_is_tried_anew() -> None:
     """Its trials may have been disturbed: what they say holds for some minutes, and then the next ones say it."""
     predictor = LatencyPredictor("h", "m")

@@ -211,7 +211,7 @@ def test_a_policy_is_told_which_prompts_have_begun_and_how_many_end_with_the_bat
 def test_a_policy_is_told_how_long_tasklets_in_flight_take(
     left_ms: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not where a batch is in flight as well, behind which the next one begins."""
+    """That a batch waits for; the one in flight was launched with none before it."""
     monkeypatch.setattr(CpuDevice, "tasklets_left_ms", lambda self: left_ms)
     channel = Channel(AddRequest(request("r", [5, 6, 7], 5)))
     loop, policy = small_loop(tmp_path, channel, Watching(), device=AheadDevice())

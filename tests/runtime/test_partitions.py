@@ -320,6 +320,22 @@ def test_a_batch_beside_the_last_tasklets_of_the_iteration_before_is_not_measure
         side_by_side.finish()
 
 
+def test_a_batch_that_is_timed_from_the_end_of_tasklets_is_measured_as_alone(side_by_side: SideBySide) -> None:
+    side_by_side.device.trains = True
+    side_by_side.device.tasklets_end = lambda: object()  # type: ignore[method-assign, assignment, return-value]
+    side_by_side.execute(Plan())
+    side_by_side.device.trains = False
+    landed = side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+    assert (landed.batch.num_decode, landed.mode, landed.is_disturbed) == (1, Mode.NONE, False)
+    side_by_side.finish()
+    # In a partition others run beside it.
+    side_by_side.device.trains = True
+    side_by_side.execute(spatial(0))
+    side_by_side.device.trains = False
+    landed = side_by_side.execute(spatial(0))
+    assert (landed.batch.num_decode, landed.mode) == (1, Mode.SPATIAL)
+
+
 def test_a_batch_is_told_which_tasklets_in_flight_it_waits_for(
     side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +362,46 @@ def test_a_batch_is_told_which_tasklets_in_flight_it_waits_for(
     assert behind.pop() is None
     side_by_side.finish()
     assert not behind
+    # Prompts take the SMs of what is in flight.
+    side_by_side.engine.add(request("late", [5, 6, 7], NUM_TOKENS))
+    side_by_side.device.trains = True
+    side_by_side.execute(Plan())
+    assert behind.pop() is None
+    assert side_by_side.executor.wait_ms == 0.0
+    side_by_side.device.trains = False
+    landed = side_by_side.execute(Plan())
+    assert (landed.batch.prefill_tokens, landed.is_disturbed) == (3, True)
+
+
+def test_it_is_known_how_long_a_batch_waits(side_by_side: SideBySide) -> None:
+    device, executor = side_by_side.device, side_by_side.executor
+    device.tasklets_left_ms = lambda: 400.0  # type: ignore[method-assign]
+    assert executor.wait_ms == 400.0, "one that is launched now"
+    side_by_side.execute(Plan())
+    assert executor.wait_ms == 0.0, "the one in flight had nothing before it"
+    side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+    side_by_side.finish()
+    device.tasklets_end = object  # type: ignore[method-assign, assignment]
+    begin_s = time.perf_counter()
+    side_by_side.execute(Plan())
+    time.sleep(0.1)
+    wait_ms, passed_ms = executor.wait_ms, (time.perf_counter() - begin_s) * 1e3
+    assert 400.0 - passed_ms <= wait_ms <= 300.0
+    time.sleep(0.35)
+    assert executor.wait_ms == 0.0
+
+
+def test_the_time_of_a_batch_that_overtook_what_it_was_to_wait_for_tells_nothing(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for overtook in (True, False):
+        monkeypatch.setattr(Flight, "overtook", overtook)
+        for plan in (Plan(num_tasklets=1, mode=Mode.TEMPORAL), spatial(1, 1)):
+            assert side_by_side.execute(plan).is_disturbed == overtook
+        side_by_side.execute(Plan())
+        assert side_by_side.execute(Plan()).is_disturbed == overtook
+        side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+        side_by_side.finish()
 
 
 def test_the_time_of_a_batch_is_the_devices_where_the_host_goes_on(
@@ -394,7 +450,11 @@ def test_the_lane_is_given_a_tasklet_before_the_batch_also_while_it_has_one(side
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(2, 1))
     assert device.launched[:2] == ["tasklet 48", "online 48"]
-    assert device.far_ahead == [False], "before the second one: nobody waits for the lane before the batch"
+    assert device.far_ahead == [True, False], "asked before the first, and waited for the second alone"
+    device.rooms = iter([False])
+    side_by_side.land_after(0)  # type: ignore[attr-defined]
+    side_by_side.execute(spatial(2, 1))
+    assert device.launched[:2] == ["online 48", "online 48"], "what lies ahead lasts for longer than that launch"
 
 
 def test_the_lane_is_filled_before_the_host_launches_a_batch_behind_another(side_by_side: SideBySide) -> None:

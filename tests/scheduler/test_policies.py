@@ -68,14 +68,18 @@ def test_who_comes_waits_for_tasklets_behind_a_batch_and_not_for_long(ttft_ms: f
 
 @pytest.mark.parametrize("policy", ["multitask", "adaptive"])
 def test_a_batch_behind_tasklets_in_flight_leaves_less_for_others(policy: str) -> None:
-    """By what it waits for them."""
+    """By what it waits for them, or the batch before it does."""
     many = JobView("job", in_turn(TaskletRun(BACKWARD, 1000)))
-    snapshot = Snapshot(100.0, Slo(100.0, 20.0, itl_ms=1e4), DECODE, (RUNNING,), many, margin=0.9)
     predictor = taught_predictor(2.0, 1.0, 2.0)
-    planned = [
-        create_policy(policy, predictor).plan(replace(snapshot, wait_ms=wait_ms)).num_tasklets for wait_ms in (0.0, 6.0)
-    ]
-    assert planned[0] - 3 == planned[1] > 0
+    for in_flight in (None, InFlight(None, 2.0, DECODE)):
+        snapshot = Snapshot(
+            100.0, Slo(100.0, 20.0, itl_ms=1e4), DECODE, (RUNNING,), many, margin=0.9, in_flight=in_flight
+        )
+        planned = [
+            create_policy(policy, predictor).plan(replace(snapshot, wait_ms=wait_ms)).num_tasklets
+            for wait_ms in (0.0, 6.0)
+        ]
+        assert planned[0] - 3 == planned[1] > 0
 
 
 @pytest.mark.parametrize("policy", ["chunked", "llmstation"])

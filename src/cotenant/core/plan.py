@@ -126,8 +126,8 @@ class Snapshot:
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
     while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
-    if that has not landed: this one begins as it ends. ``wait_ms``: with none, until the tasklets in flight on all SMs
-    have ended: this one begins then."""
+    if that has not landed: this one begins as it ends. ``wait_ms``: until tasklets have ended that this one waits
+    for or, if there is one in flight, that one; as far as is known."""
 
     now_s: float
     slo: Slo
@@ -187,7 +187,7 @@ class IterationRecord:
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
     ``untimed``: tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned alone, and it
-    was not.
+    was not, or it ended before tasklets that it was to wait for.
     """
 
     batch: BatchShape

@@ -67,8 +67,8 @@ class Device(Protocol):
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
     ) -> None:
         """Wait until the best-effort lane is idle, or so nearly that the next tasklet is to be launched now; or until
-        ``interrupted``, asked meanwhile, says yes. ``far_ahead``: a few tasklets may be in flight, so that the lane has
-        work while the host is busy elsewhere, for as long as it was before (``host_was_away``)."""
+        ``interrupted``, asked meanwhile, says yes. ``far_ahead``: several tasklets may be in flight, so that the lane
+        has work while the host is busy elsewhere, for as long as it was before (``host_was_away``)."""
 
     def has_room(self, *, far_ahead: bool = False) -> bool:
         """Whether ``wait_for_room`` would return at once."""
@@ -83,7 +83,8 @@ class Device(Protocol):
         behind_online: bool = False,
         partition: Partition | None = None,
     ) -> None:
-        """Launch one tasklet on the best-effort lane, outside of the other lane. Call ``wait_for_room`` before.
+        """Launch one tasklet on the best-effort lane, outside of the other lane. ``wait_for_room`` or ``has_room`` says
+        when; with ``behind_online`` it is always time.
         ``behind_online``: it begins when what was launched on the online lane has ended; nothing is waited for.
         ``partition``: it runs on the SMs that this has for it; None: on all."""
 

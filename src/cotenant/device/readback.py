@@ -63,8 +63,13 @@ class Interval:
         begin, end = self._events
         end.synchronize()
         took_ms = float(begin.elapsed_time(end))
-        waited_ms = float(begin.elapsed_time(behind)) if behind is not None and behind.query() else 0.0
-        return took_ms - waited_ms if 0.0 < waited_ms < took_ms else took_ms
+        if behind is None or self.overtook(behind):
+            return took_ms
+        return took_ms - max(0.0, float(begin.elapsed_time(behind)))
+
+    def overtook(self, behind: torch.cuda.Event) -> bool:
+        """Whether it ended, as it has by now, before that event came."""
+        return self._events is not None and not (behind.query() and behind.elapsed_time(self._events[1]) > 0.0)
 
     def gap_ms(self, earlier: Interval) -> float:
         """From the end of ``earlier`` to the beginning of this one; both have ended."""

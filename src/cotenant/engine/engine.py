@@ -397,9 +397,9 @@ class OnlineEngine:
     def launch(self, step: OnlineStep, ran: RanLayers | None = None, behind: torch.cuda.Event | None = None) -> None:
         """Put the batch on the device, and behind it the choice of the next tokens.
 
-        ``ran``: if the caller has run all layers itself. ``behind``: what the batch waits for on the device, if that is
-        no batch. After torch.OutOfMemoryError it may be called again with the same arguments: what has read or changed
-        the tokens on the device is not done twice.
+        ``ran``: if the caller has run all layers itself. ``behind``: when the device gets to the batch, if it has other
+        work than batches to do before. After torch.OutOfMemoryError it may be called again with the same arguments:
+        what has read or changed the tokens on the device is not done twice.
         """
         assert step is self._step, "a step is launched once, and before the next one is scheduled"
         self._flights.launch(step, ran, behind)
@@ -419,7 +419,7 @@ class OnlineEngine:
         for entry, token_id, logprobs in results:
             if not entry.sequence.has_left:
                 outputs += advance(self._live, entry, token_id, logprobs, now_s)
-        return Collected(outputs, flight.step.shape, flight.device_ms(), flight.gap_ms())
+        return Collected(outputs, flight.step.shape, flight.device_ms(), flight.gap_ms(), flight.overtook)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""

@@ -36,12 +36,13 @@ class RanLayers:
 class Collected:
     """What a batch produced, in its order. ``device_ms``: how long it ran, without what it waited for; ``gap_ms``: how
     long the device had nothing of the online tenant's before it (None: nothing had been launched behind the batch
-    before)."""
+    before). ``overtook``: it ended before what it was to wait for, and its time is that of both."""
 
     outputs: list[SequenceOutput]
     shape: BatchShape
     device_ms: float
     gap_ms: float | None
+    overtook: bool = False
 
 
 class Iterated(NamedTuple):
@@ -59,8 +60,8 @@ class Iterated(NamedTuple):
 class Flight:
     """The tokens that a launched batch chooses, and their log-probabilities where they are wanted.
 
-    ``follows``: the interval of the batch that was still in flight when this one was launched. ``behind``: an event of
-    somebody else's that it waits for, if it is later.
+    ``follows``: the interval of the batch that was still in flight when this one was launched. ``behind``: when the
+    device gets to it, after other work; its time begins there, if it had not begun later.
     """
 
     def __init__(
@@ -126,6 +127,11 @@ class Flight:
     def device_ms(self) -> float:
         """How long it ran, once it did."""
         return self.interval.milliseconds(self._behind)
+
+    @property
+    def overtook(self) -> bool:
+        """Whether it ended before the device was to get to it."""
+        return self._behind is not None and self.interval.overtook(self._behind)
 
     def gap_ms(self) -> float | None:
         """From the end of the batch before to the beginning of this one, if the two were launched back to back."""

@@ -82,6 +82,7 @@ class LatencyPredictor:
         With ``partition`` on its online SMs; ``beside_training``: while tasklets run on its best-effort SMs.
         ``cautious``: what was measured counts with a deviation on top of its mean, for those who must not be late.
         """
+        assert partition is not None or not beside_training
         if batch.empty:
             return 0.0
         if partition is not None:
@@ -271,7 +272,7 @@ class LatencyPredictor:
     def _observe_on_partition(self, record: IterationRecord, partition: Partition) -> None:
         """Where nothing shared the device with the batch, it is stage 1's measurement."""
         batch, online_ms, together = record.batch, record.online_ms, record.mode is not Mode.NONE
-        if not batch.empty:
+        if not batch.empty and not record.is_disturbed:
             group, key = self._batches.keys(batch)
             self._records.add(group, _partition_key(key, partition, together=together), online_ms)
             if together:

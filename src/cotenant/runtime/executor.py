@@ -32,8 +32,8 @@ _ASK_EVERY_S = 100e-6
 
 
 class _Launched(NamedTuple):
-    """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then (or when the one before
-    landed, if that had other SMs), and the tasklets that were fused into it."""
+    """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then whose end it is not
+    timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it."""
 
     plan: Plan
     shape: BatchShape
@@ -79,16 +79,16 @@ class Executor:
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
         self._begun: tuple[Plan, float] | None = None  # what ``begun`` says, and since when
+        self._wait_until_s = -math.inf  # when the device gets to the batch that was launched last, as was expected then
         self._last_behind_s: float | None = None  # when the last tasklet on all SMs was launched, if no batch was since
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
 
         On a device that runs behind the host, a plan without tasklets that follow its batch leaves the batch in flight:
-        the tokens that go out are those of the batch before, and the record is about that one. Such a batch's time is
-        the device's own. So it is with a plan whose batch goes elsewhere or has tasklets behind it, which is then
-        ``begun``. One that cannot go on like that lets the batch in flight land, and nothing else: that is the record,
-        and who planned it plans anew.
+        the tokens that go out are those of the batch before, and the record is about that one. So does a plan whose
+        batch goes elsewhere or has tasklets behind it, which is then ``begun``. One that cannot go on like that lets
+        the batch in flight land, and nothing else: that is the record, and who planned it plans anew.
         """
         if plan is not self.begun:
             self._give_up()
@@ -107,7 +107,7 @@ class Executor:
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
         start = time.perf_counter() if begun is None else begun[1]
         fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
-        behind = self._device.tasklets_end() if plan.run_online and begun is None else None
+        behind = self._tasklets_end() if plan.run_online and begun is None else None
         num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
         if plan.run_online and begun is None:
             fused, is_launched = self._launch_online(plan, behind)
@@ -207,7 +207,8 @@ class Executor:
             beside=beside,
             untimed=tuple(TaskletRun(shape, count) for shape, count in others.items()),
             predicted_ms=None if landed is None else landed.predicted_ms,
-            is_disturbed=plan.mode is Mode.NONE and not was_alone,
+            is_disturbed=(plan.mode is Mode.NONE and not was_alone)
+            or (landed is not None and landed.collected.overtook),
         )
 
     @property
@@ -219,9 +220,18 @@ class Executor:
         return InFlight(plan.partition, plan.predicted_ms if self._begun is None else None, shape)
 
     @property
-    def tasklets_left_ms(self) -> float:
-        """How long those take that are in flight on all SMs, and that a batch launched now would wait for."""
+    def wait_ms(self) -> float:
+        """How long the batch in flight waits for tasklets on all SMs, or one that is launched now."""
+        if self._launched:
+            return max(0.0, (self._wait_until_s - time.perf_counter()) * 1e3)
         return self._device.tasklets_left_ms()
+
+    def _tasklets_end(self) -> torch.cuda.Event | None:
+        """Of those that the batch to be launched waits for."""
+        end = self._device.tasklets_end()
+        if end is not None:
+            self._wait_until_s = time.perf_counter() + self._device.tasklets_left_ms() / 1e3
+        return end
 
     def tidy(self) -> None:
         """Give a piece of the memory back that one arena has kept for others and none has taken."""
@@ -253,7 +263,10 @@ class Executor:
             step = self._engine.schedule()
         if step is None:
             return None, False
-        with_tasklet = self._device.is_training()
+        if step.shape.prefill_tokens:  # its products take the SMs of what is in flight, which ends all the later
+            behind, self._wait_until_s = None, -math.inf
+        # Where it is known when those it waits for end, it has all SMs to itself from then on.
+        with_tasklet = self._device.is_training() and (behind is None or plan.partition is not None)
         if plan.num_fused > 0 and self._training.fusable_layer is not None:
             with torch.no_grad(), self._device.fused():
                 ran, fused = self._fused.forward(step, plan.num_fused)
@@ -277,6 +290,8 @@ class Executor:
             far_ahead = plan.num_tasklets == plan.num_beside
             return 0 if behind_online else self._top_up(plan, plan.num_beside, interrupted, far_ahead=far_ahead)
         if plan.num_beside == 0 or not self._may_train(plan, interrupted):
+            return 0
+        if is_training and not self._device.has_room(far_ahead=True):
             return 0
         if not is_training:
             self._device.wait_for_room()  # there is: it takes note of what has ended

@@ -223,7 +223,7 @@ class WorkerLoop:
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=in_flight,
-            wait_ms=self._executor.tasklets_left_ms if in_flight is None else 0.0,
+            wait_ms=self._executor.wait_ms,
         )
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:

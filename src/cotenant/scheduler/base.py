@@ -47,8 +47,7 @@ def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
 def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | float:
     """The plan, where one tenant has the iteration to itself: there is no batch, or no job, or a request has its prompt
     in the batch or waits for a place in one, which nothing delays, or nobody knows yet what the batch takes. Otherwise
-    tasklets may run beside its decodes: what it takes, in milliseconds. (What it waits for first, the plan before has
-    counted.)
+    tasklets may run beside its decodes: what it takes, in milliseconds, once it has begun.
 
     A prompt that ends with the batch in flight waits no longer, though its first token is not known yet.
     """

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -38,12 +39,17 @@ _SHORTEST_SLEEP_S = 20e-6
 # Each question to the driver costs the host microseconds. An answer may be out of date by so much: that does no harm.
 _JUST_ASKED_S = 50e-6
 _MOST_SHAPES = 1000  # that are remembered
-# How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late.
+# How fast an expected time follows longer and shorter ones. To launch early costs less than to launch late. How fast a
+# mean follows, for whoever waits.
 _GROWTH, _DECLINE = 0.05, 0.3
+_MEAN_CHANGE = 0.1
 # A launch that took the host longer, and most of the tasklet's time, is no measure: it has compiled or captured.
 _UNUSUAL_LAUNCH_S = 5e-3
 # How long a sleep may be while nobody wants to be asked: what is expected may be wrong.
 _LONGEST_UNASKED_SLEEP_S = 20e-3
+
+
+_Kind = tuple[TaskletShape, Partition | None]
 
 
 @dataclass(slots=True)
@@ -83,7 +89,8 @@ class TaskletQueue:
         self._in_flight: deque[_InFlight] = deque()
         self._ended: deque[_InFlight] = deque()  # not noted yet
         self._finished: list[FinishedTasklet] = []
-        self._expected_ms: dict[tuple[TaskletShape, Partition | None], float] = {}
+        self._expected_ms: dict[_Kind, float] = {}
+        self._mean_ms: dict[_Kind, float] = {}
         self._lead_s = _FIRST_LEAD_S
         self._woken_s = 0.0  # when the host woke for the next launch; 0: it did not sleep until then
         self._far_lead_s = _FAR_LEAD_BESIDE_S
@@ -142,8 +149,8 @@ class TaskletQueue:
         self, interrupted: Callable[[], bool] | None = None, ask_every_s: float = 1e-3, *, far_ahead: bool = False
     ) -> None:
         """Sleep until nothing is in flight, or one tasklet that is about to end, or ``interrupted`` says yes.
-        ``far_ahead``: or a few that end before the host can be back with a batch; a batch beside them has its own SMs,
-        and waits for none."""
+        ``far_ahead``: or several that end about when the host can be back with a batch; a batch beside them has its own
+        SMs, and waits for none."""
         if time.perf_counter() - self._asked_s < _JUST_ASKED_S:
             self._note_ended()
         else:
@@ -184,7 +191,7 @@ class TaskletQueue:
         # What never ran may take any time: no third one behind it.
         is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
         lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
-        return is_far, self._left_s() - lead_s, most
+        return is_far, self._left_s(self._expected_ms, len(self._in_flight)) - lead_s, most
 
     def host_was_away(self, seconds: float) -> None:
         """From the launch of an iteration's last tasklet until the next one's batch was launched."""
@@ -202,20 +209,18 @@ class TaskletQueue:
 
     def end_on_all_sms(self) -> torch.cuda.Event | None:
         """An event at the end of those in flight, if the last has all SMs. The queue does not use it again."""
-        if not self._are_on_all_sms:
+        if not self.is_busy or self._in_flight[-1].partition is not None:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
 
     def left_on_all_sms_ms(self) -> float:
-        """How long it is until then, as far as is known; 0 if the last one has a part of the SMs."""
+        """How long it is until the last one ends that has all SMs; 0 if none is in flight. Shapes that never ran count
+        as nothing."""
         self.collect()
-        return max(0.0, self._left_s()) * 1e3 if self._are_on_all_sms else 0.0
-
-    @property
-    def _are_on_all_sms(self) -> bool:
-        return self.is_busy and self._in_flight[-1].partition is None
+        count = max((place for place, each in enumerate(self._in_flight, 1) if each.partition is None), default=0)
+        return max(0.0, self._left_s(self._mean_ms, count)) * 1e3 if count else 0.0
 
     def collect(self) -> None:
         """Take note of what has ended."""
@@ -258,8 +263,11 @@ class TaskletQueue:
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
             self._expected_ms[kind] = _followed(self._expected_ms.pop(kind, elapsed_ms), elapsed_ms)
+            mean_ms = self._mean_ms.pop(kind, elapsed_ms)
+            self._mean_ms[kind] = mean_ms + _MEAN_CHANGE * (elapsed_ms - mean_ms)
             if len(self._expected_ms) > _MOST_SHAPES:
-                del self._expected_ms[next(iter(self._expected_ms))]
+                for times_ms in (self._expected_ms, self._mean_ms):
+                    del times_ms[next(iter(times_ms))]
 
     def _follow(self, *, is_late: bool) -> None:
         """``is_late``: the tasklet before had ended when its successor had been launched."""
@@ -272,8 +280,9 @@ class TaskletQueue:
     def _far_s(self) -> float:
         return _FAR_LEAD_BESIDE_S if self._in_flight[-1].partition is not None else self._far_lead_s
 
-    def _left_s(self) -> float:
-        """Until all that is in flight ends, as far as is known: shapes that never ran count as nothing."""
+    def _left_s(self, times_ms: Mapping[_Kind, float], count: int) -> float:
+        """Until the first ``count`` in flight have ended, by what each kind takes: those that never ran count as
+        nothing."""
         first = self._in_flight[0]
         start_s = first.launched_s if first.before is None else self._last_end_s
         if first.is_late and not first.waits:
@@ -281,7 +290,7 @@ class TaskletQueue:
         if first.waits and first.before is not None and first.start is not None:
             has_begun = first.start.query()
             start_s = start_s + first.before.elapsed_time(first.start) / 1e3 if has_begun else time.perf_counter()
-        expected_ms = [self._expected_ms.get((each.shape, each.partition), 0.0) for each in self._in_flight]
+        expected_ms = [times_ms.get((each.shape, each.partition), 0.0) for each in islice(self._in_flight, count)]
         first_s = start_s + expected_ms[0] / 1e3 - time.perf_counter()
         # Where it is late, beside a batch, those behind it have not begun.
         return max(0.0, first_s) + sum(expected_ms[1:]) / 1e3 if len(expected_ms) > 1 else first_s

@@ -85,7 +85,8 @@ class _Choice:
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
         # Until this batch begins.
-        self._ahead_ms = snapshot.wait_ms if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
+        ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
+        self._ahead_ms = snapshot.wait_ms + ahead_ms
         begin_s = snapshot.now_s + self._ahead_ms / 1e3
         self._slack_ms = decode_slack_ms(
             snapshot.requests, snapshot.slo, begin_s, step_ms, snapshot.margin, self._num_ahead

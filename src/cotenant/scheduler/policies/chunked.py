@@ -12,7 +12,8 @@ from cotenant.scheduler.planner import in_time
 class ChunkedPolicy(Policy):
     """Every batch, prompts too, takes a piece of training along: as many layers of a micro-batch, forward or backward,
     as keep this one iteration within the TPOT target, aimed at with the learned margin, and within the longest gap.
-    What a request was served faster before is not counted, nor who waits.
+    What a request was served faster before is not counted, nor who waits, nor tasklets that the batch waits for: they
+    were counted with the one before.
 
     What differs: FlexLLM divides the training sequence into chunks of tokens, keeps what later chunks need of them, and
     batches them with the requests' tokens, forward and backward. Here a piece is whole layers, or captured parts of

@@ -17,8 +17,8 @@ class LlmStationPolicy(Policy):
     for on all SMs batches and tasklets take turns here, so Equation 1's l_d is a step and then a tasklet. Forward
     layers are fused into the step only where they can be: captured layers, which most jobs on a GPU have, cannot. With
     those it is sharing in time, by Equation 1's budget. The target is aimed at with the learned margin, and the longest
-    gap is kept. What the paper says of prompts besides, that short ones share the device and that arrivals are
-    deferred, is left out.
+    gap is kept. Tasklets that the step waits for were counted with the one before. What the paper says of prompts
+    besides, that short ones share the device and that arrivals are deferred, is left out.
     """
 
     def __init__(self, predictor: LatencyPredictor) -> None:
