@@ -29,6 +29,8 @@ Emit = Callable[[list[SequenceOutput]], None]
 
 # While a batch and tasklets run side by side the host looks so often whether the batch has ended.
 _ASK_EVERY_S = 100e-6
+# Tasklets that fill the lane are launched for so long at most: one that is launched as slowly as it runs never does.
+_FILLING_S = 1e-3
 
 
 class _Launched(NamedTuple):
@@ -118,7 +120,7 @@ class Executor:
             num_launched += self._launch_behind(plan, _never if plan.hold_ms else interrupted)
         landed = self._collect(emit, num_left) if plan.run_online else None
         online_end = time.perf_counter()
-        if num_behind == 0:
+        if num_behind == 0 and (landed is not None or not self._launched):
             num_beside += self._run_awaited(plan, num_beside, interrupted)
         # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
         is_timed = begun is not None and plan.predicted_ms is not None
@@ -231,6 +233,8 @@ class Executor:
         end = self._device.tasklets_end()
         if end is not None:
             self._wait_until_s = time.perf_counter() + self._device.tasklets_left_ms() / 1e3
+        elif not self._launched:
+            self._wait_until_s = -math.inf
         return end
 
     def tidy(self) -> None:
@@ -285,13 +289,13 @@ class Executor:
         """Launch tasklets on the SMs that the batch will not have, before it: its launch takes the host a while. One,
         also behind what is in flight on all SMs or, with ``behind_online``, behind the batch in flight; where some run
         beside that one already, as many as there is room for. How many."""
-        is_training = self._device.is_training()
-        if is_training and self._launched:
+        if self._launched and not behind_online:
             far_ahead = plan.num_tasklets == plan.num_beside
-            return 0 if behind_online else self._top_up(plan, plan.num_beside, interrupted, far_ahead=far_ahead)
+            return self._top_up(plan, plan.num_beside, interrupted, far_ahead=far_ahead)
+        is_training = self._device.is_training()
         if plan.num_beside == 0 or not self._may_train(plan, interrupted):
             return 0
-        if is_training and not self._device.has_room(far_ahead=True):
+        if is_training and (behind_online or not self._device.has_room(far_ahead=True)):
             return 0
         if not is_training:
             self._device.wait_for_room()  # there is: it takes note of what has ended
@@ -299,10 +303,12 @@ class Executor:
         return 1
 
     def _top_up(self, plan: Plan, most: int, interrupted: Callable[[], bool], *, far_ahead: bool) -> int:
-        """Launch tasklets beside the batch in flight, without waiting, for as long as there is room for more: how many,
-        ``most`` or fewer."""
-        count = 0
-        while count < most and self._may_train(plan, interrupted) and self._device.has_room(far_ahead=far_ahead):
+        """Launch tasklets beside the batch in flight, without waiting, while there is room for more and no token to be
+        handed on: how many, ``most`` or fewer."""
+        count, until_s = 0, time.perf_counter() + _FILLING_S
+        while count < most and not self._engine.has_landed and self._may_train(plan, interrupted):
+            if not self._device.has_room(far_ahead=far_ahead) or time.perf_counter() > until_s:
+                break
             self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
             count += 1
         return count
@@ -322,6 +328,8 @@ class Executor:
         SMs are not theirs. Where there is none to wait for, as many as there is room for. One whose launch waits for
         the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, so the lane
         may have several."""
+        if plan.run_online and self._engine.num_in_flight == 0:
+            return 0
         if plan.run_online and self._engine.num_in_flight <= num_left:
             return self._top_up(plan, plan.num_beside - count, interrupted, far_ahead=far_ahead)
 
