@@ -476,7 +476,7 @@ def test_the_lane_is_filled_before_the_host_launches_a_batch_behind_another(
 ) -> None:
     """And again behind the launch, where there is nothing to wait for; also where it has become idle."""
     device = side_by_side.device
-    device.rooms = iter([True, True, False])
+    device.rooms = iter([True, True, True, False])
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(8))
     assert device.launched[0] == "tasklet 48", "it has none, and gets one at once"

@@ -110,7 +110,11 @@ class Executor:
         start = time.perf_counter() if begun is None else begun[1]
         fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
         behind = self._tasklets_end() if plan.run_online and begun is None else None
-        num_beside = self._begin_beside(plan, interrupted) if plan.run_online else 0
+        num_beside = 0
+        if self._launched:
+            num_beside = self._top_up(plan, plan.num_beside, interrupted, far_ahead=num_behind == 0)
+        elif plan.run_online:
+            num_beside = self._begin_beside(plan, interrupted)
         if plan.run_online and begun is None:
             fused, is_launched = self._launch_online(plan, behind)
             num_launched = fused.count if fused else 0
@@ -171,10 +175,10 @@ class Executor:
         """Launch the next batch behind the one in flight, and collect that one, with training beside it as was planned
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
         launched, num_beside = self._launched[-1].plan, 0
-        if launched.partition is None:
-            self._begin_beside(plan, interrupted, behind_online=True)
-        else:
+        if launched.partition is not None:
             num_beside = self._top_up(launched, launched.num_beside, interrupted, far_ahead=False)
+        elif not self._device.is_training():
+            self._begin_beside(plan, interrupted, behind_online=True)
         _, is_launched = self._launch_online(plan)
         num_left = 1 if is_launched else 0
         num_beside += self._run_beside(launched, num_beside, num_left, interrupted)
@@ -286,19 +290,13 @@ class Executor:
         return fused, True
 
     def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool], *, behind_online: bool = False) -> int:
-        """Launch tasklets on the SMs that the batch will not have, before it: its launch takes the host a while. One,
-        also behind what is in flight on all SMs or, with ``behind_online``, behind the batch in flight; where some run
-        beside that one already, as many as there is room for. How many."""
-        if self._launched and not behind_online:
-            far_ahead = plan.num_tasklets == plan.num_beside
-            return self._top_up(plan, plan.num_beside, interrupted, far_ahead=far_ahead)
-        is_training = self._device.is_training()
+        """Launch a tasklet on the SMs that the batch will not have, before it, whose launch takes the host a while; if
+        there is room behind what is in flight. With ``behind_online`` it begins as the batch in flight ends. How many,
+        one or none."""
         if plan.num_beside == 0 or not self._may_train(plan, interrupted):
             return 0
-        if is_training and (behind_online or not self._device.has_room(far_ahead=True)):
+        if not self._device.has_room(far_ahead=True):
             return 0
-        if not is_training:
-            self._device.wait_for_room()  # there is: it takes note of what has ended
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 

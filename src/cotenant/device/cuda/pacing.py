@@ -209,7 +209,8 @@ class TaskletQueue:
 
     def end_on_all_sms(self) -> torch.cuda.Event | None:
         """An event at the end of those in flight, if the last has all SMs. The queue does not use it again."""
-        if not self.is_busy or self._in_flight[-1].partition is not None:
+        last = self._in_flight[-1] if self._in_flight else None
+        if last is None or last.partition is not None or last.end.query():
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
