@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from cotenant.runtime import colocate_bench
 from cotenant.runtime.colocate_bench import ColocateBench
 from cotenant.runtime.colocate_cell import judge
 from cotenant.runtime.finetune_workload import Workload
-from cotenant.runtime.load import Answer, Arrival
+from cotenant.runtime.load import Answer, Arrival, Load
 
 TOKENS_PER_STEP = 1024  # a step then takes much longer than an iteration
 
@@ -52,6 +53,28 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
         assert time.perf_counter() - begin_s < 20 * step_s
         assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
         assert cell.train_tokens_per_s > 0
+
+
+def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long answers would make a cell last several times as long as its load."""
+    loads, num_tokens, slo, duration_s = list[Load](), 900, Slo(100, 5), 0.05
+
+    class Kept(Load):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            loads.append(self)
+
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=1024, device="cpu"), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        bench.alone(0.1)
+        monkeypatch.setattr(colocate_bench, "Load", Kept)
+        cell = bench.trace("inference-only", slo, [Arrival(0.0, 4, num_tokens)], duration_s)
+    assert (cell.num_requests, cell.num_failed) == (1, 0)
+    token_s = loads[0].answers[0].token_s
+    until_s = duration_s + (slo.ttft_ms + 32 * slo.tpot_ms) / 1e3
+    if token_s[31] <= until_s:  # on a machine that is busy with something else they may come later
+        assert len(token_s) < num_tokens
+        assert len(cell.itl_ms) == sum(at_s <= until_s for at_s in token_s) - 1
 
 
 def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
 from cotenant.core.tasklet import TaskletShape
-from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, judge
+from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, is_settled, judge
 from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
@@ -214,7 +214,7 @@ class ColocateBench:
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
-        enough others to be judged by; what is live then is answered without training, which takes less time."""
+        enough others to be judged by; who lacks some then is answered without training, which takes less time."""
         self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
@@ -227,11 +227,10 @@ class ColocateBench:
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
         last_watch, loop = self._begin(load, "inference-only", slo)
-        while not load.done:
+        unsettled = [answer for answer in load.answers if not is_settled(answer, until_s)]
+        while not all(answer.done for answer in unsettled) and load.now_s <= duration_s + ANSWERED_WITHIN_S:
             self._iterate(loop, last_watch)
-            if load.now_s > duration_s + ANSWERED_WITHIN_S:
-                load.abort()
-                break
+        load.abort()
         self._become_idle(loop, last_watch)
         figures = utilisation.figures
         return _cell(policy, slo, watch, 0.0, duration_s, figures, device_time, judged_until_s=until_s)

@@ -59,7 +59,7 @@ def judge(
         inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
         times = _judged_by(answer.token_s, until_s) if with_ttft else inside
         num_tokens += len(inside)
-        if not times or answer.failure is not None or (with_ttft and not answer.done):
+        if not times or answer.failure is not None or (with_ttft and not is_settled(answer, until_s)):
             num_failed += 1
             continue
         ttft_ms = (times[0] - answer.arrival.due_s) * 1e3
@@ -84,6 +84,14 @@ def judge(
     )
 
 
+def is_settled(answer: Answer, until_s: float) -> bool:
+    """Whether nothing that it is judged by is still to come."""
+    return answer.done or _has_enough(answer.token_s, until_s)
+
+
 def _judged_by(token_s: list[float], until_s: float) -> list[float]:
-    before = [at_s for at_s in token_s if at_s <= until_s]
-    return before if len(before) >= ENOUGH_TOKENS else token_s
+    return [at_s for at_s in token_s if at_s <= until_s] if _has_enough(token_s, until_s) else token_s
+
+
+def _has_enough(token_s: list[float], until_s: float) -> bool:
+    return len(token_s) >= ENOUGH_TOKENS and token_s[ENOUGH_TOKENS - 1] <= until_s
