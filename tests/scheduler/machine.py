@@ -133,7 +133,7 @@ class Machine:
         if not self._margin.has_learned:
             self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
         if batch.prefill_tokens:
-            self._margin.expect_prompts(most_margin(self._slo, step_ms), self._now_s)
+            self._margin.expect_prompts(most_margin(self._slo, step_ms), self._now_s, step_ms)
 
     def _alone_ms(self, batch: BatchShape) -> float:
         return STEP_MS

@@ -68,6 +68,16 @@ def test_a_first_token_that_is_ten_times_too_late_is_over_as_soon_as_others() ->
     assert found.most(120.0) == pytest.approx(0.8, abs=0.001), "a quarter is left of it"
 
 
+@pytest.mark.parametrize(("step_ms", "most"), [(4.0, 0.6), (20.0, 0.7), (30.0, 0.85), (40.0, 1.0), (60.0, 1.0)])
+def test_no_more_is_taken_off_than_a_share_of_what_steps_leave(step_ms: float, most: float) -> None:
+    """Requests that are served alone get little further ahead."""
+    margin, now_s = Margin(SLO), 100.0
+    margin.expect_prompts(1.0, now_s, step_ms)
+    margin.prompts_took(1e6, now_s)
+    answer(margin, "late", now_s - 0.5, now_s)
+    assert margin.aim(now_s) == pytest.approx(min(margin.value, most))
+
+
 def test_only_what_prompts_take_beyond_the_decode_step_counts() -> None:
     predictor, batch = LatencyPredictor("test", "test"), BatchShape(8, 4000, 512, 512)
     assert prompts_ms(predictor, batch) == 0.0, "nobody knows"

@@ -12,7 +12,7 @@ from scheduler.trace_machine import TraceMachine, arrivals
 PARTITIONS = (Partition(32, 100), Partition(48, 84), Partition(64, 68))
 THEIRS = (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68))
 # (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, a word or two about a text
-CHAT, BUSY = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0)
+CHAT, BUSY, FULL = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0), (14.0, 1000, 200, 20.0)
 SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (15.0, 1000, 2, 40.0)
 # Completions: long prompts, a line each.
 LINES = (2.5, 2000, 14, 60.0)
@@ -73,6 +73,14 @@ def test_first_tokens_come_in_time_where_prompts_take_a_third_of_the_device() ->
     for target_ms in (10.0, 40.0):
         assert outcome("inference-only", BUSY, target_ms)[0] == 1.0
         assert outcome("adaptive", BUSY, target_ms)[0] >= 0.99
+
+
+def test_training_goes_on_beside_requests_that_are_late_where_steps_leave_little_of_the_target() -> None:
+    """Prompts take two thirds of the device. To serve alone until every request has caught up would be to lose what a
+    step in a partition gets, at a rate that tasklets behind later steps do not make up for."""
+    attainment, harvest = outcome("adaptive", FULL, 10.0)
+    assert attainment == outcome("inference-only", FULL, 10.0)[0] == 1.0
+    assert harvest > 0.985 * outcome("harli", FULL, 10.0)[1]
 
 
 @pytest.mark.parametrize(("rate", "target_ms"), [(22.0, 25.0), (24.0, 40.0)])

@@ -231,7 +231,7 @@ class WorkerLoop:
         if not self._margin.has_learned:
             self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
         if comes_in:
-            self._margin.expect_prompts(most_margin(self._slo, step_ms), time.perf_counter())
+            self._margin.expect_prompts(most_margin(self._slo, step_ms), time.perf_counter(), step_ms)
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         self._margin.has_job = snapshot.job is not None

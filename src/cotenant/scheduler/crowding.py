@@ -18,7 +18,9 @@ _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
 # The product of both shares from which less may be aimed at, and from which no less may. Chosen on simulated
 # conversations, between plenty of room and a device that prompts alone fill.
 _BEGINS_AT, _ENDS_AT = 0.15, 0.35
-_MOST_TAKEN_OFF = 0.4
+# So much of the target at most, and of what a decode step leaves of it: a request is hardly ever ahead by more than
+# that, whatever training leaves.
+_MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.4, 0.6
 
 
 def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:
@@ -30,12 +32,14 @@ def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:
 
 class Crowding:
     """``most``: the share of the TPOT target that may be aimed at, by what first tokens took of theirs and the share of
-    the time that prompts took. Times in milliseconds, clocks in seconds; one clock for all calls."""
+    the time that prompts took. Times in milliseconds, clocks in seconds; one clock for all calls. ``room``: the share
+    of the TPOT target that decode steps leave."""
 
     def __init__(self, slo: Slo) -> None:
         self._ttft_ms = slo.ttft_ms
         self._late, self._late_s = 0.0, -math.inf  # the worst first token's share of the target, faded; since when
         self._busy, self._busy_s = 0.0, -math.inf
+        self.room = 1.0
 
     def first_token(self, ttft_ms: float, now_s: float) -> None:
         """A first token came after so long."""
@@ -50,7 +54,8 @@ class Crowding:
 
     def most(self, now_s: float) -> float:
         crowded = self._late_at(now_s) * self._busy_at(now_s)
-        return 1.0 - _MOST_TAKEN_OFF * min(1.0, max(0.0, (crowded - _BEGINS_AT) / (_ENDS_AT - _BEGINS_AT)))
+        most_off = min(_MOST_TAKEN_OFF, _MOST_OF_ROOM * self.room)
+        return 1.0 - most_off * min(1.0, max(0.0, (crowded - _BEGINS_AT) / (_ENDS_AT - _BEGINS_AT)))
 
     def _late_at(self, now_s: float) -> float:
         return self._late * math.exp2((self._late_s - now_s) / _FIRST_HALF_LIFE_S)

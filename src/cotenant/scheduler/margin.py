@@ -80,8 +80,10 @@ class Margin:
         assert not self._has_learned
         self.value = min(_MOST, max(_LEAST, value))
 
-    def expect_prompts(self, most: float, now_s: float) -> None:
-        """Prompts have come into running answers: for a while no more than ``most`` is aimed at."""
+    def expect_prompts(self, most: float, now_s: float, step_ms: float = 0.0) -> None:
+        """Prompts have come into running answers, whose decode steps take ``step_ms``: for a while no more than
+        ``most`` is aimed at."""
+        self._crowding.room = max(0.0, 1.0 - step_ms / self._slo.tpot_ms)
         self._most, self._prompts_until_s = most, now_s + _PROMPTS_FOR_S
 
     def prompts_took(self, time_ms: float, now_s: float) -> None:

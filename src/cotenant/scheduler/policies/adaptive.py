@@ -23,7 +23,7 @@ _SLACK_WORTH = 0.9
 _LEAVING_MS = 0.7
 _STEPS_IN_PARTITION = 8
 # A step in a partition may make requests late by what so many tokens can make up for.
-_CATCHING_UP_TOKENS = 32
+_CATCHING_UP_TOKENS = 100
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
 # would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
 _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
