@@ -107,6 +107,26 @@ def test_short_is_what_a_twentieth_of_the_latest_answers_falls_short_of() -> Non
     assert lengths.short == 40, "what is long ago is forgotten"
 
 
+def test_least_is_what_hardly_any_answer_falls_short_of_if_it_was_given_up() -> None:
+    lengths = AnswerLengths()
+
+    def end(num_tokens: int, count: int, reason: FinishReason = FinishReason.STOP) -> None:
+        for _ in range(count):
+            lengths.ended(num_tokens, reason)
+
+    end(100, 31)
+    assert lengths.least == 0, "too few to tell"
+    end(100, 9)
+    assert lengths.least == 100
+    end(5, 8, FinishReason.LENGTH)
+    assert lengths.least == 100, "their own limit"
+    end(5, 1, FinishReason.ABORT)
+    end(100, 7)
+    assert lengths.least == 5
+    end(100, 80)
+    assert (lengths.least, lengths.short) == (100, 100), "one of more than a hundred"
+
+
 def test_where_requests_are_late_a_batch_has_whole_tiles_too() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     budgets = [

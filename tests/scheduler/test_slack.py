@@ -64,6 +64,10 @@ def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     assert token_slack_ms((last, long, old), slo, now_s, 1.0) == pytest.approx(9 * 20 - 100)
     assert token_slack_ms((fresh, old), slo, now_s, 0.9) == pytest.approx(18 - 10)
     assert token_slack_ms((long, old), slo, now_s, 1.0) == math.inf
+    assert token_slack_ms((fresh, old), slo, now_s, 0.9, least=2) == pytest.approx(18 - 10), "it may have two"
+    assert token_slack_ms((fresh, old), slo, now_s, 0.9, least=3) == math.inf
+    assert token_slack_ms((fresh, old), slo, now_s, 0.9, num_ahead=1, least=3) == pytest.approx(36 - 10)
+    assert token_slack_ms((last,), slo, now_s, 1.0, least=20) == pytest.approx(9 * 20 - 100), "it ends by its limit"
     # With a batch in flight the tokens after those are meant.
     nearly = msgspec.structs.replace(last, num_generated=8)
     assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 20 - 100)

@@ -198,7 +198,7 @@ class TraceMachine(Machine):
         snapshot = Snapshot(
             self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
             margin=self.margin, num_ending=sum(count == request.num_left for request, count in chunks),
-            in_flight=in_flight,
+            in_flight=in_flight, least_answer=self._answers.least,
         )  # fmt: skip
         return _Next(self._policy.plan(snapshot), batch, decodes, chunks)
 

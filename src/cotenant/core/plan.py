@@ -127,7 +127,8 @@ class Snapshot:
     what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
     while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
     if that has not landed: this one begins as it ends. ``wait_ms``: until tasklets have ended that this one waits
-    for or, if there is one in flight, that one; as far as is known."""
+    for or, if there is one in flight, that one; as far as is known. ``least_answer``: tokens that hardly any answer has
+    fewer of; 0: not known."""
 
     now_s: float
     slo: Slo
@@ -142,6 +143,7 @@ class Snapshot:
     num_ending: int = 0
     in_flight: InFlight | None = None
     wait_ms: float = 0.0
+    least_answer: int = 0
 
 
 class Mode(StrEnum):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
-from cotenant.core.request import AdapterRef, SequenceOutput
+from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
@@ -224,6 +224,7 @@ class WorkerLoop:
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=in_flight,
             wait_ms=self._executor.wait_ms,
+            least_answer=self._answers.least,
         )
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
@@ -353,6 +354,9 @@ class WorkerLoop:
                 except CotenantError as error:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))
             case AbortRequests(request_ids):
+                for view in self._engine.views():
+                    if view.num_generated and view.request_id in request_ids:
+                        self._answers.ended(view.num_generated, FinishReason.ABORT)
                 self._engine.abort(request_ids)
             case LoadAdapter(name, path):
                 self._engine.load_adapter(AdapterRef(name, path))

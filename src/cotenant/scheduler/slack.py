@@ -55,17 +55,18 @@ def first_token_slack_ms(requests: tuple[RequestView, ...], slo: Slo, now_s: flo
 
 
 def token_slack_ms(
-    requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float, num_ahead: int = 0
+    requests: tuple[RequestView, ...], slo: Slo, now_s: float, margin: float, num_ahead: int = 0, least: int = 0
 ) -> float:
     """How long this iteration's tokens may take, and with them ``num_ahead`` batches in flight, for the requests that
-    may end with them: nothing makes up later for what they are late. Any request may while it is short."""
+    may end with them: nothing makes up later for what they are late. Any request may while it is short, but for those
+    that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``)."""
     target_s, num_next = margin * slo.tpot_ms / 1e3, num_ahead + 1
     due_s = [
         request.first_token_s + (num_generated + num_ahead) * target_s
         for request in requests
         # Not a function of its own: this is asked of each request at each iteration.
         if (
-            (num_generated := request.num_generated) < _SHORT
+            least - num_next <= (num_generated := request.num_generated) < _SHORT
             or ((max_tokens := request.max_tokens) is not None and num_generated + num_next >= max_tokens)
         )
         and request.first_token_s is not None

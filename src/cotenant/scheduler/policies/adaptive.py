@@ -22,8 +22,8 @@ _SLACK_WORTH = 0.9
 # partition.
 _LEAVING_MS = 0.7
 _STEPS_IN_PARTITION = 8
-# A step in a partition may make requests late by what so many tokens can make up for.
-_CATCHING_UP_TOKENS = 100
+# A step in a partition may make requests late by what so many tokens can make up for, and so many TPOT targets.
+_CATCHING_UP_TOKENS, _MOST_LATE_TARGETS = 100, 10
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
 # would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
 _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
@@ -142,7 +142,9 @@ class _Choice:
         """Of the steps in partitions those that make no request too late."""
         snapshot, slo = self._snapshot, self._snapshot.slo
         # Behind a step, tasklets delay the next token; beside it, this one.
-        token_ms = token_slack_ms(snapshot.requests, slo, snapshot.now_s, snapshot.margin, self._num_ahead)
+        token_ms = token_slack_ms(
+            snapshot.requests, slo, snapshot.now_s, snapshot.margin, self._num_ahead, snapshot.least_answer
+        )
         # Nor more than an equal share of that: what is in flight may take longer than it was to.
         most_ms = min(token_ms - self._ahead_ms, token_ms / (1 + self._num_ahead), slo.max_gap_ms)
         target_ms = snapshot.margin * slo.tpot_ms
@@ -156,6 +158,7 @@ class _Choice:
             # in the same partition; a trial is over soon.
             next_ms = step_ms if shared.is_known else self._step_ms
             late_ms = _CATCHING_UP_TOKENS * (target_ms - next_ms) if next_ms < target_ms else 0.0
+            late_ms = min(late_ms, _MOST_LATE_TARGETS * slo.tpot_ms)
             if step_ms > target_ms and shared.is_known and self._is_other(shared.partition):  # to stay for a while
                 late_ms -= (_STEPS_IN_PARTITION - 1) * (step_ms - target_ms)
             return step_ms <= in_time_ms + late_ms
