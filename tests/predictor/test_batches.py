@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.predictor.shapes import TILE
+from cotenant.predictor.shapes import TILE, batch_key
 
 
 def true_ms(batch: BatchShape) -> float:
@@ -98,6 +99,52 @@ def test_a_batch_that_fills_its_tiles_is_told_from_one_with_a_row_more(predictor
         learn(restored, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
     for tokens in (246, 247, 260):
         assert error_of(restored, BatchShape(10, 12_000), (tokens, 0)) < 0.05
+
+
+def test_a_part_of_a_tile_costs_as_much_as_a_whole_one_also_where_no_batch_was_of_that_size() -> None:
+    def in_tiles_ms(batch: BatchShape) -> float:
+        rows = batch.num_decode + batch.prefill_tokens
+        return 5.0 + 0.02 * math.ceil(rows / TILE) * TILE
+
+    rng, predictor = random.Random(8), LatencyPredictor("h", "m")
+    for _ in range(300):
+        tokens = rng.choice((rng.randint(129, 384), rng.randint(769, 1152)))
+        batch = with_prompts(BatchShape(), (tokens, 0))
+        learn(predictor, batch, in_tiles_ms(batch))
+    for tokens in (513, 640, 641):
+        batch = with_prompts(BatchShape(), (tokens, 0))
+        assert predictor.batch_ms(batch, cautious=False) == pytest.approx(in_tiles_ms(batch), rel=0.02)
+
+
+def test_prompts_go_by_the_model_not_by_a_record_of_some_about_like_them(predictor: LatencyPredictor) -> None:
+    """The last chunks of long prompts, and a whole one in a batch with the decodes and the size of theirs."""
+    restored, decodes = LatencyPredictor("h", "m"), BatchShape(8, 10_000)
+    restored.restore(predictor.export())
+    long, short = ((1400, 2048),), ((400, 2048), (1000, 0))
+    for _ in range(10):
+        learn(restored, with_prompts(decodes, *long), true_ms(with_prompts(decodes, *long)))
+    keys = [batch_key(with_prompts(decodes, *chunks)) for chunks in (long, short)]
+    assert keys[0] == keys[1]
+    for chunks in (long, short):
+        assert error_of(restored, decodes, *chunks) < 0.03
+
+
+@pytest.mark.parametrize(("sizes", "most"), [((246, 502, 758), 0.02), (range(1100, 3000), 0.04)])
+def test_prompts_follow_the_clocks_within_some_batches(
+    predictor: LatencyPredictor, sizes: Sequence[int], most: float
+) -> None:
+    """As where training begins, or ends, to share the power: those of sizes that come again, and others."""
+    restored, rng, errors = LatencyPredictor("h", "m"), random.Random(10), []
+    restored.restore(predictor.export())
+    for slower in (1.0, 1.15):
+        for number in range(200):
+            batch = with_prompts(BatchShape(10, rng.randint(5_000, 20_000)), (rng.choice(sizes), 0))
+            predicted_ms = restored.batch_ms(batch, cautious=False)
+            assert predicted_ms is not None
+            if slower > 1 and 20 <= number < 60:
+                errors.append(abs(predicted_ms / (slower * true_ms(batch)) - 1))
+            learn(restored, batch, slower * true_ms(batch) * rng.uniform(0.98, 1.02))
+    assert sum(errors) / len(errors) < most
 
 
 def test_what_was_learned_goes_on_after_a_restart(predictor: LatencyPredictor) -> None:

@@ -90,7 +90,7 @@ def test_what_fits_beside_decodes_with_adapters_is_known_where_all_have_them() -
     rng = random.Random(0)
     predictor = LatencyPredictor("h", "m")
     for _ in range(200):
-        num, prompt = rng.randint(1, 32), rng.choice((0, 128, 512))
+        num, prompt = rng.randint(1, 32), rng.choice((0, 112, 496))  # of one tile or two, four or five
         batch = BatchShape(num, num * 400, prompt, prompt, num_adapters=4)
         learn(predictor, batch, true_ms(batch) + adapters_ms(4) + 0.02 * prompt)
     decodes = decode(16, 6400, adapters=4)

@@ -1,21 +1,20 @@
-"""What batches on all SMs take: by their records, else by the models, else by the prior."""
+"""What batches on all SMs take: decode steps by their records, else by the models, else by the prior.
+
+Those with prompts by the models first: hardly one comes again, so a record is of some that were only about like it, the
+last of them long ago, while the model has just seen others.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
-from cotenant.predictor.batches import BatchModels
+from cotenant.predictor.batches import BatchModels, BatchStates
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
-_PROMPT_TOKENS = 1024  # of the prompt that tells what a prompt token costs
-_PROMPT = {
-    "prefill_tokens": _PROMPT_TOKENS,
-    "prefill_context_tokens": _PROMPT_TOKENS,
-    "prefill_pairs": causal_pairs(_PROMPT_TOKENS),
-}
+_PROMPT_TOKENS = 8 * TILE  # or less, of the prompt that tells what a prompt token costs
 
 
 class BatchTimes:
@@ -25,6 +24,7 @@ class BatchTimes:
         self.models = BatchModels()
         self._records, self._base_group, self._prior = records, base_group, prior
         self._last: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
+        self._last_reached: tuple[BatchShape, float | None] | None = None  # the same, since the last measurement
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""
@@ -37,6 +37,8 @@ class BatchTimes:
 
     def batch_ms(self, batch: BatchShape, *, cautious: bool) -> float | None:
         """See ``LatencyPredictor.batch_ms``."""
+        if batch.prefill_tokens and (reached_ms := self._reached_ms(batch)):
+            return reached_ms
         group, key = self.keys(batch)
         fresh_ms = self._records.fresh_ms(group, ("batch", key), cautious=cautious)
         if fresh_ms is not None:
@@ -47,7 +49,12 @@ class BatchTimes:
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        shapes = [decodes, replace(decodes, **_PROMPT)]
+        prompt_tokens = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
+        pairs = causal_pairs(prompt_tokens)
+        with_prompt = replace(
+            decodes, prefill_tokens=prompt_tokens, prefill_context_tokens=prompt_tokens, prefill_pairs=pairs
+        )
+        shapes = [decodes, with_prompt]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
         is_line = None not in times_ms
         if not is_line and self._prior is not None:
@@ -57,7 +64,7 @@ class BatchTimes:
         alone_ms, with_prompt_ms = times_ms
         if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
             return None
-        token_ms = (with_prompt_ms - alone_ms) / _PROMPT_TOKENS
+        token_ms = (with_prompt_ms - alone_ms) / prompt_tokens
         tokens = int((limit_ms - alone_ms) / token_ms)
         # About so many in whole tiles: a batch that fills them takes less than the line through all sizes says.
         rows = round((decodes.num_decode + tokens) / TILE) * TILE
@@ -69,11 +76,23 @@ class BatchTimes:
     def observe(self, record: IterationRecord) -> None:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it."""
         batch, online_ms = record.batch, record.online_ms
+        self._last_reached = None
         group, key = self.keys(batch)
         self._records.add(group, ("batch", key), online_ms)
         online_ms = self.models.observe(batch, online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
+
+    def restore(self, states: BatchStates, trusted: int) -> None:
+        """See ``BatchModels.restore``."""
+        self._last_reached = None
+        self.models.restore(states, trusted)
+
+    def _reached_ms(self, batch: BatchShape) -> float | None:
+        last = self._last_reached
+        if last is None or last[0] is not batch:
+            last = self._last_reached = (batch, self.models.reached_ms(batch))
+        return last[1]
 
     def _modelled_ms(self, batch: BatchShape) -> float | None:
         """Alone, by the models, or where they do not reach by the prior."""

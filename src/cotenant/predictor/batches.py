@@ -2,8 +2,9 @@
 
 LLMStation section 4.2 has one linear model of a batch. Prompts have one of their own here, for what a decode step's
 tokens cost tells little of what a prompt's do: attention grows with their square, and what earlier chunks have cached
-is read in another way than what is new. And what no line follows is learned as a ratio by size: kernels work in tiles,
-and captured batches are padded.
+is read in another way than what is new. Products take all rows alike, decodes' and prompts', and in tiles, of which a
+part costs as much as a whole one. And what no line follows is learned as a ratio by size: captured batches are padded,
+and which tiles there are depends on the size.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import NamedTuple
 from cotenant.core.plan import BatchShape
 from cotenant.predictor.linear import LinearState, OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
-from cotenant.predictor.shapes import adapter_features, size_of
+from cotenant.predictor.shapes import TILE, adapter_features, size_of
 
 _DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
-_PROMPT_SCALES = (1.0, 8.0, 4096.0, 256.0, 1e6, 4096.0, 1.0, 1.0)
+_PROMPT_SCALES = (1.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
 _MOST_TIMES, _LEAST_MS = 8.0, 0.1
 _MOST_OF_SIZE = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
 _TYPICAL_MS = 10.0
+# Prompts come in runs, and clocks follow what ran in the last tenths of a second: at the board's power limit, training
+# that ran just before slows them. So the latest few batches tell more than the hundreds before.
+_FORGETTING_PROMPTS, _WEIGHT_OF_SIZES_NEWEST = 0.95, 0.2
 # Of a size's ratio, in logarithms, what the line does not learn: it would follow the sizes that came last. The rest it
 # does, so that what all sizes have in common becomes the line's in time: other sizes go by it alone.
 _LEFT_TO_SIZE = 0.9
@@ -41,7 +45,7 @@ class BatchModels:
 
     def __init__(self) -> None:
         self._decodes = OnlineLinearModel(_DECODE_SCALES, _TYPICAL_MS)
-        self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS)
+        self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS, _FORGETTING_PROMPTS)
         self._ratios: dict[int, Ratio] = {}
 
     def reached_ms(self, batch: BatchShape) -> float | None:
@@ -77,7 +81,7 @@ class BatchModels:
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
             if batch.prefill_tokens:
                 bounded_ms = min(max(measured_ms, model_ms / _MOST_OF_SIZE), model_ms * _MOST_OF_SIZE)
-                self._ratios.setdefault(size_of(batch), Ratio()).add(bounded_ms, model_ms)
+                self._ratios.setdefault(size_of(batch), Ratio()).add(bounded_ms, model_ms, _WEIGHT_OF_SIZES_NEWEST)
         model.update(features, measured_ms / of_size**_LEFT_TO_SIZE)
         return measured_ms
 
@@ -103,9 +107,11 @@ class BatchModels:
 
 
 def _features(batch: BatchShape) -> tuple[float, ...]:
-    decodes = (1.0, float(batch.num_decode), float(batch.context_tokens))
+    context = float(batch.context_tokens)
     if not batch.prefill_tokens:
-        return (*decodes, *adapter_features(batch))
+        return (1.0, float(batch.num_decode), context, *adapter_features(batch))
+    rows = batch.num_decode + batch.prefill_tokens
+    in_tiles = -(-rows // TILE) * TILE
     cached = max(0, batch.prefill_context_tokens - batch.prefill_tokens)
-    prompts = (float(batch.prefill_tokens), float(batch.prefill_pairs), float(cached))
-    return (*decodes, *prompts, *adapter_features(batch))
+    attended = (context, float(batch.prefill_pairs), float(cached))
+    return (1.0, float(rows), float(in_tiles), *attended, *adapter_features(batch))

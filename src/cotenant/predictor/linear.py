@@ -34,11 +34,15 @@ class OnlineLinearModel:
     """Predicts ``weights · features``. ``scales`` bring each feature near 1: the update stays well conditioned.
 
     ``typical``: errors count by their share of the target; of a target of that size as without. None: as they are.
+    ``forgetting``: what is left, after a measurement, of older ones like it.
     """
 
-    def __init__(self, scales: tuple[float, ...], typical: float | None = None) -> None:
+    def __init__(
+        self, scales: tuple[float, ...], typical: float | None = None, forgetting: float = _FORGETTING
+    ) -> None:
         self._factors = [1.0 / scale for scale in scales]
         self._typical = typical
+        self._least_variance = 1.0 / forgetting - 1.0
         self._weights = [0.0] * len(scales)
         self._covariance = [  # [features][features], symmetric
             [_PRIOR_VARIANCE if row == column else 0.0 for column in range(len(scales))] for row in range(len(scales))
@@ -72,8 +76,8 @@ class OnlineLinearModel:
         if variance > 0:
             correction = (target - self._estimate(x)) / (1.0 + variance)
             self._weights = [weight + correction * each for weight, each in zip(self._weights, spread, strict=True)]
-            # Its fixed point, a variance of 1 / _FORGETTING - 1, is that of about 1 / (1 - _FORGETTING) measurements.
-            learned = (1.0 - (1.0 / _FORGETTING - 1.0) / variance) / (1.0 + variance)
+            # Its fixed point, a variance of 1 / forgetting - 1, is that of about 1 / (1 - forgetting) measurements.
+            learned = (1.0 - self._least_variance / variance) / (1.0 + variance)
             self._covariance = [  # each * other first: it stays symmetric to the last bit
                 [value - learned * (each * other) for value, other in zip(row, spread, strict=True)]
                 for row, each in zip(self._covariance, spread, strict=True)

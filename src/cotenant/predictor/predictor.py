@@ -1,4 +1,5 @@
-"""The latency predictor, learned from every iteration run: records first, then models, then a prior.
+"""The latency predictor, learned from every iteration run: records first, then models, then a prior; of batches with
+prompts, models first.
 
 LLMStation section 4.2 on all SMs, Harli section 5 on a partition of them.
 """
@@ -195,7 +196,7 @@ class LatencyPredictor:
         self._batches.models.check(found.batches)
         for model, state in models:
             model.check(state)
-        self._batches.models.restore(found.batches, _TRUSTED)
+        self._batches.restore(found.batches, _TRUSTED)
         for model, state in models:
             if model.num_samples == 0:
                 model.restore(state)

@@ -17,8 +17,9 @@ class Ratio:
     deviation: float = 0.0
     count: int = 0
 
-    def add(self, measured: float, estimated: float) -> None:
-        """Take one measurement in; a wild outlier moves the mean no further than a bad one does."""
+    def add(self, measured: float, estimated: float, least_weight: float = _WEIGHT_OF_NEWEST) -> None:
+        """Take one measurement in, which counts for ``least_weight`` at least; a wild outlier moves the mean no further
+        than a bad one does."""
         if estimated <= 0:
             return
         ratio = measured / estimated
@@ -26,7 +27,7 @@ class Ratio:
             self.mean = ratio
         elif self.count >= _ENOUGH:
             ratio = min(ratio, self.mean * _OUTLIER_RATIO)
-        weight = max(_WEIGHT_OF_NEWEST, 1.0 / (self.count + 1))
+        weight = max(least_weight, 1.0 / (self.count + 1))
         error = ratio - self.mean
         self.mean += weight * error
         self.deviation += weight * (abs(error) - self.deviation)

@@ -1,8 +1,9 @@
 """Measured latencies in a nested cache: LLMStation section 4.2.
 
 The outer key is what the machine runs (hardware, model, adapters), the inner one is the shape of the work. A record
-that exists wins over any model. Old measurements fade, so that a changed machine is noticed. They fade where new ones
-come; what is planned no more, because it once took too long, would stay known as that, so records go stale as well.
+that exists wins over any model, but for batches with prompts (``BatchTimes``). Old measurements fade, so that a changed
+machine is noticed. They fade where new ones come; what is planned no more, because it once took too long, would stay
+known as that, so records go stale as well.
 """
 
 from __future__ import annotations
