@@ -21,7 +21,7 @@ from cotenant.scheduler.base import flight_ms
 # A step may always take this share of the TPOT target, and a request's steps on average this one: the rest is for what
 # the worker cannot see. Time that requests are ahead can be measured again before it is spent; a request without any
 # may have nothing but such steps.
-_STEP_SHARE, _MEAN_SHARE = 0.9, 0.97
+_STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 # Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
 _LEFT_FOR_PROMPTS = 0.05
