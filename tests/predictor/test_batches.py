@@ -129,6 +129,19 @@ def test_prompts_go_by_the_model_not_by_a_record_of_some_about_like_them(predict
         assert error_of(restored, decodes, *chunks) < 0.03
 
 
+def test_a_batch_that_is_asked_for_again_is_predicted_anew_once_something_was_measured(
+    predictor: LatencyPredictor,
+) -> None:
+    learned, batch = LatencyPredictor("h", "m"), with_prompts(BatchShape(8, 10_000), (700, 0))
+    assert learned.batch_ms(batch) is None
+    learned.restore(predictor.export())
+    before_ms = learned.batch_ms(batch)
+    assert before_ms == learned.batch_ms(batch) == pytest.approx(true_ms(batch), rel=0.05)
+    for _ in range(10):
+        learn(learned, batch, 1.5 * true_ms(batch))
+    assert learned.batch_ms(batch) == pytest.approx(1.5 * true_ms(batch), rel=0.05)
+
+
 @pytest.mark.parametrize(("sizes", "most"), [((246, 502, 758), 0.02), (range(1100, 3000), 0.04)])
 def test_prompts_follow_the_clocks_within_some_batches(
     predictor: LatencyPredictor, sizes: Sequence[int], most: float

@@ -57,7 +57,7 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
 
 def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long answers would make a cell last several times as long as its load."""
-    loads, num_tokens, slo, duration_s = list[Load](), 900, Slo(100, 5), 0.05
+    loads, num_tokens, slo, duration_s = list[Load](), 900, Slo(300, 5), 0.05
 
     class Kept(Load):
         def __init__(self, *arguments: Any) -> None:

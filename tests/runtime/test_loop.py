@@ -116,6 +116,11 @@ class Noted(Margin):
         self.arrivals: dict[str, float] = {}
         self.tokens: dict[str, list[float]] = {}
         self.prompts_ms: list[float] = []
+        self.steps_ms: list[float] = []
+
+    def expect_prompts(self, most: float, now_s: float, step_ms: float) -> None:
+        self.steps_ms.append(step_ms)
+        super().expect_prompts(most, now_s, step_ms)
 
     def begin_at(self, value: float) -> None:
         self.begins.append(value)
@@ -174,6 +179,23 @@ class Watching(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         self.seen.append(snapshot)
         return Plan(run_online=not snapshot.batch.empty)
+
+
+def test_a_policy_is_told_how_short_answers_get(tmp_path: Path) -> None:
+    requests = [request(f"r{index}", [5 + index, 6], 40) for index in range(40)]
+    loop, policy = small_loop(tmp_path, Channel(*map(AddRequest, requests)), Watching())
+    loop.run()
+    assert {snapshot.least_answer for snapshot in policy.seen} == {0, 40}
+
+
+def test_one_that_is_given_up_before_it_has_a_token_tells_nothing_of_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[tuple[int, FinishReason]] = []
+    monkeypatch.setattr(AnswerLengths, "ended", lambda self, *answer: ended.append(answer))
+    loop, _ = small_loop(tmp_path, Channel(AddRequest(request("r", [5, 6], 9)), AbortRequests(("r",))), "multitask")
+    loop.run()
+    assert ended == []
 
 
 def test_how_long_answers_are_is_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +315,21 @@ def test_the_margin_hears_what_prompts_take_where_chunks_are_sized(
     loop.run()
     (margin,) = margins
     assert len(margin.prompts_ms) == (7 if sizes_chunks else 0)
+
+
+def test_the_margin_hears_how_long_the_steps_are_that_prompts_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    margins = noted_margins(monkeypatch)
+    channel = Channel(AddRequest(request("first", [5, 6, 7], 40)))
+    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=True)
+    for _ in range(20):
+        loop.iterate()
+    channel.inbox.append(AddRequest(request("second", [5] * 20, 2)))
+    loop.run()
+    (margin,) = margins
+    assert margin.steps_ms
+    assert all(step_ms > 0 for step_ms in margin.steps_ms)
 
 
 class AheadDevice(CpuDevice):

@@ -231,14 +231,14 @@ def test_where_prompts_come_less_is_aimed_at_and_nothing_is_learned_of_more() ->
     server = Server()
     margin = server.margin
     margin.begin_at(0.95)
-    margin.expect_prompts(0.9, server.now_s)
+    margin.expect_prompts(0.9, server.now_s, 0.0)
     end_s = server.now_s + 5.0
     server.serve(5.0, count=20)
     assert (server.value, margin.aim(server.now_s)) == (0.95, 0.9)
     server.serve(12.0)
     missed = server.value
     assert missed < 0.9, "more would have been missed as well"
-    margin.expect_prompts(0.8, server.now_s)
+    margin.expect_prompts(0.8, server.now_s, 0.0)
     assert (margin.aim(server.now_s), margin.aim(end_s + 1.0)) == (0.8, missed), "for as long as some may come"
     server.now_s = end_s + 1.0
     for _ in range(100):

@@ -1,1 +1,1 @@
-"""How long the next iteration will take: measured records first, a linear model fitted to them behind (pure)."""
+"""How long the next iteration will take: measured records, linear models, a prior, the first that knows (pure)."""

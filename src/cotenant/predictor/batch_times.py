@@ -66,7 +66,7 @@ class BatchTimes:
             return None
         token_ms = (with_prompt_ms - alone_ms) / prompt_tokens
         tokens = int((limit_ms - alone_ms) / token_ms)
-        # About so many in whole tiles: a batch that fills them takes less than the line through all sizes says.
+        # About so many in whole tiles, and what is particular to that size.
         rows = round((decodes.num_decode + tokens) / TILE) * TILE
         if is_line and rows > decodes.num_decode:
             limit_ms /= self.models.ratio_of(replace(decodes, prefill_tokens=rows - decodes.num_decode))

@@ -81,7 +81,8 @@ class LatencyPredictor:
         """An online batch alone (``l_d0`` for a decode step), from when it begins until its tokens are known.
 
         With ``partition`` on its online SMs; ``beside_training``: while tasklets run on its best-effort SMs.
-        ``cautious``: what was measured counts with a deviation on top of its mean, for those who must not be late.
+        ``cautious``: what a record says counts with a deviation on top of its mean, for those who must not be late;
+        what a model says is its mean.
         """
         assert partition is not None or not beside_training
         if batch.empty:

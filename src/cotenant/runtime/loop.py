@@ -354,9 +354,9 @@ class WorkerLoop:
                 except CotenantError as error:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))
             case AbortRequests(request_ids):
-                for view in self._engine.views():
-                    if view.num_generated and view.request_id in request_ids:
-                        self._answers.ended(view.num_generated, FinishReason.ABORT)
+                for num_tokens in map(self._margin.forget, request_ids):
+                    if num_tokens:
+                        self._answers.ended(num_tokens, FinishReason.ABORT)
                 self._engine.abort(request_ids)
             case LoadAdapter(name, path):
                 self._engine.load_adapter(AdapterRef(name, path))

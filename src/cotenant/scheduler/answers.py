@@ -9,6 +9,7 @@ from cotenant.core.request import FinishReason
 _REMEMBERED = 256
 _SHORT_SHARE, _LEAST_SHARE = 0.05, 0.01
 _ENOUGH = 32  # answers, to say what hardly any falls short of
+_ON_THE_WAY = 2  # tokens that come after the one at which the API process found a stop string
 _AT_FIRST = 8  # tokens
 _SORTED_EVERY = 8  # answers
 _LONG = 32
@@ -19,7 +20,7 @@ class AnswerLengths:
     a hundredth; 0 while too few have ended to tell.
 
     One that its own limit cut short tells nothing. Nor does one that was aborted, by its client or at a stop string,
-    for that the API process finds, but that an answer may end there: it counts for ``least``.
+    for that the API process finds, but that an answer may end about there: it counts for ``least``.
     """
 
     def __init__(self) -> None:
@@ -32,9 +33,11 @@ class AnswerLengths:
         """An answer has so many tokens and will have no more."""
         if reason is FinishReason.LENGTH and num_tokens < _LONG:
             return
-        self._latest_of_all.append(num_tokens)
-        if reason is not FinishReason.ABORT:
+        if reason is FinishReason.ABORT:
+            self._latest_of_all.append(max(1, num_tokens - _ON_THE_WAY))
+        else:
             self._latest.append(num_tokens)
+            self._latest_of_all.append(num_tokens)
         self._num_ended += 1
         if self._num_ended % _SORTED_EVERY == 0:
             self._learn()

@@ -80,7 +80,7 @@ class Margin:
         assert not self._has_learned
         self.value = min(_MOST, max(_LEAST, value))
 
-    def expect_prompts(self, most: float, now_s: float, step_ms: float = 0.0) -> None:
+    def expect_prompts(self, most: float, now_s: float, step_ms: float) -> None:
         """Prompts have come into running answers, whose decode steps take ``step_ms``: for a while no more than
         ``most`` is aimed at."""
         self._crowding.room = max(0.0, 1.0 - step_ms / self._slo.tpot_ms)
@@ -126,6 +126,11 @@ class Margin:
         if is_over:
             del self._lives[request_id]
         return life.num_tokens
+
+    def forget(self, request_id: str) -> int:
+        """A request is wanted no more: how many tokens it has had."""
+        life = self._lives.pop(request_id, None)
+        return 0 if life is None else life.num_tokens
 
     def settle(self, now_s: float) -> None:
         """All of an iteration's tokens have been noted."""
