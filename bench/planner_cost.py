@@ -5,7 +5,7 @@ of its step: the micro-batch of a model with 32 captured layers. The slack is so
 as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
 made anew for each plan, as it mostly is. "256 requests": instead of 32. "records": each shape was measured beside the
 batch. "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the
-roofline answers.
+roofline answers. "of prompts": each call is about another batch, as each iteration's is.
 
     python bench/planner_cost.py
 """
@@ -15,12 +15,23 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    Plan,
+    RequestView,
+    Slo,
+    Snapshot,
+    causal_pairs,
+)
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
@@ -40,6 +51,10 @@ BACKWARD_MS = {
 }
 TASKLET_MS = {**FORWARD_MS, TaskletKind.LOSS: 0.8, **BACKWARD_MS}
 BATCH = BatchShape(NUM_REQUESTS, NUM_REQUESTS * 1024)
+PROMPTS = tuple(
+    replace(BATCH, prefill_tokens=each, prefill_context_tokens=each, prefill_pairs=causal_pairs(each))
+    for each in range(64, 2048, 64)
+)
 PARTITION = Partition(48, 84)
 PARTITIONS = (Partition(32, 100), Partition(40, 92), PARTITION, Partition(64, 68))
 # Llama-3.1-8B in bf16.
@@ -69,6 +84,7 @@ def main() -> None:
         shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH),
+            "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
@@ -83,6 +99,10 @@ def _shapes(num_tokens: int) -> list[TaskletShape]:
 
 def _plan_next(policy: Policy, snapshots: Iterator[Snapshot]) -> Plan:
     return policy.plan(next(snapshots))
+
+
+def _ask_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> float | None:
+    return predictor.batch_ms(next(batches))
 
 
 def _within_a_layer(snapshot: Snapshot) -> Snapshot:
@@ -115,9 +135,16 @@ def _teach(predictor: LatencyPredictor, batch: BatchShape, num_tokens: int, time
                 predictor.observe(IterationRecord(batch, mode, batch_ms, batch_ms, partition=partition, beside=beside))
 
 
+def _teach_prompts(predictor: LatencyPredictor, batches: Sequence[BatchShape], times: int) -> None:
+    for batch in (each for _ in range(times) for each in batches):
+        took_ms = 4.0 + (batch.num_decode + batch.prefill_tokens) / 40 + batch.context_tokens / 30_000
+        predictor.observe(IterationRecord(batch, Mode.NONE, took_ms, took_ms))
+
+
 def _with_records() -> LatencyPredictor:
     predictor = LatencyPredictor("hardware", "model")
     _teach(predictor, BATCH, 2048, times=20)
+    _teach_prompts(predictor, PROMPTS, times=5)
     return predictor
 
 
@@ -126,6 +153,8 @@ def _with_models() -> LatencyPredictor:
     for num_decode in (4, 8, 16, 64):
         for num_tokens in (512, 768, 1024, 1536):
             _teach(predictor, BatchShape(num_decode, num_decode * num_tokens), num_tokens, times=3)
+        others = [replace(each, num_decode=num_decode, context_tokens=num_decode * 1024) for each in PROMPTS]
+        _teach_prompts(predictor, others, times=1)
     return predictor
 
 

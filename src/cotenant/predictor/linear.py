@@ -63,8 +63,11 @@ class OnlineLinearModel:
         if not self.ready:
             return None
         x = self._scaled(features)
+        while x and not x[-1]:  # of adapters, mostly: what is 0 adds nothing, and this is asked in every plan
+            x.pop()
         estimate = max(0.0, self._estimate(x))
-        return estimate if _dot(x, self._spread(x)) * self._counts(estimate) ** 2 <= _REACH else None
+        variance = _dot(x, [_dot(row, x) for row in self._covariance[: len(x)]])
+        return estimate if variance * self._counts(estimate) ** 2 <= _REACH else None
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
