@@ -66,8 +66,7 @@ class OnlineLinearModel:
         while x and not x[-1]:  # of adapters, mostly: what is 0 adds nothing, and this is asked in every plan
             x.pop()
         estimate = max(0.0, self._estimate(x))
-        variance = _dot(x, [_dot(row, x) for row in self._covariance[: len(x)]])
-        return estimate if variance * self._counts(estimate) ** 2 <= _REACH else None
+        return estimate if _dot(x, self._spread(x)) * self._counts(estimate) ** 2 <= _REACH else None
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
@@ -121,8 +120,8 @@ class OnlineLinearModel:
         return _dot(self._weights, x)
 
     def _spread(self, x: list[float]) -> list[float]:
-        """``covariance · x``"""
-        return [_dot(row, x) for row in self._covariance]
+        """``covariance · x``, as far as ``x`` goes: what follows is 0."""
+        return [_dot(row, x) for row in self._covariance[: len(x)]]
 
 
 def _dot(left: list[float], right: list[float]) -> float:

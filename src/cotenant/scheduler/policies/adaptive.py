@@ -22,7 +22,8 @@ _SLACK_WORTH = 0.9
 # partition.
 _LEAVING_MS = 0.7
 _STEPS_IN_PARTITION = 8
-# A step in a partition may make requests late by what so many tokens can make up for, and so many TPOT targets.
+# A step in a partition may make requests late by what so many tokens can make up for, but by no more than so many TPOT
+# targets.
 _CATCHING_UP_TOKENS, _MOST_LATE_TARGETS = 100, 10
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
 # would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
