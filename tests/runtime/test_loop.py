@@ -25,7 +25,6 @@ from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy, create_policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import PromptBudget
 from cotenant.scheduler.margin import Margin
 from cotenant.wire.messages import (
     AbortRequests,
@@ -396,13 +395,13 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
 
 def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aheads: list[InFlight | None] = []
-    sized = PromptBudget.next
+    sized = loop_module.prompt_budget
 
     def noted(*args: Any) -> int:
         aheads.append(args[-1])
         return sized(*args)
 
-    monkeypatch.setattr(PromptBudget, "next", noted)
+    monkeypatch.setattr(loop_module, "prompt_budget", noted)
     requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]
     loop, _ = small_loop(tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True)
     loop.run()

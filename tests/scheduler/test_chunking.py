@@ -1,7 +1,5 @@
 """Prompt chunks follow the slack of those who are running."""
 
-import math
-
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +8,7 @@ from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import PromptBudget, most_margin, prompt_budget, step_limit_ms
+from cotenant.scheduler.chunking import most_margin, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
 LONG = 50  # tokens of a short answer, where few are shorter
@@ -171,43 +169,3 @@ def test_training_leaves_prompts_a_little_more_where_steps_are_long_against_the_
     assert step_limit_ms((answer,), SLO, 100.0, LONG) > 400 * 0.1, (
         "what training left in each token is there for prompts"
     )
-
-
-TIGHT = Slo(ttft_ms=500.0, tpot_ms=10.0)
-STEPS = BatchShape(8, 4000)
-
-
-def taught_tiles(decode_ms: float = 7.0, first_ms: float = 2.0, tile_ms: float = 1.6) -> LatencyPredictor:
-    """A batch with prompts takes so much for its first tile of rows, and for each other."""
-    predictor = LatencyPredictor("test", "test")
-    for round_ in range(6):
-        for num_decode in (4, 8, 16):
-            for prompt in (0, 100, 200, 400, 1000, 2000):
-                num_tiles = math.ceil((num_decode + prompt) / TILE) if prompt else 0
-                took_ms = decode_ms + (first_ms + tile_ms * (num_tiles - 1) if num_tiles else 0.0) + 0.01 * round_
-                shape = BatchShape(num_decode, 500 * num_decode, prompt, prompt)
-                predictor.observe(IterationRecord(shape, Mode.NONE, took_ms, took_ms))
-    return predictor
-
-
-def budgets(predictor: LatencyPredictor, slack_ms: float, num_left: int, count: int, slo: Slo = TIGHT) -> list[int]:
-    """Of so many batches, one after the other, each of which leaves requests as far ahead as they were."""
-    budget = PromptBudget(predictor, slo)
-    elapsed_ms = 200 * 0.975 * slo.tpot_ms - slack_ms
-    views = (running(num_generated=200, elapsed_ms=elapsed_ms), RequestView("w", 99.9, num_prompt_tokens_left=num_left))
-    return [budget.next(STEPS, views, 100.0, 4096, LONG) for _ in range(count)]
-
-
-def test_prompts_wait_for_a_larger_chunk_where_the_first_tile_costs_most() -> None:
-    wait, tile = STEPS.num_decode, TILE
-    assert budgets(taught_tiles(), 9.5, num_left=2000, count=6) == [wait, wait, wait, wait, tile, wait]
-    assert budgets(taught_tiles(), 17.5, num_left=2000, count=2)[0] > 3 * tile, "saved up: it goes at once"
-
-
-def test_a_chunk_goes_at_once_where_a_larger_one_is_no_better_or_cannot_be_had() -> None:
-    assert budgets(taught_tiles(), 9.5, num_left=TILE - STEPS.num_decode, count=1) == [TILE], "it is all that is left"
-    assert budgets(taught_tiles(first_ms=1.6), 9.5, num_left=2000, count=1) == [TILE], "all tiles cost as much"
-    assert budgets(taught_tiles(decode_ms=9.7), 9.5, num_left=2000, count=1) == [TILE], "steps save nothing up"
-    capped = Slo(ttft_ms=500.0, tpot_ms=10.0, itl_ms=10.0)
-    assert budgets(taught_tiles(), 9.5, num_left=2000, count=1, slo=capped) == [TILE], "no gap may be that long"
-    assert budgets(LatencyPredictor("t", "t"), 9.5, num_left=2000, count=1) == [4096], "nobody knows"

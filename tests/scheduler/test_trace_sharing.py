@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from cotenant.core.plan import BatchShape, Partition, Slo
+from cotenant.core.plan import Partition, Slo
 from scheduler.trace_machine import TraceMachine, arrivals
 
 PARTITIONS = (Partition(32, 100), Partition(48, 84), Partition(64, 68))
 THEIRS = (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68))
 # (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, a word or two about a text
 CHAT, BUSY, FULL = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0), (14.0, 1000, 200, 20.0)
-PACKED = (20.0, 1000, 200, 20.0)
 SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (15.0, 1000, 2, 40.0)
 # Completions: long prompts, a line each.
 LINES = (2.5, 2000, 14, 60.0)
@@ -28,15 +25,6 @@ def outcome(policy: str, load: Load, target_ms: float) -> tuple[float, float]:
     """Attainment and harvest."""
     partitions = {"adaptive": PARTITIONS, "harli": THEIRS}.get(policy, ())
     return TraceMachine(policy, Slo(500.0, target_ms), partitions, arrivals(*load)).run_trace()
-
-
-class TiledMachine(TraceMachine):
-    """A batch with prompts takes so much for its first tile of 128 rows, and less for each other."""
-
-    def _alone_ms(self, batch: BatchShape) -> float:
-        num_tiles = math.ceil((batch.num_decode + batch.prefill_tokens) / 128) if batch.prefill_tokens else 0
-        prompts_ms = 2.2 + 1.8 * (num_tiles - 1) if num_tiles else 0.0
-        return super()._alone_ms(replace(batch, prefill_tokens=min(1, batch.prefill_tokens))) + prompts_ms
 
 
 @pytest.mark.parametrize("target_ms", [10.0, 15.0, 40.0])
@@ -100,13 +88,6 @@ def test_training_goes_on_beside_requests_that_are_late_where_steps_leave_little
     attainment, harvest = outcome("adaptive", FULL, 10.0)
     assert attainment == outcome("inference-only", FULL, 10.0)[0] == 1.0
     assert harvest > 0.985 * outcome("harli", FULL, 10.0)[1]
-
-
-def test_where_a_tile_is_all_that_steps_leave_prompts_get_further_by_waiting_for_more() -> None:
-    """And the sooner they are done, the longer there is training."""
-    attainment, harvest = TiledMachine("adaptive", Slo(500.0, 10.0), PARTITIONS, arrivals(*PACKED)).run_trace()
-    assert attainment == 1.0, "0.96 where each chunk is as large as fits"
-    assert harvest > 0.1, "0.07"
 
 
 @pytest.mark.parametrize(("rate", "target_ms"), [(22.0, 25.0), (24.0, 40.0)])

@@ -27,7 +27,7 @@ from cotenant.core.plan import (
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import PromptBudget
+from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
@@ -98,7 +98,6 @@ class TraceMachine(Machine):
         self._next: _Next | None = None
         self._was_overtaken = False  # who came since the batch was planned waits for no tasklets behind it
         self._answers = AnswerLengths()
-        self._budget = PromptBudget(self.predictor, slo)
         self.done: list[_Request] = []
 
     @property
@@ -178,9 +177,10 @@ class TraceMachine(Machine):
         context = sum(request.context + (request.name in coming) for request in decodes)
         room = MOST_TOKENS - len(decodes)
         if len(decodes) < len(live):
-            budget = self._budget.next(
-                BatchShape(len(decodes), context), views, self._now_s, MOST_TOKENS, self._answers.short, in_flight
-            )
+            budget = prompt_budget(
+                self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, MOST_TOKENS,
+                self._answers.short, in_flight,
+            )  # fmt: skip
             room = budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []
         for request in live:

@@ -22,7 +22,7 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.chunking import PromptBudget, most_margin
+from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
@@ -119,7 +119,6 @@ class WorkerLoop:
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
-        self._budget = PromptBudget(predictor, slo)
         clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:
@@ -203,7 +202,8 @@ class WorkerLoop:
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
             short = self._answers.short
-            self._engine.limit_tokens(self._budget.next(decodes, requests, now_s, most, short, in_flight))
+            budget = prompt_budget(self._predictor, decodes, requests, self._slo, now_s, most, short, in_flight)
+            self._engine.limit_tokens(budget)
         batch = self._engine.next_shape()
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):

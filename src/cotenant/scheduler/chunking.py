@@ -5,9 +5,6 @@ is a mean over each of them. So a chunk may be as large as the running requests'
 step is shorter than what TPOT allows for every step. With the decodes it fills tiles of matrix products: a batch that
 ends within one takes as long as one that fills it.
 
-The first tile costs most. So where the slack is enough for a tile or two, prompts get further if they wait for a few
-steps, which leave some of the target, and have a larger chunk then.
-
 Training takes the same slack. Where it takes all of it, prompts go by the smallest chunks, each of which costs a step
 that no training shares; so where prompts come it leaves them a little.
 """
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-from cotenant.core.plan import BatchShape, InFlight, RequestView, Slo, causal_pairs
+from cotenant.core.plan import BatchShape, InFlight, RequestView, Slo
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE
 from cotenant.scheduler.base import flight_ms
@@ -35,10 +32,6 @@ _MOST_UNCOUNTED = 16
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
-# Prompts wait for a larger chunk that has so many times the tokens for each millisecond, but for no more batches than
-# this one after the other: what is predicted of the steps between may be wrong.
-_WORTH_WAITING, _MOST_WAITS = 1.1, 4
-_MOST_TILES_MORE = 8
 
 
 def step_limit_ms(
@@ -97,57 +90,3 @@ def prompt_budget(
         return most
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
-
-
-class PromptBudget:
-    """``prompt_budget`` for one batch after the other, some of which prompts let pass to have a larger chunk later."""
-
-    def __init__(self, predictor: LatencyPredictor, slo: Slo) -> None:
-        self._predictor = predictor
-        self._slo = slo
-        self._num_waits = 0  # of the latest batches, those that prompts let pass
-
-    def next(
-        self,
-        decodes: BatchShape,
-        requests: tuple[RequestView, ...],
-        now_s: float,
-        most: int,
-        short: int,
-        ahead: InFlight | None = None,
-    ) -> int:
-        """Tokens for the next batch: ``decodes`` and no more where prompts get further if they wait."""
-        tokens = prompt_budget(self._predictor, decodes, requests, self._slo, now_s, most, short, ahead)
-        num_left = sum(request.num_prompt_tokens_left for request in requests)
-        if tokens < most and self._num_waits < _MOST_WAITS and self._gain_by_waiting(decodes, num_left, tokens):
-            self._num_waits += 1
-            return decodes.num_decode
-        self._num_waits = 0
-        return tokens
-
-    def _gain_by_waiting(self, decodes: BatchShape, num_left: int, tokens: int) -> bool:
-        """Whether a larger chunk has clearly more tokens a millisecond, and steps without any save up what it takes
-        more than this one in time."""
-        room = tokens - decodes.num_decode
-        step_ms, now_ms = self._predictor.batch_ms(decodes), self._chunk_ms(decodes, room)
-        if room >= num_left or step_ms is None or now_ms is None or now_ms <= step_ms:
-            return False
-        saved_ms = max(0.0, _MEAN_SHARE * self._slo.tpot_ms - step_ms) * (_MOST_WAITS - self._num_waits)
-        least_rate = _WORTH_WAITING * room / (now_ms - step_ms)
-        for num_tiles in range(1, _MOST_TILES_MORE + 1):
-            larger = min(num_left, room + num_tiles * TILE)
-            larger_ms = self._chunk_ms(decodes, larger)
-            if larger_ms is None or larger_ms > min(now_ms + saved_ms, self._slo.max_gap_ms):
-                return False
-            if larger >= least_rate * (larger_ms - step_ms):
-                return True
-            if larger == num_left:
-                return False
-        return False
-
-    def _chunk_ms(self, decodes: BatchShape, num_tokens: int) -> float | None:
-        """A batch with so many tokens of a fresh prompt beside the decodes."""
-        pairs = causal_pairs(num_tokens)
-        return self._predictor.batch_ms(
-            BatchShape(decodes.num_decode, decodes.context_tokens, num_tokens, num_tokens, prefill_pairs=pairs)
-        )
