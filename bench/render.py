@@ -163,7 +163,10 @@ SECTIONS = (
         "were live at the end of a cell had the device to themselves from there on. Training alone ran at 15,892 and "
         "16,193 tokens/s: policies are compared by harvest. On each GPU `adaptive` came first of those that train, and "
         "explored partitions that the others then knew. Beside a job few batches have the device alone, most of them "
-        "with prompts: where the prediction error alone is 5% it is of some dozens. What these figures do not show: "
+        "with prompts, so the prediction error alone rests on few. `static`'s is of steps whose plan had counted on "
+        "tasklets beside them that did not come: while prompts queue, its training all but stands still, which no "
+        "fixed split should do. On a partition batches with prompts are launched kernel by kernel, which may be why. "
+        "So its average says less than the places where it meets the SLO. What these figures do not show: "
         "much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
     ),
     Section(
@@ -199,7 +202,8 @@ SECTIONS = (
         "On a GPU: the conversation trace at tight targets",
         "25 s of the same seconds, in the version of their last run. At twice the rate and 10 ms the first tokens of "
         "6 of 265 requests are late under either policy; where nothing trains one request misses, by its TPOT. The "
-        "second run is that place again, on another host: three miss where nothing trains, 14 and 15 beside a job.",
+        "second run is that place again, since chunks may take a little more of what requests are ahead, and on "
+        "another host: three miss where nothing trains, 14 and 15 beside a job.",
     ),
     Section(
         "fused_products_h200.txt",
