@@ -170,8 +170,8 @@ class CoExecutionConfig:
 
     ``tasklet_tokens``: training tokens per micro-batch at most (None: 256 on the CPU, about 2,048 on CUDA). ``fuse``
     None: on CUDA only. ``sm_shares``: of a GPU's SMs, that batches may have while training runs on the others (None:
-    what the policy wants; empty: none). ``self_profile``: measure in idle time what the predictor lacks (None: on CUDA
-    only).
+    what the policy wants; empty: none). ``prompt_sm_shares``: the same of batches with prompts. ``self_profile``:
+    measure in idle time what the predictor lacks (None: on CUDA only).
     """
 
     policy: str = "adaptive"
@@ -182,6 +182,7 @@ class CoExecutionConfig:
     tasklet_tokens: int | None = None
     fuse: bool | None = None
     sm_shares: tuple[float, ...] | None = None
+    prompt_sm_shares: tuple[float, ...] | None = None
     self_profile: bool | None = None
 
     def __post_init__(self) -> None:

@@ -228,12 +228,14 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
     if sizes:
         runner.capture(sizes)
-        assert list(runner._pieces) == [8, 32]
+        assert list(runner._pieces[None]) == [8, 32]
     engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
-        while not runner.capture_lane(num_sms=2):
+        with_prompts = lane == _PARTITIONS[0]  # in the others such a batch is launched operation by operation
+        while not runner.capture_lane(num_sms=2, with_prompts=with_prompts):
             pass
+        assert not sizes or list(runner._pieces.get(lane, ())) == ([8, 32] if with_prompts else [])
     _go_to(_ALL_SMS)
     return engine
 

@@ -19,6 +19,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.engine.flight import Flight
+from cotenant.models.cuda_pieces import CapturedPieces
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
@@ -154,7 +155,9 @@ class CoExecution:
 
     compiled: ClassVar[list[str]] = []
 
-    def __init__(self, model: support.Model, shares: Sequence[float], max_model_len: int = 256) -> None:
+    def __init__(
+        self, model: support.Model, shares: Sequence[float], max_model_len: int = 256, *, with_prompts: bool = False
+    ) -> None:
         decoder = model.decoder(torch.bfloat16)
         self.online = Overlapped(decoder, enable_prefix_caching=False, max_model_len=max_model_len)
         self.device, self.engine = self.online.device, self.online.engine
@@ -162,7 +165,7 @@ class CoExecution:
         self.device.split([round(share * self.device.num_multiprocessors) for share in shares])
         self.online.capture(GRAPH_SIZES, [partition.online_sms for partition in self.device.partitions])
         triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: self.compiled.append(fn.name)
-        LaneCaptures(self.device, self.engine).finish()
+        LaneCaptures(self.device, self.engine, self.device.partitions if with_prompts else ()).finish()
         triton.knobs.runtime.jit_post_compile_hook = None
         self.updates: list[FromWorker] = []
         self.training = TrainingTenant(self.device, decoder, None, WORKLOAD.tasklet_tokens, self.updates.append)
@@ -230,6 +233,25 @@ def test_partitions_launch_no_kernel_that_was_not_compiled_at_the_start(tmp_path
     both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5))
     assert both.device.partitions
     assert not CoExecution.compiled
+
+
+def test_prompts_that_run_in_a_partition_are_captured_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched kernel by kernel they would keep the host from launching tasklets beside them."""
+    launched: list[int] = []
+    launch = CapturedPieces.launch
+    monkeypatch.setattr(CapturedPieces, "launch", lambda pieces, index: (launched.append(index), launch(pieces, index)))
+    both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5), with_prompts=True)
+    assert both.device.partitions
+    for partition in both.device.partitions:
+        launched.clear()
+        each = request(prompt(90, 1), 6)
+        both.engine.add(each)
+        outputs: list[SequenceOutput] = []
+        plan = Plan(partition=partition, mode=Mode.SPATIAL)
+        while both.engine.has_work:
+            both.executor.execute(plan, outputs.extend, lambda: False)
+        assert len(tokens(outputs)) == 6
+        assert launched == list(range(4)), "each layer once"
 
 
 def test_decode_steps_are_measured_in_idle_time_on_all_sms_and_in_each_partition(tmp_path: Path) -> None:

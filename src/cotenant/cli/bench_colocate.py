@@ -40,7 +40,7 @@ from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
-from cotenant.scheduler.space import sm_shares
+from cotenant.scheduler.space import prompt_shares, sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -234,12 +234,17 @@ def _policies(text: str, skip_hopeless: bool) -> list[str]:
 
 
 def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], *, fuse: bool | None) -> ServerConfig:
-    shares = sorted({share for name in policies for share in sm_shares(name)})
+    shares, for_prompts = (
+        tuple(sorted({share for name in policies for share in shares_of(name)}))
+        for shares_of in (sm_shares, prompt_shares)
+    )
     return ServerConfig(
         model=model,
         batch=BatchConfig(max_queue=1_000_000),
         lora=LoraConfig(),
-        coexecution=CoExecutionConfig(tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=tuple(shares)),
+        coexecution=CoExecutionConfig(
+            tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=shares, prompt_sm_shares=for_prompts
+        ),
     )
 
 

@@ -4,8 +4,9 @@ A graph holds the kernels of one batch size. What changes from step to step (tok
 buffers of fixed addresses, which one copy fills. A batch between two sizes is padded: a padded row attends to one token
 of the batch's first sequence, keeps nothing, and its result is dropped.
 
-A graph has the SMs of the lane that it was captured on, so decode steps are captured for each partition. What is not
-captured for the partition that it is launched in is launched operation by operation.
+A graph has the SMs of the lane that it was captured on, so decode steps are captured for each partition, and prompts'
+pieces for those that prompts come in. What is not captured for the partition that it is launched in is launched
+operation by operation.
 """
 
 from __future__ import annotations
@@ -78,6 +79,13 @@ class _Captured(NamedTuple):
     logits: torch.Tensor  # [size, vocab]
 
 
+class _Unfinished(NamedTuple):
+    """Of a lane: decode steps by batch size, and prompts' pieces by tokens."""
+
+    steps: dict[int, dict[bool, _Captured]]
+    pieces: dict[int, CapturedPieces]
+
+
 class CudaRunner:
     """Needs FlashInfer and Triton. ``kv_cache``, ``last_tokens`` and ``stacks`` stay where they are for good."""
 
@@ -107,9 +115,9 @@ class CudaRunner:
         self._wrappers: dict[int, Any] = {}  # by batch size: planned anew for each batch, and batches do not overlap
         # By lane, None for all SMs: by batch size, the smallest first, without adapters and with.
         self._captured: dict[int | None, dict[int, dict[bool, _Captured]]] = {None: {}}
-        self._unfinished: dict[int, dict[int, dict[bool, _Captured]]] = {}  # lanes that lack sizes
+        self._unfinished: dict[int, _Unfinished] = {}  # lanes that lack sizes
         self._layers = LayerPieces(decoder, kv_cache, last_tokens)
-        self._pieces: dict[int, CapturedPieces] = {}  # by tokens, the smallest first
+        self._pieces: dict[int | None, dict[int, CapturedPieces]] = {None: {}}  # by tokens, the smallest first
         self._planned = torch.cuda.Event()
 
     def wait_for_kernels(self) -> None:
@@ -135,8 +143,8 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
         torch.cuda.synchronize(self._device)
-        self._pieces = self._layers.capture(_PIECE_SIZES, self._pool)
-        pieces = " ".join(map(str, self._pieces))
+        self._pieces[None] = self._layers.worthwhile(self._layers.capture(_PIECE_SIZES, self._pool))
+        pieces = " ".join(map(str, self._pieces[None]))
         logger.info("captured in %.1f s: prompts of %s", time.perf_counter() - start, pieces)
         self._attention.kernels.wait("fa2")
         start = time.perf_counter()
@@ -145,23 +153,27 @@ class CudaRunner:
         logger.info("captured in %.1f s: %d sizes of decode steps", time.perf_counter() - start, len(sizes))
 
     @torch.no_grad()
-    def capture_lane(self, num_sms: int) -> bool:
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
         lane, wanted = current_lane(), {min(size, len(self._logits)) for size in _PARTITION_SIZES}
         if not self._captured[None]:
             return True
-        captured = self._unfinished.setdefault(lane, {})
-        size = max(wanted - captured.keys())
+        steps, pieces = self._unfinished.setdefault(lane, _Unfinished({}, {}))
+        pieces_wanted = set(_PIECE_SIZES) if with_prompts else set()
         with sms_at_hand(num_sms):
-            captured |= self._capture_sizes([size])
-        if wanted > captured.keys():
+            if wanted > steps.keys():
+                steps |= self._capture_sizes([max(wanted - steps.keys())])
+            else:
+                pieces |= self._layers.capture([max(pieces_wanted - pieces.keys())], self._pool)
+        if wanted > steps.keys() or pieces_wanted > pieces.keys():
             return False
-        self._captured[lane] = dict(sorted(self._unfinished.pop(lane).items()))
-        logger.info("decode on %d SMs is captured: %d sizes", num_sms, len(wanted))
+        del self._unfinished[lane]
+        self._captured[lane], self._pieces[lane] = dict(sorted(steps.items())), self._layers.worthwhile(pieces)
+        logger.info("on %d SMs are captured: %d sizes of decode steps, %d of prompts", num_sms, len(steps), len(pieces))
         return True
 
     def drop_lanes(self) -> None:
         self._unfinished.clear()
-        self._captured = {None: self._captured[None]}
+        self._captured, self._pieces = {None: self._captured[None]}, {None: self._pieces[None]}
 
     def _capture_sizes(self, sizes: Sequence[int]) -> dict[int, dict[bool, _Captured]]:
         captured = {
@@ -283,12 +295,12 @@ class CudaRunner:
             self._planned.record()
             return forwarded
         lane = current_lane()
-        lane_or_all = lane if lane in self._captured else None
+        captured_on = lane if lane in self._captured else None
         if host.is_decode:
-            for size, captured in self._captured[lane_or_all].items():
+            for size, captured in self._captured[captured_on].items():
                 if size >= host.num_tokens:
                     return Forwarded(self._replay(host, interval, size, captured[host.has_adapters]), None)
-        return Forwarded(self._launch(host, interval, with_pieces=lane_or_all is None), None)
+        return Forwarded(self._launch(host, interval, self._pieces[captured_on]), None)
 
     def _replay(self, host: HostBatch, interval: Interval, size: int, captured: _Captured) -> torch.Tensor:
         count = host.num_tokens
@@ -301,8 +313,8 @@ class CudaRunner:
         captured.graph.replay()
         return captured.logits[:count]
 
-    def _launch(self, host: HostBatch, interval: Interval, *, with_pieces: bool) -> torch.Tensor | None:
-        """A batch with prompt chunks, or larger than the largest graph. ``with_pieces``: it may have all SMs."""
+    def _launch(self, host: HostBatch, interval: Interval, captured: dict[int, CapturedPieces]) -> torch.Tensor | None:
+        """A batch with prompt chunks, or larger than the largest graph. ``captured``: for the SMs that it has."""
         count, sampled = host.num_tokens, host.sampled_rows()
         spans = host.spans()
         use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
@@ -320,7 +332,7 @@ class CudaRunner:
         attend = self._plan(host, lists, sent[fields.size + len(rows) :])
         self._planned.record()
         interval.begin()
-        pieces = next((one for size, one in self._pieces.items() if with_pieces and size >= count), None)
+        pieces = next((one for size, one in captured.items() if size >= count), None)
         if pieces is not None and not spans:
             normed = self._run_pieces(pieces, tensors[:4], attend, wanted)
         else:

@@ -85,18 +85,25 @@ def not_slower_than_larger(times_ms: Mapping[int, float]) -> list[int]:
 
 
 class LayerPieces:
-    """The decoder without adapters, cut at each layer's attention. The same operations as ``CudaForward``."""
+    """The decoder without adapters, cut at each layer's attention. The same operations as ``CudaForward``. What is
+    captured for one lane and for another runs in the same tensors: batches do not overlap."""
 
     def __init__(self, decoder: Decoder, kv_cache: torch.Tensor, last_tokens: torch.Tensor) -> None:
         self.decoder = decoder
         self._last_tokens = last_tokens
         self._caches = [kv_cache[:, layer] for layer in range(decoder.spec.num_layers)]
+        self._tensors: PieceTensors | None = None
 
     def capture(self, sizes: Sequence[int], pool: Any) -> dict[int, CapturedPieces]:
-        """Pieces for batches of these many tokens, on the current stream, by size, the smallest first. Of sizes that
-        take longer than a larger one there are none: a matrix product is slow in some of them."""
-        tensors = PieceTensors(self.decoder, max(sizes))
-        captured = {size: CapturedPieces(self, size, tensors, pool) for size in sorted(sizes, reverse=True)}
+        """Pieces for batches of these many tokens, on the current stream. The first call has the largest."""
+        if self._tensors is None:
+            self._tensors = PieceTensors(self.decoder, max(sizes))
+        return {size: CapturedPieces(self, size, self._tensors, pool) for size in sorted(sizes, reverse=True)}
+
+    @staticmethod
+    def worthwhile(captured: Mapping[int, CapturedPieces]) -> dict[int, CapturedPieces]:
+        """By size, the smallest first, without those that take longer on the current stream than a larger one: a
+        matrix product is slow in some of them."""
         times_ms = {size: pieces.layer_ms() for size, pieces in captured.items()}
         return {size: captured[size] for size in not_slower_than_larger(times_ms)}
 

@@ -1,9 +1,10 @@
-"""Decode steps for the partitions of the SMs, captured after the start: requests can be served without them."""
+"""Batches for the partitions of the SMs, captured after the start: requests can be served without them."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import torch
 
@@ -11,12 +12,12 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device import Device
 from cotenant.engine.engine import OnlineEngine
-from cotenant.runtime.sizing import PARTITION_BYTES
+from cotenant.runtime.sizing import partition_bytes
 
 logger = logging.getLogger(__name__)
 
 # While requests are live and a job waits for the partitions, one batch size is captured in so many seconds: each takes
-# some tens of milliseconds, in which nothing else runs.
+# some tens of milliseconds, a tenth of a second where it has prompts, in which nothing else runs.
 _EVERY_S = 0.25
 
 
@@ -27,9 +28,11 @@ class LaneCaptures:
     used.
     """
 
-    def __init__(self, device: Device, engine: OnlineEngine) -> None:
+    def __init__(self, device: Device, engine: OnlineEngine, with_prompts: Collection[Partition] = ()) -> None:
+        """``with_prompts``: in these partitions batches have prompts, too."""
         self._device = device
         self._engine = engine
+        self._with_prompts = with_prompts
         self._left = list(device.partitions)
         self._next_s = 0.0
         self.only_for_jobs = False
@@ -42,7 +45,7 @@ class LaneCaptures:
     @property
     def reserved_bytes(self) -> int:
         """Of the device's free memory, what the captures still need."""
-        return len(self._left) * PARTITION_BYTES
+        return sum(partition_bytes(with_prompts=partition in self._with_prompts) for partition in self._left)
 
     def usable(self, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
         """Those that batches may be launched in: none until all are captured."""
@@ -77,7 +80,7 @@ class LaneCaptures:
     def _capture(self) -> None:
         partition = self._left[0]
         with self._device.online(partition):
-            if self._engine.capture_lane(partition.online_sms):
+            if self._engine.capture_lane(partition.online_sms, with_prompts=partition in self._with_prompts):
                 self._left.pop(0)
 
     def _refuse(self, reason: str) -> None:

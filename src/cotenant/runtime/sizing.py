@@ -6,16 +6,31 @@ import torch
 
 from cotenant.config import BatchConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Partition
 from cotenant.device import Device
 from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
 from cotenant.models.paged_attention import WORKSPACE_BYTES, workspace_bytes
 from cotenant.models.spec import ModelSpec
+from cotenant.scheduler.space import nearest, prompt_shares
 
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
 _SERVING_BYTES = 2 << 30
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
-PARTITION_BYTES = 256 << 20
+_PARTITION_BYTES = 256 << 20
+_PROMPT_PARTITION_BYTES = 512 << 20  # one that has graphs of batches with prompts, besides
+
+
+def prompt_partitions(config: ServerConfig, device: Device) -> tuple[Partition, ...]:
+    """Those of the device's that batches with prompts run in."""
+    coexecution = config.coexecution
+    shares = coexecution.prompt_sm_shares
+    return nearest(device.partitions, prompt_shares(coexecution.policy) if shares is None else shares)
+
+
+def partition_bytes(*, with_prompts: bool) -> int:
+    """What is captured for a partition takes so much at most, and what libraries keep for it."""
+    return _PARTITION_BYTES + (_PROMPT_PARTITION_BYTES if with_prompts else 0)
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
@@ -47,7 +62,8 @@ def num_pages(
         training = training_bytes(spec, tasklet_tokens, dtype) if config.coexecution.trains else 0
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
         workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
-        partitions = len(device.partitions) * PARTITION_BYTES
+        with_prompts = prompt_partitions(config, device)
+        partitions = sum(partition_bytes(with_prompts=each in with_prompts) for each in device.partitions)
         own = _SERVING_BYTES + workspace + stacks + serving_bytes(spec, batch, dtype) + partitions
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))

@@ -26,7 +26,7 @@ from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
 from cotenant.runtime.self_profile import SelfProfile
-from cotenant.runtime.sizing import serving_bytes
+from cotenant.runtime.sizing import prompt_partitions, serving_bytes
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
@@ -115,7 +115,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)
     if device.torch_device.type != "cpu":
         slo = _CUDA_SLO
-    lanes = LaneCaptures(device, engine)
+    lanes = LaneCaptures(device, engine, prompt_partitions(config, device))
     if trains:
         is_compiled = _compile_training(decoder)  # not before: what is measured above is to be undisturbed
         training.wait_for(lambda: lanes.done and is_compiled(), lambda: lanes.reserved_bytes)

@@ -21,6 +21,7 @@ _SM_SHARES = {
     "static": (0.6,),
 }
 NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
+_PROMPTS_TOO = ("static",)  # run batches with prompts in them
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
 _UNKNOWN_RATIO = 1.25
 # Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
@@ -32,6 +33,11 @@ _MOST_BESIDE = 64
 def sm_shares(policy: str) -> tuple[float, ...]:
     """Of the SMs, that batches have under a policy while tasklets run on the others."""
     return _SM_SHARES.get(policy, ())
+
+
+def prompt_shares(policy: str) -> tuple[float, ...]:
+    """Of the SMs, that batches with prompts have under a policy while tasklets run on the others."""
+    return sm_shares(policy) if policy in _PROMPTS_TOO else ()
 
 
 def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:
