@@ -47,6 +47,13 @@ def test_sharing_in_space_pays_most_where_the_target_is_tight() -> None:
     assert gains[-1] > 1.0, "the step's own time is harvested as well"
 
 
+def test_slack_is_saved_up_for_as_long_as_the_longest_gap_allows() -> None:
+    """To leave a partition costs as much for a few tasklets as for many."""
+    found = outcome("adaptive", 25.0)
+    assert found.harvest > 0.79, "0.772 where slack is spent much sooner"
+    assert found.longest_gap_ms < 3 * 25.0
+
+
 def test_adaptive_shares_in_time_alone_where_there_are_no_partitions() -> None:
     found = outcome("adaptive", 25.0, in_space=False)
     assert Mode.SPATIAL not in found.modes

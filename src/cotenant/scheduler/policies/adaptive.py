@@ -14,9 +14,11 @@ from cotenant.scheduler.planner import in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
 from cotenant.scheduler.space import Beside, in_each, in_space
 
-# What a millisecond of slack is worth in training, as a share of what tasklets behind a step make of it. Below 1: slack
-# is no good unspent. Not by much: a way of sharing that wastes time is to wait until there is more slack to spend.
-_SLACK_WORTH = 0.9
+# A millisecond of slack is worth what tasklets behind a step make of it, less a share. It is spent once as much as the
+# longest gap allows has been saved up, and of that so much is lost as a partition is left: SMs wait, and draw power.
+# Not below the least: slack is no good unspent, and a way of sharing that wastes time is to wait until there is more.
+_LOST_MS = 2.0
+_LEAST_SLACK_WORTH = 0.9
 # Tasklets behind a step, and a step on other SMs than the one before, cost about this much: the tasklet in flight is in
 # another's way, and SMs wait for its end. It takes some tasklets behind a step to be worth that, and some steps in a
 # partition.
@@ -95,12 +97,17 @@ class _Choice:
         self._behind = fill(self._costs, job.upcoming, self._behind_ms(self._slack_ms))
         speed = self._behind.alone_ms / self._behind.added_ms if self._behind.added_ms > 0 else 1.0
         # Slack that no later iteration can use costs nothing.
-        self._price = 0.0 if self._slack_ms >= snapshot.slo.max_gap_ms - step_ms else _SLACK_WORTH * speed
+        self._price = 0.0 if self._slack_ms >= snapshot.slo.max_gap_ms - step_ms else self._slack_worth * speed
         # Without partitions all plans but those without tasklets are alike in what they cost besides, and with new
         # requests there is no slack that could be saved up. The little that is left to the end of a training step has
         # to be done at some time, whatever that costs.
         is_free = not snapshot.partitions or snapshot.batch.prefill_tokens > 0 or self._behind.is_all
         self._leaving_ms = 0.0 if is_free else _LEAVING_MS
+
+    @property
+    def _slack_worth(self) -> float:
+        most_ms = self._snapshot.slo.max_gap_ms - self._step_ms
+        return max(_LEAST_SLACK_WORTH, 1.0 - _LOST_MS / most_ms) if most_ms > 0 else _LEAST_SLACK_WORTH
 
     def best(self) -> Plan | None:
         """None: nothing that is worth its slack."""
