@@ -143,6 +143,27 @@ SECTIONS = (
         "fourth has the version of the conversation's last run, see below.",
     ),
     Section(
+        "colocate_steady_h100.json",
+        "On a GPU: steady sequences whose slack is saved up",
+        "On an H100, whose memory has two thirds of an H200's bandwidth, so that a decode step costs a third more: "
+        "compare with nothing above. One run behind the other on one GPU; on the host's other one the fixed split was "
+        "measured, see below. In the first `adaptive` spends slack at nearly each step, in the second it saves it up, "
+        "where the longest gap leaves room to, for leaving a partition costs as much for a few tasklets as for many: "
+        "one point at 40 ms, none at 25, and gaps between tokens that are as long as --slo-itl-ms allows.",
+    ),
+    Section(
+        "read_energy_h100.txt",
+        "On a GPU: what reading the weights costs in energy",
+        "Two thirds of what a decode step's products draw is to bring the matrices in. With the head, and keys and "
+        "values of 32 sequences of 1,024 tokens, a step reads 19.3 GB: 2.35 J on 48 SMs at the joules a bit that "
+        "follow. Beyond what the board draws while one thread waits, its limit of 700 W leaves 5.7 J in 10 ms and 23 J "
+        "in 40. Were energy alone the bound, at the same clocks, and computed for nothing, a step would leave training "
+        "59% of them at 10 ms and 90% at 40 ms; with its products as they are, 44 and 86%. This leaves out that all "
+        "costs less at the lower clocks of both tenants together, and that attention computes, too. What would move "
+        "it: fewer bits a weight.",
+        "python bench/read_energy.py",
+    ),
+    Section(
         "colocate_conv_h200.json",
         "On a GPU: a job beside the conversation trace",
         "36 s of Azure's conversation trace of 2023, at a rate near its mean and at twice that. The first run was cut "
@@ -165,9 +186,17 @@ SECTIONS = (
         "explored partitions that the others then knew. Beside a job few batches have the device alone, most of them "
         "with prompts, so the prediction error alone rests on few. `static`'s is of steps whose plan had counted on "
         "tasklets beside them that did not come: while prompts queue, its training all but stands still, which no "
-        "fixed split should do. On a partition batches with prompts are launched kernel by kernel, which may be why. "
-        "So its average says less than the places where it meets the SLO. What these figures do not show: "
+        "fixed split should do. On a partition batches with prompts were launched kernel by kernel then; they are "
+        "captured since, see below. So its average says less than the places where it meets the SLO. What these "
+        "figures do not show: "
         "much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
+    ),
+    Section(
+        "colocate_static_h100.json",
+        "On a GPU: the fixed split, whose prompts are captured",
+        "12 s of the grid's conversation on an H100. Since prompts' pieces are captured for `static`'s partition its "
+        "training goes on beside them: at twice the rate and 15 ms it had 8.1% in the grid above. Requests are late "
+        "there all the same, for prompts have 60% of the SMs and need more.",
     ),
     Section(
         "colocate_profile_h200.json",
