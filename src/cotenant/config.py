@@ -192,7 +192,8 @@ class CoExecutionConfig:
         _require_target(self.slo_itl_ms, "slo-itl-ms")
         _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
-        _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")
+        shares = (*(self.sm_shares or ()), *(self.prompt_sm_shares or ()))
+        _require(all(0 < share < 1 for share in shares), "sm-shares", "must be above 0 and below 1")
 
     @property
     def trains(self) -> bool:
