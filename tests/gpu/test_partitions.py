@@ -19,7 +19,6 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.engine.flight import Flight
-from cotenant.models.cuda_pieces import CapturedPieces
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
@@ -237,6 +236,8 @@ def test_partitions_launch_no_kernel_that_was_not_compiled_at_the_start(tmp_path
 
 def test_prompts_that_run_in_a_partition_are_captured_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched kernel by kernel they would keep the host from launching tasklets beside them."""
+    from cotenant.models.cuda_pieces import CapturedPieces  # needs Triton
+
     launched: list[int] = []
     launch = CapturedPieces.launch
     monkeypatch.setattr(CapturedPieces, "launch", lambda pieces, index: (launched.append(index), launch(pieces, index)))
