@@ -209,7 +209,7 @@ class OnlineEngine:
             graph_sizes, lanes, lambda: self._sampler.warm_up(self._decoder.dtype), enforce_eager=enforce_eager
         )
 
-    def capture_lane(self, num_sms: int, *, with_prompts: bool = False) -> bool:
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
         """Capture decode steps again for the lane that is current, which has so many SMs, and ``with_prompts`` batches
         with prompts: one size at a time; True when there is none left. Called after ``warm_up``, with nothing in flight
         on the device. Without this, batches that are launched in a partition run on all SMs, or operation by

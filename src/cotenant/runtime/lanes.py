@@ -17,7 +17,8 @@ from cotenant.runtime.sizing import partition_bytes
 logger = logging.getLogger(__name__)
 
 # While requests are live and a job waits for the partitions, one batch size is captured in so many seconds: each takes
-# some tens of milliseconds, a tenth of a second where it has prompts, in which nothing else runs.
+# some tens of milliseconds, in which nothing else runs; a tenth of a second where it has prompts, and the last of those
+# three, for all are timed then.
 _EVERY_S = 0.25
 
 

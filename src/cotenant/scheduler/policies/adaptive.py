@@ -96,18 +96,15 @@ class _Choice:
         )
         self._behind = fill(self._costs, job.upcoming, self._behind_ms(self._slack_ms))
         speed = self._behind.alone_ms / self._behind.added_ms if self._behind.added_ms > 0 else 1.0
+        most_ms = snapshot.slo.max_gap_ms - step_ms
+        worth = max(_LEAST_SLACK_WORTH, 1.0 - _LOST_MS / max(_LOST_MS, most_ms))
         # Slack that no later iteration can use costs nothing.
-        self._price = 0.0 if self._slack_ms >= snapshot.slo.max_gap_ms - step_ms else self._slack_worth * speed
+        self._price = 0.0 if self._slack_ms >= most_ms else worth * speed
         # Without partitions all plans but those without tasklets are alike in what they cost besides, and with new
         # requests there is no slack that could be saved up. The little that is left to the end of a training step has
         # to be done at some time, whatever that costs.
         is_free = not snapshot.partitions or snapshot.batch.prefill_tokens > 0 or self._behind.is_all
         self._leaving_ms = 0.0 if is_free else _LEAVING_MS
-
-    @property
-    def _slack_worth(self) -> float:
-        most_ms = self._snapshot.slo.max_gap_ms - self._step_ms
-        return max(_LEAST_SLACK_WORTH, 1.0 - _LOST_MS / most_ms) if most_ms > 0 else _LEAST_SLACK_WORTH
 
     def best(self) -> Plan | None:
         """None: nothing that is worth its slack."""
