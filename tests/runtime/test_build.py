@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cotenant.cli.bench_colocate import _config
 from cotenant.config import CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.core.plan import Partition
+from cotenant.device.cpu.device import CpuDevice
 from cotenant.runtime.build import build_serving
+from cotenant.runtime.sizing import partition_bytes, prompt_partitions
 
 
 @pytest.mark.parametrize(("policy", "is_told"), [("harli", True), ("static", True), ("adaptive", False)])
@@ -14,3 +18,16 @@ def test_a_policy_that_needs_partitions_is_told_where_there_are_none(
 ) -> None:
     build_serving(ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig(policy)))
     assert ("training runs only while nobody asks" in caplog.text) == is_told
+
+
+class SplitDevice(CpuDevice):
+    partitions = (Partition(32, 100), Partition(48, 84), Partition(80, 52))
+
+
+@pytest.mark.parametrize(("policy", "online_sms"), [("static", [80]), ("harli", []), ("adaptive", [])])
+def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, online_sms: list[int]) -> None:
+    server = ServerConfig(ModelConfig("tiny"), coexecution=CoExecutionConfig(policy))
+    compared = _config(ModelConfig("tiny"), 0, ["adaptive", "harli", policy], fuse=None)
+    for config in (server, compared):
+        assert [each.online_sms for each in prompt_partitions(config, SplitDevice())] == online_sms
+    assert partition_bytes(with_prompts=True) > partition_bytes(with_prompts=False)
