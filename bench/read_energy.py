@@ -22,13 +22,14 @@ import pynvml
 import torch
 import triton
 import triton.language as tl
+from skinny_tilings import SHAPES
 
 from cotenant.device.cuda.partitions import split_multiprocessors
 from cotenant.models.kernels import skinny
 from cotenant.models.skinny_tiling import sms_at_hand
 
 # (out, in) of a layer of Llama-3.1-8B, and how many there are.
-SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+_LAYER = [shape for name, shape in SHAPES.items() if name != "head"]
 NUM_LAYERS = 32
 _TRAINED_ROWS = 2048
 _WARM_S = 0.4
@@ -67,7 +68,7 @@ def main() -> None:
     lanes = {partition.online_sms: streams.online for partition, streams in made.items()}
     lanes[torch.cuda.get_device_properties(device).multi_processor_count] = torch.cuda.Stream()
     layers = [
-        [torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in SHAPES] for _ in range(NUM_LAYERS)
+        [torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in _LAYER] for _ in range(NUM_LAYERS)
     ]
     num_bytes = sum(weight.numel() * weight.element_size() for layer in layers for weight in layer)
     meter = Meter(device, arguments.seconds)

@@ -154,13 +154,10 @@ SECTIONS = (
     Section(
         "read_energy_h100.txt",
         "On a GPU: what reading the weights costs in energy",
-        "Two thirds of what a decode step's products draw is to bring the matrices in. With the head, and keys and "
-        "values of 32 sequences of 1,024 tokens, a step reads 19.3 GB: 2.35 J on 48 SMs at the joules a bit that "
-        "follow. Beyond what the board draws while one thread waits, its limit of 700 W leaves 5.7 J in 10 ms and 23 J "
-        "in 40. Were energy alone the bound, at the same clocks, and computed for nothing, a step would leave training "
-        "59% of them at 10 ms and 90% at 40 ms; with its products as they are, 44 and 86%. This leaves out that all "
-        "costs less at the lower clocks of both tenants together, and that attention computes, too. What would move "
-        "it: fewer bits a weight.",
+        "What a decode step's products draw beyond a board that waits is for two thirds to bring the matrices in on 48 "
+        "SMs, for three quarters on all. Keys and values are read as well, and 700 W are 7 J in 10 ms, which training "
+        "shares: a step that computed for nothing would take a large part of them. At the lower clocks of both tenants "
+        "together all costs less. What would move it: fewer bits a weight.",
         "python bench/read_energy.py",
     ),
     Section(
@@ -196,7 +193,7 @@ SECTIONS = (
         "On a GPU: the fixed split, whose prompts are captured",
         "12 s of the grid's conversation on an H100. Since prompts' pieces are captured for `static`'s partition its "
         "training goes on beside them: at twice the rate and 15 ms it had 8.1% in the grid above. Requests are late "
-        "there all the same, for prompts have 60% of the SMs and need more.",
+        "there all the same.",
     ),
     Section(
         "colocate_profile_h200.json",
