@@ -25,6 +25,8 @@ import triton.language as tl
 from skinny_tilings import SHAPES
 
 from cotenant.device.cuda.partitions import split_multiprocessors
+from cotenant.models.compressed import compress
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels import skinny
 from cotenant.models.skinny_tiling import sms_at_hand
 
@@ -70,6 +72,8 @@ def main() -> None:
     layers = [
         [torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in _LAYER] for _ in range(NUM_LAYERS)
     ]
+    plain = [[FusedLinear((), (), weight) for weight in layer] for layer in layers]
+    compressed = [[FusedLinear((), (), weight, None, compress(weight)) for weight in layer] for layer in layers]
     num_bytes = sum(weight.numel() * weight.element_size() for layer in layers for weight in layer)
     meter = Meter(device, arguments.seconds)
     idle = meter.measure(lambda: torch.cuda._sleep(2_000_000), torch.cuda.Stream())
@@ -78,7 +82,8 @@ def main() -> None:
     for num_sms, stream in sorted(lanes.items()):
         for name, launch in (
             ("read", lambda: _read(layers)),
-            (f"products of {arguments.rows} rows", lambda: _decode(layers, arguments.rows)),
+            (f"products of {arguments.rows} rows", lambda: _decode(plain, arguments.rows)),
+            ("the same, compressed", lambda: _decode(compressed, arguments.rows)),
         ):
             with sms_at_hand(num_sms):
                 found = meter.measure(launch, stream)
@@ -133,9 +138,9 @@ def _read(layers: list[list[torch.Tensor]]) -> None:
         _read_kernel[(num_programs,)](words, found, PER_PROGRAM=_PER_PROGRAM, WIDTH=_WIDTH, num_warps=8)
 
 
-def _decode(layers: list[list[torch.Tensor]], num_rows: int) -> None:
-    for weight in itertools.chain.from_iterable(layers):
-        skinny.unfinished_product(_inputs(num_rows, weight.shape[1]), weight, None, None)
+def _decode(layers: list[list[FusedLinear]], num_rows: int) -> None:
+    for base in itertools.chain.from_iterable(layers):
+        skinny.unfinished_product(_inputs(num_rows, base.weight.shape[1]), base, None)
 
 
 def _train(layers: list[list[torch.Tensor]]) -> None:

@@ -29,6 +29,7 @@ POLICIES = (
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+COMPRESS_WEIGHTS = ("auto", "on", "off")
 QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -52,13 +53,15 @@ def _require_target(value_ms: float | None, flag: str) -> None:
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows.
-    ``quantization`` None: weights stay in ``dtype``."""
+    ``quantization`` None: weights stay in ``dtype``. ``compress_weights``: whether decode steps read copies of the
+    matrices that are compressed without loss; "auto": where the device does, and has memory to spare."""
 
     model: str
     served_model_names: tuple[str, ...] = ()
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
+    compress_weights: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None
@@ -73,6 +76,11 @@ class ModelConfig:
             self.quantization is None or self.quantization in QUANTIZATIONS,
             "quantization",
             f"must be none or one of {', '.join(QUANTIZATIONS)}",
+        )
+        _require(
+            self.compress_weights in COMPRESS_WEIGHTS,
+            "compress-weights",
+            f"must be one of {', '.join(COMPRESS_WEIGHTS)}",
         )
         _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
         _require(self.max_model_len is None or self.max_model_len >= 16, "max-model-len", "must be at least 16")

@@ -156,7 +156,13 @@ def install() -> None:
     _put(kernels + "lora_shrink", find_pieces=lambda slots, ranks: slots)
     _put(kernels + "rope", rope_and_cache=_rope_and_cache)
     _put(kernels + "together", compiled_together=nullcontext)
-    _put(kernels + "skinny", Unfinished=type(None), fits_unfinished=lambda x, w: False, unfinished_product=None)
+    _put(
+        kernels + "skinny",
+        Unfinished=type(None),
+        compressed_product=None,
+        fits_unfinished=lambda x, base: False,
+        unfinished_product=None,
+    )
     _put(
         "flashinfer",
         BatchDecodeWithPagedKVCacheWrapper=_DecodeWrapper,

@@ -81,8 +81,9 @@ class Model:
     def spec(self) -> ModelSpec:
         return read_spec(self.folder)
 
-    def decoder(self, dtype: torch.dtype) -> Decoder:
-        return load_decoder(ResolvedModel(self.folder.name, self.folder, self.spec), DEVICE, dtype, seed=0)
+    def decoder(self, dtype: torch.dtype, *, compress: bool = False) -> Decoder:
+        resolved = ResolvedModel(self.folder.name, self.folder, self.spec)
+        return load_decoder(resolved, DEVICE, dtype, seed=0, compress=compress)
 
     def reference_in(self, dtype: torch.dtype) -> PreTrainedModel:
         reference: PreTrainedModel = type(self.reference).from_pretrained(self.folder, dtype=dtype).to(DEVICE).eval()

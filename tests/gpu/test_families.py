@@ -82,13 +82,19 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(name: str, model_of: Callabl
     _check_half_precision(name, model_of(name), BF16)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_compressed_weights_are_as_near(name: str, model_of: Callable[[str], Model]) -> None:
+    _check_half_precision(name, model_of(name), BF16, compress=True)
+
+
 def test_fp16_is_as_near_to_fp32_as_transformers_is(model_of: Callable[[str], Model]) -> None:
     _check_half_precision("llama", model_of("llama"), FP16)
 
 
-def _check_half_precision(name: str, model: Model, dtype: torch.dtype) -> None:
+def _check_half_precision(name: str, model: Model, dtype: torch.dtype, *, compress: bool = False) -> None:
     """With captured graphs and without: errors of the log-probabilities of the tokens that the engine has chosen."""
-    decoder, theirs = model.decoder(dtype), model.reference_in(dtype)
+    decoder, theirs = model.decoder(dtype, compress=compress), model.reference_in(dtype)
+    assert decoder.weights.is_compressed == compress
     for is_captured in (True, False):
         online = Overlapped(decoder, max_num_seqs=12)
         assert online.runner is not None

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.products import product
 
 CUDA = torch.device("cuda")
@@ -27,11 +28,12 @@ def test_a_product_of_a_few_rows(shape: tuple[int, int], num_rows: int, dtype: t
     num_out, num_in = shape
     x = torch.randn(num_rows, num_in, device=CUDA, dtype=dtype)
     weight = torch.randn(num_out, num_in, device=CUDA, dtype=dtype) * num_in**-0.5
-    assert fits_unfinished(x, weight)
     for bias in (None, torch.randn(num_out, device=CUDA, dtype=dtype)):
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         _close(product(x, weight, bias), exact)
-        sums, _, delta = unfinished_product(x, weight, bias, None)
+        base = FusedLinear((), (), weight, bias)
+        assert fits_unfinished(x, base)
+        sums, _, delta = unfinished_product(x, base, None)
         assert delta is None
         _close(sums.double().sum(0), exact)
     out = torch.empty(num_rows, num_out, device=CUDA, dtype=dtype)
@@ -49,10 +51,11 @@ def test_a_product_is_the_same_however_many_sms_it_is_cut_for(shape: tuple[int, 
     num_out, num_in = shape
     x = torch.randn(num_rows, num_in, device=CUDA, dtype=torch.bfloat16)
     weight = torch.randn(num_out, num_in, device=CUDA, dtype=torch.bfloat16) * num_in**-0.5
-    whole = unfinished_product(x, weight, None, None).sums
+    base = FusedLinear((), (), weight)
+    whole = unfinished_product(x, base, None).sums
     for count in (8, 16, 24, 32, 40, 48, 64, 80, 96):
         with sms_at_hand(count):
-            assert torch.equal(unfinished_product(x, weight, None, None).sums, whole), count
+            assert torch.equal(unfinished_product(x, base, None).sums, whole), count
 
 
 @torch.inference_mode()

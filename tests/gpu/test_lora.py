@@ -23,7 +23,7 @@ from cotenant.models.lora import LoraAdapter
 from cotenant.models.lora_stacks import GroupedLora, LoraStacks
 from cotenant.models.skinny_tiling import sms_at_hand
 from cotenant.models.spec import ModelSpec
-from cotenant.models.weights import DecoderWeights, LayerWeights, allocate
+from cotenant.models.weights import DecoderWeights, LayerWeights, allocate, with_compressed
 
 CUDA = torch.device("cuda")
 LLAMA_8B = ModelSpec("llama", 32, 4096, 14336, 32, 8, 128, 1024, 4096)
@@ -270,7 +270,8 @@ def test_a_row_does_not_depend_on_the_others(num_rows: int) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_rows", [8, 32, 64])
-def test_adapters_leave_a_products_own_sums_as_they_are(num_rows: int) -> None:
+@pytest.mark.parametrize("is_compressed", [False, True])
+def test_adapters_leave_a_products_own_sums_as_they_are(num_rows: int, is_compressed: bool) -> None:
     """Not one bit, however many SMs it is cut for; nor does what is computed beside it depend on those."""
     from cotenant.models.kernels.lora_shrink import find_pieces
     from cotenant.models.kernels.skinny import unfinished_product
@@ -281,15 +282,17 @@ def test_adapters_leave_a_products_own_sums_as_they_are(num_rows: int) -> None:
     stacks.ranks[:] = [16, 16]
     grouped = GroupedLora.of(stacks, [(0, 1, 1, -1)[row % 4] for row in range(num_rows)])
     grouped = replace(grouped, pieces=find_pieces(grouped.slots, grouped.ranks))
-    for base in _bases(_random_weights(spec, torch.bfloat16).layers[0]):
+    weights = _random_weights(spec, torch.bfloat16)
+    for base in _bases((with_compressed(weights) if is_compressed else weights).layers[0]):
+        assert (base.compressed is not None) == is_compressed
         x = torch.randn(num_rows, base.weight.shape[1], device=CUDA).to(torch.bfloat16)
         adapters = grouped.group(base, 0)
-        alone, beside = (unfinished_product(x, base.weight, None, each) for each in (None, adapters))
+        alone, beside = (unfinished_product(x, base, each) for each in (None, adapters))
         assert torch.equal(beside.sums, alone.sums)
         assert beside.delta is not None
         for count in (16, 48, 80):
             with sms_at_hand(count):
-                few = unfinished_product(x, base.weight, None, adapters)
+                few = unfinished_product(x, base, adapters)
             assert torch.equal(few.sums, alone.sums)
             assert few.delta is not None
             has_adapter = grouped.slots >= 0

@@ -140,6 +140,7 @@ def colocate(
         int, typer.Option(min=0, help="Longer requests of a trace are left out. 0: as long as the load needs.")
     ] = 0,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
+    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     label: Annotated[str, typer.Option(help="A name for these figures.")] = "cotenant",
@@ -161,7 +162,7 @@ def colocate(
     tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
     scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace else []
-    chosen, limit = model_to_measure(model, load_format, dtype, device)
+    chosen, limit = model_to_measure(model, load_format, dtype, device, compress_weights=compress_weights)
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
     seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)

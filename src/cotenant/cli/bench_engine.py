@@ -46,6 +46,7 @@ def engine(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
+    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     max_num_batched_tokens: Annotated[int, typer.Option(help="0: as the server chooses.")] = 0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No captured graphs.")] = False,
@@ -60,7 +61,7 @@ def engine(
     sizes = whole_numbers(batch_sizes, "batch-sizes")
     adapters = whole_numbers(num_adapters, "num-adapters") if num_adapters else []
     most = max([*sizes, lora_batch_size if adapters else 1])
-    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
+    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization, compress_weights)
     lengths = _prompt_lengths(prompt_lengths, model, limit)
     _check_context(context, num_steps, most, model, limit)
     check_outputs(json=json_path)

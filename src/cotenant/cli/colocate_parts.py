@@ -15,6 +15,7 @@ _SAME = (
     "model",
     "load_format",
     "dtype",
+    "compressed",
     "device",
     "num_sms",
     "training",
@@ -37,7 +38,8 @@ def read_report(path: Path) -> Report:
         raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
-    return {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "load_format": load_format, **report}
+    defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False}
+    return {**defaults, "load_format": load_format, **report}
 
 
 def go_on_with(report: Report, before: Report) -> Report:

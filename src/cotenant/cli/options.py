@@ -15,6 +15,7 @@ import typer
 import yaml
 
 from cotenant.config import (
+    COMPRESS_WEIGHTS,
     DEVICES,
     DTYPES,
     LOAD_FORMATS,
@@ -63,6 +64,12 @@ _ALL_FLAGS = (
     Flag("max-model-len", ModelConfig, "max_model_len", "Longest prompt plus answer, in tokens."),
     Flag("dtype", ModelConfig, "dtype", f"Of weights and KV cache: {', '.join(DTYPES)}."),
     Flag("quantization", ModelConfig, "quantization", f"Of weights: none (default) or {', '.join(QUANTIZATIONS)}."),
+    Flag(
+        "compress-weights",
+        ModelConfig,
+        "compress_weights",
+        f"Let decode steps read copies of the weights that are compressed without loss: {', '.join(COMPRESS_WEIGHTS)}.",
+    ),
     Flag("load-format", ModelConfig, "load_format", f"{' or '.join(LOAD_FORMATS)}; dummy means random weights."),
     Flag("device", ModelConfig, "device", f"{', '.join(DEVICES)}."),
     Flag("seed", ModelConfig, "seed", "Of random weights."),
@@ -299,10 +306,22 @@ def whole_numbers(text: str, flag: str) -> list[int]:
 
 
 def model_to_measure(
-    model: str, load_format: str, dtype: str, device: str, quantization: str | None = None
+    model: str,
+    load_format: str,
+    dtype: str,
+    device: str,
+    quantization: str | None = None,
+    compress_weights: str = "auto",
 ) -> tuple[ModelConfig, int]:
     """For the commands that load a model themselves: what they load, and the tokens that it takes. Raises CotenantError
     for what cannot be loaded."""
     method = None if quantization == _NO_QUANTIZATION else quantization
-    chosen = ModelConfig(model, load_format=load_format, dtype=dtype, device=device, quantization=method)
+    chosen = ModelConfig(
+        model,
+        load_format=load_format,
+        dtype=dtype,
+        device=device,
+        quantization=method,
+        compress_weights=compress_weights,
+    )
     return chosen, resolve_model(chosen).spec.max_position_embeddings

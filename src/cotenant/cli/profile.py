@@ -37,13 +37,14 @@ def profile(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
+    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
 ) -> None:
     """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
     and keep the latencies in the data folder: a server that starts there plans with them from its first iteration. What
     else it meets it learns by itself."""
-    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization)
+    chosen, limit = model_to_measure(model, load_format, dtype, device, quantization, compress_weights)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
     from cotenant.runtime.build import default_tasklet_tokens

@@ -29,6 +29,7 @@ def serve(
     max_model_len: Annotated[int | None, option("max-model-len")] = None,
     dtype: Annotated[str | None, option("dtype")] = None,
     quantization: Annotated[str | None, option("quantization")] = None,
+    compress_weights: Annotated[str | None, option("compress-weights")] = None,
     load_format: Annotated[str | None, option("load-format")] = None,
     device: Annotated[str | None, option("device")] = None,
     seed: Annotated[int | None, option("seed")] = None,

@@ -16,7 +16,12 @@ from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
 from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.rope import rope_and_cache
-from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, unfinished_product
+from cotenant.models.kernels.skinny import (
+    Unfinished,
+    compressed_product,
+    fits_unfinished,
+    unfinished_product,
+)
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.products import product
@@ -91,6 +96,9 @@ class CudaForward:
 
     def logits(self, normed: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, hidden] after the final norm -> [rows, vocab], in the model's dtype; written to ``out`` if given."""
+        compressed = self._weights.compressed_head
+        if compressed is not None and len(normed) <= MAX_ROWS:
+            return compressed_product(normed, compressed, out)
         return product(normed, self._weights.head, out=out)
 
 
@@ -104,6 +112,6 @@ def _linear(
     x: torch.Tensor, base: FusedLinear, layer: int, spans: Sequence[AdapterSpan], grouped: GroupedLora | None
 ) -> torch.Tensor | Unfinished:
     """For a few rows the kernel that follows finishes the product: what would be launches of its own costs nothing."""
-    if spans or not fits_unfinished(x, base.weight):
+    if spans or not fits_unfinished(x, base):
         return linear(x, base, layer, spans, grouped)
-    return unfinished_product(x, base.weight, base.bias, None if grouped is None else grouped.group(base, layer))
+    return unfinished_product(x, base, None if grouped is None else grouped.group(base, layer))

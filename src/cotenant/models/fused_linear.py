@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cotenant.models.compressed import CompressedWeight
 from cotenant.models.products import product
 
 
@@ -18,6 +19,7 @@ class FusedLinear:
     sizes: tuple[int, ...]
     weight: torch.Tensor  # [sum of sizes, in], frozen
     bias: torch.Tensor | None = None  # [sum of sizes], frozen
+    compressed: CompressedWeight | None = None  # the same as ``weight``, for decode steps
 
     def columns(self) -> Iterator[tuple[str, slice]]:
         """Each module with its slice of the output's columns."""

@@ -19,7 +19,7 @@ from cotenant.models.quantization import require_support
 from cotenant.models.registry import ResolvedModel
 from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
-from cotenant.models.weights import DecoderWeights, Target, allocate, targets
+from cotenant.models.weights import DecoderWeights, Target, allocate, targets, with_compressed
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that this decoder does not apply
 _INIT_STD = 0.02
@@ -28,16 +28,28 @@ _PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
 
 
 def load_decoder(
-    resolved: ResolvedModel, device: torch.device, dtype: torch.dtype, seed: int, quantization: str | None = None
+    resolved: ResolvedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    quantization: str | None = None,
+    *,
+    compress: bool = False,
 ) -> Decoder:
-    """Put a model on a device. ``seed`` decides random weights; ``quantization`` is None or "fp8".
+    """Put a model on a device. ``seed`` decides random weights; ``quantization`` is None or "fp8". ``compress``: decode
+    steps read compressed copies of the matrices.
 
     Raises NotFoundError if the folder holds no safetensors, InvalidInputError naming file and tensors if they do not
     make up the model that its config describes, or if the device cannot run it quantised.
     """
     if quantization is not None:
         require_support(quantization, device, dtype, resolved.spec)
-    return Decoder(resolved.spec, load_weights(resolved, device, dtype, seed, quantization))
+    weights = load_weights(resolved, device, dtype, seed, quantization)
+    if compress:
+        weights = with_compressed(weights)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of what matrices were compressed by
+    return Decoder(resolved.spec, weights)
 
 
 def load_weights(

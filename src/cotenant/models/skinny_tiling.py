@@ -14,10 +14,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from cotenant.models.compressed import MAX_SPLITS
+
 MAX_ROWS = 64
 # The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
 _MAX_SPLIT_PROGRAMS = 264
 _MIN_SPLIT_DEPTH = 512
+_HOPPER_SMS = 132
+_MAX_COMPRESSED_STAGES = 5
 # So many SMs that read ahead come near all of the memory's bandwidth, on a GPU whose SMs have so much shared memory.
 _ENOUGH_SMS = 64
 _LARGE_SHARED_BYTES = 200 * 1024
@@ -57,6 +61,35 @@ class Tiling(NamedTuple):
     def stage_bytes(self) -> int:
         """Shared memory of each stage, for elements of two bytes."""
         return (self.rows + self.columns) * self.depth * 2
+
+
+class CompressedTiling(NamedTuple):
+    """How a product with a compressed matrix is cut: ``rows`` of the input at once, 128 columns of the output per
+    program, 128 input features per turn, and the input features over ``splits`` programs. One stage fewer than
+    ``num_stages`` is read ahead."""
+
+    rows: int
+    splits: int
+    num_stages: int
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of what a turn reads."""
+        return self.rows * 128 * 2 + 128 * 128 * 3 // 2
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory that sums pass through in the end."""
+        return self.rows * 128 * 2
+
+    def leaving_room(self) -> CompressedTiling:
+        """For a launch that has programs of other work behind the product's: beside one of the product's on an SM there
+        is room for one of them."""
+        return self._replace(num_stages=min(self.num_stages, 4))
+
+    def runs_at_once(self, num_out: int) -> bool:
+        """Whether each program has an SM of a Hopper GPU to itself. Follows from the shape."""
+        return num_out // 128 * self.splits <= _HOPPER_SMS
 
 
 class Multiprocessors(NamedTuple):
@@ -119,6 +152,27 @@ def _of_many_columns(rows: int, num_out: int, num_in: int, sms: Multiprocessors)
     if stages < 3 and num_out % 128 == 0:
         return wide._replace(num_stages=max(3, min(wide.num_stages, sms.stages(wide, num_out // 128))))
     return narrow._replace(num_stages=max(3, min(6, stages)))
+
+
+def choose_compressed_tiling(
+    num_rows: int, num_out: int, num_in: int, sms: Multiprocessors, *, is_finished: bool = False
+) -> CompressedTiling:
+    """For a matrix that ``compressed.compress`` took; ``is_finished``: not in parts. A program is slower to decode than
+    memory is to bring, so there are as many as a Hopper GPU has SMs, where the shape allows."""
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
+    num_blocks, splits = num_out // 128, 1
+    while (
+        not is_finished
+        and splits < MAX_SPLITS
+        and 2 * splits * num_blocks <= _HOPPER_SMS
+        and num_in >= 2 * splits * _MIN_SPLIT_DEPTH
+    ):
+        splits *= 2
+    tiling = CompressedTiling(rows, splits, _MAX_COMPRESSED_STAGES)
+    most_each = -(-num_blocks * splits // sms.num)
+    each_bytes = (sms.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES
+    stages = (each_bytes - tiling.sums_bytes) // tiling.stage_bytes + 1
+    return tiling._replace(num_stages=max(3, min(_MAX_COMPRESSED_STAGES, stages)))
 
 
 def _split(rows: int, num_out: int, num_in: int) -> Tiling | None:

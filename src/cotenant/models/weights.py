@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cotenant.core.module_pattern import module_name
+from cotenant.models.compressed import CompressedWeight, compress
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.quantization import FP8, Fp8Linear, quantize_rows
@@ -35,6 +36,17 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
     head: torch.Tensor  # [vocab, hidden]
+    compressed_head: CompressedWeight | None = None  # the same, for decode steps
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether decode steps read compressed copies of matrices, of a layer's first at least."""
+        return self.layers[0].qkv.compressed is not None
+
+    @property
+    def share_read(self) -> float:
+        """Of the layers' bytes, those that a decode step reads."""
+        return 0.75 if self.is_compressed else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,19 @@ def allocate(
     )
     head = embedding if spec.tie_word_embeddings else empty(spec.vocab_size, spec.hidden_size)
     return DecoderWeights(embedding, layers, empty(spec.hidden_size), head)
+
+
+def with_compressed(weights: DecoderWeights) -> DecoderWeights:
+    """``weights``, filled, and beside each of their matrices that can be compressed what decode steps read instead."""
+
+    def add(base: FusedLinear) -> FusedLinear:
+        return replace(base, compressed=compress(base.weight))
+
+    layers = tuple(
+        replace(layer, qkv=add(layer.qkv), output=add(layer.output), gate_up=add(layer.gate_up), down=add(layer.down))
+        for layer in weights.layers
+    )
+    return replace(weights, layers=layers, compressed_head=compress(weights.head))
 
 
 def targets(spec: ModelSpec, weights: DecoderWeights) -> dict[str, Target]:

@@ -19,6 +19,7 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
 from cotenant.models.registry import ResolvedModel, resolve_model
+from cotenant.runtime.compression import compresses
 from cotenant.runtime.sizing import num_pages
 from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
 
@@ -81,7 +82,12 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
             config.coexecution.policy,
         )
     decoder = load_decoder(
-        resolved, device.torch_device, dtype, config.model.seed, quantization=config.model.quantization
+        resolved,
+        device.torch_device,
+        dtype,
+        config.model.seed,
+        quantization=config.model.quantization,
+        compress=compresses(config.model, device, resolved.spec, dtype),
     )
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]

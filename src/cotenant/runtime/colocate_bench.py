@@ -186,6 +186,7 @@ class ColocateBench:
         return {
             "model": serving.resolved.name,
             "dtype": str(serving.decoder.dtype).removeprefix("torch."),
+            "compressed": serving.decoder.weights.is_compressed,
             "device": serving.device.name,
             "num_sms": serving.device.num_multiprocessors,
             "training": asdict(self._workload),

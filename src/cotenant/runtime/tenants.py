@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from cotenant.config import ServerConfig
 from cotenant.core.plan import Slo
 from cotenant.device.base import Device
@@ -93,10 +91,10 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     trains = config.coexecution.trains
     serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
-    model = " ".join(
-        filter(None, (serving.resolved.name, str(decoder.dtype).removeprefix("torch."), config.model.quantization))
-    )
-    prior = _prior(spec, decoder.dtype, config.model.quantization, device)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    compressed = "compressed" if decoder.weights.is_compressed else None
+    model = " ".join(filter(None, (serving.resolved.name, dtype, config.model.quantization, compressed)))
+    prior = _prior(spec, decoder, config.model.quantization, device)
     predictor = LatencyPredictor(device.name, model, prior)
     latencies = LatencyFile(Path(config.data_dir), device.name, model)
     num_records = latencies.load(predictor)
@@ -123,8 +121,9 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     return Tenants(serving, lanes, training, executor, predictor, latencies, slo, fuse, trace)
 
 
-def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device: Device) -> Prior | None:
+def _prior(spec: ModelSpec, decoder: Decoder, quantization: str | None, device: Device) -> Prior | None:
     """None for a device whose rates nobody knows, a CPU above all."""
+    element_bytes = decoder.dtype.itemsize
     rates = RATES.get(device.name)
     if rates is None and device.clocks is not None:
         capability, sm_hz, bytes_per_s = device.clocks
@@ -139,8 +138,8 @@ def _prior(spec: ModelSpec, dtype: torch.dtype, quantization: str | None, device
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         vocab_size=spec.vocab_size,
-        bytes_per_weight=dtype.itemsize if quantization is None else 1.0,
-        bytes_per_element=dtype.itemsize,
+        bytes_per_weight=element_bytes * decoder.weights.share_read if quantization is None else 1.0,
+        bytes_per_element=element_bytes,
     )
     return Prior(Roofline(sizes, rates))
 

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from cotenant.models.compressed import CompressedWeight
+from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.kernels import compressed
 from cotenant.models.kernels.lora import Delta
 from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
@@ -23,6 +26,7 @@ from cotenant.models.skinny_tiling import (
     MAX_ROWS,
     Multiprocessors,
     Tiling,
+    choose_compressed_tiling,
     choose_tiling,
     leave_room,
     num_sms_at_hand,
@@ -49,18 +53,17 @@ class Unfinished(NamedTuple):
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether ``skinny_product`` takes this product, and is meant for it."""
-    return x.shape[0] <= _MAX_FINISHED_ROWS and fits_unfinished(x, weight)
+    return x.shape[0] <= _MAX_FINISHED_ROWS and _is_few_rows(x, weight) and _choose_tiling(x, weight) is not None
 
 
-def fits_unfinished(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def fits_unfinished(x: torch.Tensor, base: FusedLinear) -> bool:
     """Whether ``unfinished_product`` takes this product, and is meant for it."""
-    return (
-        x.shape[0] <= MAX_ROWS
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.dtype == weight.dtype
-        and x.is_contiguous()
-        and _choose_tiling(x, weight) is not None
-    )
+    return _is_few_rows(x, base.weight) and (base.compressed is not None or _choose_tiling(x, base.weight) is not None)
+
+
+def _is_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.shape[0] <= MAX_ROWS and is_half and x.dtype == weight.dtype and x.is_contiguous()
 
 
 def skinny_product(
@@ -76,24 +79,53 @@ def skinny_product(
     return out
 
 
-def unfinished_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, adapters: GroupAdapters | None
-) -> Unfinished:
+def unfinished_product(x: torch.Tensor, base: FusedLinear, adapters: GroupAdapters | None) -> Unfinished:
     """The same with every row's adapter, if there are any, for what ``fits_unfinished``. Adapters do not change the
-    product's own sums by a bit. From 33 rows on a row's bits differ from those of fewer rows, which are cut otherwise.
+    product's own sums by a bit. From 33 rows on a row's bits differ from those of fewer rows, which are cut otherwise;
+    those of a compressed matrix do not.
     """
     assert adapters is None or len(adapters.slots) == len(x), f"{len(adapters.slots)} slots for {len(x)} rows"
-    tiling = _tiling_of(x, weight)
-    num_out = weight.shape[0]
-    shape = (tiling.splits, x.shape[0], num_out)
-    sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
+    if base.compressed is not None:
+        return _unfinished_compressed(x, base.compressed, base.bias, adapters)
+    tiling = _tiling_of(x, base.weight)
+    num_out = base.weight.shape[0]
+    sums = _room_for_sums(x, num_out, tiling.splits)
     shrink = None
     if adapters is not None:
         sms = _multiprocessors(x.device)
         shrink = plan_shrink(x, adapters, all_at_once=runs_at_once(tiling, num_out, sms.shared_bytes))
         tiling = leave_room(tiling, num_out, sms)
-    _launch(x, weight, bias, sums, tiling, shrink)
+    _launch(x, base.weight, base.bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
+
+
+def compressed_product(x: torch.Tensor, weight: CompressedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T`` of up to 64 rows, finished; written to ``out`` [rows, out] if given."""
+    num_out, num_in = weight.shape
+    if out is None:
+        out = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
+    tiling = choose_compressed_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device), is_finished=True)
+    compressed.launch(x, weight, None, out, tiling, None)
+    return out
+
+
+def _unfinished_compressed(
+    x: torch.Tensor, weight: CompressedWeight, bias: torch.Tensor | None, adapters: GroupAdapters | None
+) -> Unfinished:
+    num_out, num_in = weight.shape
+    tiling = choose_compressed_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device))
+    sums = _room_for_sums(x, num_out, tiling.splits)
+    shrink = None
+    if adapters is not None:
+        shrink = plan_shrink(x, adapters, all_at_once=tiling.runs_at_once(num_out))
+        tiling = tiling.leaving_room()
+    compressed.launch(x, weight, bias, sums, tiling, shrink)
+    return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
+
+
+def _room_for_sums(x: torch.Tensor, num_out: int, splits: int) -> torch.Tensor:
+    shape = (splits, x.shape[0], num_out)
+    return torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
 
 
 def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:

@@ -1,0 +1,66 @@
+"""Whether decode steps read compressed copies of the weights: `--compress-weights`."""
+
+from __future__ import annotations
+
+import torch
+
+from cotenant.config import ModelConfig
+from cotenant.core.errors import InvalidInputError
+from cotenant.device import Device
+from cotenant.models.compressed import BLOCK_COLUMNS, compressed_bytes, is_compressible
+from cotenant.models.lora import MODULE_GROUPS
+from cotenant.models.products import has_triton
+from cotenant.models.spec import ModelSpec
+
+# Of the device's memory, that "auto" gives to the copies: so much less is left for the KV cache and for jobs.
+_MOST = 1 / 8
+_MIN_CAPABILITY = (9, 0)  # whose tensor cores take what was decoded from registers
+
+
+def compresses(config: ModelConfig, device: Device, spec: ModelSpec, dtype: torch.dtype) -> bool:
+    """Raises InvalidInputError, saying why and what to do, where it was asked for and cannot be done."""
+    if config.compress_weights == "off":
+        return False
+    problem = _problem(config, device.torch_device, spec, dtype)
+    if problem is None:
+        _, total = device.memory_bytes()
+        return config.compress_weights == "on" or copy_bytes(spec) <= _MOST * total
+    if config.compress_weights == "on":
+        raise InvalidInputError(f"--compress-weights on: {problem}; leave it out", param="compress-weights")
+    return False
+
+
+def copy_bytes(spec: ModelSpec) -> int:
+    """What the copies of a model's matrices take, in addition to the weights."""
+    layers = spec.num_layers * sum(compressed_bytes(*shape) for shape in _shapes(spec).values())
+    head = (spec.vocab_size, spec.hidden_size)
+    return layers + (compressed_bytes(*head) if is_compressible(*head) else 0)
+
+
+def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or not has_triton():
+        return f"needs an NVIDIA GPU and Triton, not the device {device}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        found, needed = (".".join(map(str, each)) for each in (capability, _MIN_CAPABILITY))
+        return f"needs compute capability {needed} or more, but {torch.cuda.get_device_name(device)} has {found}"
+    if config.quantization is not None:
+        return f"weights in {config.quantization} are smaller already"
+    if dtype != torch.bfloat16:
+        return f"goes with --dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
+    for modules, (num_out, num_in) in _shapes(spec).items():
+        if not is_compressible(num_out, num_in):
+            return (
+                f"needs matrices whose sizes are multiples of {BLOCK_COLUMNS}, but that of {' and '.join(modules)} is "
+                f"{num_out} by {num_in}"
+            )
+    return None
+
+
+def _shapes(spec: ModelSpec) -> dict[tuple[str, ...], tuple[int, int]]:
+    """(out, in) of a layer's fused matrices."""
+    shapes: dict[tuple[str, ...], tuple[int, int]] = {}
+    for modules in MODULE_GROUPS:
+        sizes = [spec.module_shape(module) for module in modules]
+        shapes[modules] = (sum(num_out for num_out, _ in sizes), sizes[0][1])
+    return shapes
