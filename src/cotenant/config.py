@@ -29,7 +29,7 @@ POLICIES = (
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
-COMPRESS_WEIGHTS = ("auto", "on", "off")
+COMPRESS_WEIGHTS = ("off", "on")
 QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -54,14 +54,14 @@ def _require_target(value_ms: float | None, flag: str) -> None:
 class ModelConfig:
     """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows.
     ``quantization`` None: weights stay in ``dtype``. ``compress_weights``: whether decode steps read copies of the
-    matrices that are compressed without loss; "auto": where the device does, and has memory to spare."""
+    matrices that are compressed without loss."""
 
     model: str
     served_model_names: tuple[str, ...] = ()
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
-    compress_weights: str = "auto"
+    compress_weights: str = "off"
     device: str = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None

@@ -40,7 +40,7 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "served_model_name": ["a", "b"], "max_model_len": 512, "dtype": "float32", "load_format": "dummy",
         "device": "cpu", "seed": 7, "chat_template": "t.jinja", "page_tokens": 8, "num_pages": 99,
         "gpu_memory_utilization": 0.5, "max_num_seqs": 3, "max_num_batched_tokens": 77, "max_queue": 5, "max_loras": 2,
-        "enable_prefix_caching": False, "quantization": "fp8", "compress_weights": "off",
+        "enable_prefix_caching": False, "quantization": "fp8", "compress_weights": "on",
         "max_cpu_loras": 6, "enforce_eager": True,
         "cuda_graph_sizes": [1, 4], "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal",
         "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
@@ -77,9 +77,16 @@ def test_a_false_or_zero_flag_is_a_given_flag(tmp_path: Path) -> None:
 
 
 def test_the_command_line_can_undo_what_a_file_asks_for(tmp_path: Path) -> None:
-    file = yaml_file(tmp_path, "quantization: fp8\nenforce-eager: true\nenable-prefix-caching: false")
-    given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True}
+    asked = "quantization: fp8\nenforce-eager: true\nenable-prefix-caching: false\ncompress-weights: on"
+    file = yaml_file(tmp_path, asked)
+    given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True, "compress_weights": "off"}
     assert build_config("tiny", given, file) == build_config("tiny", {}, None)
+
+
+@pytest.mark.parametrize("value", ["on", "off", "'on'", "'off'"])
+def test_on_and_off_may_be_what_yaml_makes_of_them(value: str, tmp_path: Path) -> None:
+    config = build_config("tiny", {}, yaml_file(tmp_path, f"compress-weights: {value}"))
+    assert config.model.compress_weights == value.strip("'")
 
 
 def test_one_graph_size_needs_no_list(tmp_path: Path) -> None:
@@ -137,6 +144,7 @@ def test_an_empty_name_is_refused() -> None:
         ("prot: 8000", "unknown key 'prot'"),
         ("enable-prefix-cache: true", "unknown key 'enable-prefix-cache'"),
         ("enable-prefix-caching: 1", "--enable-prefix-caching: expected 'bool', got 'int'"),
+        ("compress-weights: auto", "--compress-weights: must be one of off, on"),
         ("quantization: awq", "--quantization: must be none or one of fp8"),
         ("max-cpu-loras: 7", "--max-cpu-loras: must be at least --max-loras"),
         ("cuda-graph-sizes: [1, 0]", "--cuda-graph-sizes: must be at least 1"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotenant.models.compressed import CompressedWeight, compress, compressed_bytes, decompress
+from cotenant.models.compressed import CompressedWeight, compress, decompress
+from cotenant.models.loading import load_decoder
+from cotenant.models.registry import ARCHITECTURES, ResolvedModel
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:
@@ -45,7 +49,7 @@ def test_every_bit_comes_back(blocks: tuple[int, int], scale: float, seed: int, 
 def test_of_normal_weights_three_quarters_of_the_bytes_are_left() -> None:
     weight = _normal(1024, 1024)
     compressed = _compressed(weight)
-    assert compressed.blocks.nbytes == compressed_bytes(*weight.shape) == weight.nbytes * 3 // 4
+    assert compressed.blocks.nbytes == weight.nbytes * 3 // 4
     assert compressed.places.nbytes + compressed.values.nbytes < 0.01 * weight.nbytes
     listed = int((compressed.places >= 0).sum())
     assert 0 < listed < 3e-4 * weight.numel()
@@ -90,6 +94,29 @@ def test_stand_ins_are_what_the_kernel_subtracts() -> None:
 )
 def test_what_gains_nothing_is_left_as_it_is(weight: torch.Tensor) -> None:
     assert compress(weight) is None
+
+
+def test_a_decoder_has_a_copy_of_each_matrix_that_can_be_compressed() -> None:
+    """Beside the matrices, which stay as they are; a vocabulary of odd size leaves the head without."""
+    small = {"num_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "num_kv_heads": 1}
+    spec = replace(ARCHITECTURES["llama-3.1-8b"], **small, head_dim=64, vocab_size=1000)
+    resolved = ResolvedModel("m", None, spec, random_weights=True)
+    plain, ours = (
+        load_decoder(resolved, torch.device("cpu"), torch.bfloat16, seed=3, compress=compresses).weights
+        for compresses in (False, True)
+    )
+    assert (plain.is_compressed, plain.share_read, ours.is_compressed, ours.share_read) == (False, 1.0, True, 0.75)
+    for layer, same in zip(ours.layers, plain.layers, strict=True):
+        for name in ("qkv", "output", "gate_up", "down"):
+            base, expected = getattr(layer, name), getattr(same, name)
+            assert torch.equal(base.weight, expected.weight)
+            assert torch.equal(decompress(base.compressed), expected.weight)
+            assert expected.compressed is None
+    assert ours.compressed_head is None
+    tied = replace(spec, vocab_size=1024, tie_word_embeddings=True)
+    weights = load_decoder(replace(resolved, spec=tied), torch.device("cpu"), torch.bfloat16, 3, compress=True).weights
+    assert weights.compressed_head is not None
+    assert torch.equal(decompress(weights.compressed_head), weights.embedding)
 
 
 def test_a_block_lies_as_threads_multiply() -> None:

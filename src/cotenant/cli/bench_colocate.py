@@ -140,7 +140,7 @@ def colocate(
         int, typer.Option(min=0, help="Longer requests of a trace are left out. 0: as long as the load needs.")
     ] = 0,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
-    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
+    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     label: Annotated[str, typer.Option(help="A name for these figures.")] = "cotenant",

@@ -46,7 +46,7 @@ def engine(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
-    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
+    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
     device: Annotated[str, typer.Option()] = "auto",
     max_num_batched_tokens: Annotated[int, typer.Option(help="0: as the server chooses.")] = 0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No captured graphs.")] = False,

@@ -182,6 +182,8 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     values.setdefault("api_key", api_key_from_environment())
     if values.get("quantization") == _NO_QUANTIZATION:
         del values["quantization"]
+    if isinstance(values.get("compress_weights"), bool):  # as YAML reads on and off
+        values["compress_weights"] = "on" if values["compress_weights"] else "off"
     if "lora_modules" in values:
         values["lora_modules"] = _parse_lora_modules(values["lora_modules"])
     if "allowed_origins" in values:
@@ -311,7 +313,7 @@ def model_to_measure(
     dtype: str,
     device: str,
     quantization: str | None = None,
-    compress_weights: str = "auto",
+    compress_weights: str = "off",
 ) -> tuple[ModelConfig, int]:
     """For the commands that load a model themselves: what they load, and the tokens that it takes. Raises CotenantError
     for what cannot be loaded."""

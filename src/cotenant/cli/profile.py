@@ -37,7 +37,7 @@ def profile(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
-    compress_weights: Annotated[str, typer.Option(help="auto, on or off.")] = "auto",
+    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
     device: Annotated[str, typer.Option()] = "auto",
     data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
 ) -> None:

@@ -22,7 +22,7 @@ _MIN_LISTED = 64
 MAX_SPLITS = 4
 # With longer lists matrices stay as they are: of several thousand weights a kernel would read them no faster.
 _MAX_LISTED = 1024
-_ROWS_AT_ONCE = 8192
+_ROWS_AT_ONCE = 8192  # counting takes eight bytes for each weight
 
 
 class CompressedWeight(NamedTuple):
@@ -42,11 +42,6 @@ class CompressedWeight(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(out, in) of the matrix."""
         return self.blocks.shape[0] * BLOCK_COLUMNS, self.blocks.shape[1] * BLOCK_DEPTH
-
-
-def compressed_bytes(num_out: int, num_in: int) -> int:
-    """What the blocks take."""
-    return num_out * num_in * 3 // 2
 
 
 def is_compressible(num_out: int, num_in: int) -> bool:

@@ -87,7 +87,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         dtype,
         config.model.seed,
         quantization=config.model.quantization,
-        compress=compresses(config.model, device, resolved.spec, dtype),
+        compress=compresses(config.model, device.torch_device, resolved.spec, dtype),
     )
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]

@@ -6,35 +6,22 @@ import torch
 
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.device import Device
-from cotenant.models.compressed import BLOCK_COLUMNS, compressed_bytes, is_compressible
+from cotenant.models.compressed import BLOCK_COLUMNS, is_compressible
 from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
-# Of the device's memory, that "auto" gives to the copies: so much less is left for the KV cache and for jobs.
-_MOST = 1 / 8
 _MIN_CAPABILITY = (9, 0)  # whose tensor cores take what was decoded from registers
 
 
-def compresses(config: ModelConfig, device: Device, spec: ModelSpec, dtype: torch.dtype) -> bool:
+def compresses(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype) -> bool:
     """Raises InvalidInputError, saying why and what to do, where it was asked for and cannot be done."""
     if config.compress_weights == "off":
         return False
-    problem = _problem(config, device.torch_device, spec, dtype)
-    if problem is None:
-        _, total = device.memory_bytes()
-        return config.compress_weights == "on" or copy_bytes(spec) <= _MOST * total
-    if config.compress_weights == "on":
+    problem = _problem(config, device, spec, dtype)
+    if problem is not None:
         raise InvalidInputError(f"--compress-weights on: {problem}; leave it out", param="compress-weights")
-    return False
-
-
-def copy_bytes(spec: ModelSpec) -> int:
-    """What the copies of a model's matrices take, in addition to the weights."""
-    layers = spec.num_layers * sum(compressed_bytes(*shape) for shape in _shapes(spec).values())
-    head = (spec.vocab_size, spec.hidden_size)
-    return layers + (compressed_bytes(*head) if is_compressible(*head) else 0)
+    return True
 
 
 def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype) -> str | None:
