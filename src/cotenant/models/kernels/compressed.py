@@ -24,6 +24,21 @@ _DEPTH: tl.constexpr = tl.constexpr(BLOCK_DEPTH)
 _MAX_LISTED = 64  # at once
 _MAX_REGISTERS = {16: 168, 32: 168, 64: 255}  # by rows: three programs find room on an SM, or one
 _NUM_WARPS = 4  # whose threads the blocks are arranged for
+# Four weights from a register of their lower bytes ($2), one with four bits of each in a byte's lower or upper half
+# ($3), and four times the base ($4): sign and exponent are put together for all four, then interleaved with the bytes.
+_DECODING = """
+{
+    .reg .b32 signs, exponents, upper;
+    %s
+    and.b32 exponents, exponents, 0x07070707;
+    lop3.b32 upper, signs, 0x80808080, exponents, 0xEA;
+    add.u32 upper, upper, $4;
+    prmt.b32 $0, $2, upper, 0x5140;
+    prmt.b32 $1, $2, upper, 0x7362;
+}
+"""
+_LOWER: tl.constexpr = tl.constexpr(_DECODING % "shl.b32 signs, $3, 4; mov.b32 exponents, $3;")
+_UPPER: tl.constexpr = tl.constexpr(_DECODING % "mov.b32 signs, $3; shr.b32 exponents, $3, 4;")
 
 
 def launch(
@@ -140,8 +155,8 @@ def _product(
         inputs = x + row * num_in + index * _DEPTH + depth
         inputs_0 = tl.load(inputs, exists, other=0.0)
         inputs_1 = tl.load(inputs + _DEPTH // 2, exists, other=0.0)
-        total = tl.dot(_as_tile(_decode_lower(bytes_0, nibbles, bases)), inputs_0, total)
-        total = tl.dot(_as_tile(_decode_upper(bytes_1, nibbles, bases)), inputs_1, total)
+        total = tl.dot(_as_tile(_decode(bytes_0, nibbles, bases, _LOWER)), inputs_0, total)
+        total = tl.dot(_as_tile(_decode(bytes_1, nibbles, bases, _UPPER)), inputs_1, total)
     total = _add_listed(total, x, place, value, base, row, exists, num_in)
     for turn in range(1, TURNS):
         more = listed + turn * LISTED
@@ -166,41 +181,10 @@ def _add_listed(total, x, place, value, base, row, exists, num_in):
 
 
 @triton.jit
-def _decode_lower(values, nibbles, bases):
-    """Four weights of which the lower four bits of ``nibbles`` are the rest: sign and exponent are put together in a
-    register for all four, and each interleaved with its other byte."""
+def _decode(values, nibbles, bases, PTX: tl.constexpr):
     return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 sign, exponent, upper;
-            shl.b32 sign, $3, 4;
-            and.b32 exponent, $3, 0x07070707;
-            lop3.b32 upper, sign, 0x80808080, exponent, 0xEA;
-            add.u32 upper, upper, $4;
-            prmt.b32 $0, $2, upper, 0x5140;
-            prmt.b32 $1, $2, upper, 0x7362;
-        }
-        """,
-        "=r,=r,r,r,r", [values, nibbles, bases], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
-
-
-@triton.jit
-def _decode_upper(values, nibbles, bases):
-    return tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 shifted, exponent, upper;
-            shr.b32 shifted, $3, 4;
-            and.b32 exponent, shifted, 0x07070707;
-            lop3.b32 upper, $3, 0x80808080, exponent, 0xEA;
-            add.u32 upper, upper, $4;
-            prmt.b32 $0, $2, upper, 0x5140;
-            prmt.b32 $1, $2, upper, 0x7362;
-        }
-        """,
-        "=r,=r,r,r,r", [values, nibbles, bases], dtype=tl.bfloat16, is_pure=True, pack=4,
-    )  # fmt: skip
+        PTX, "=r,=r,r,r,r", [values, nibbles, bases], dtype=tl.bfloat16, is_pure=True, pack=4
+    )
 
 
 @triton.jit
