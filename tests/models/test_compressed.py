@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cotenant.models.compressed import CompressedWeight, compress, decompress
 from cotenant.models.loading import load_decoder
-from cotenant.models.registry import ARCHITECTURES, ResolvedModel
+from cotenant.models.registry import ARCHITECTURES, ResolvedModel, model_path, read_spec
 
 
 def _bits(weight: torch.Tensor) -> torch.Tensor:
@@ -117,6 +117,13 @@ def test_a_decoder_has_a_copy_of_each_matrix_that_can_be_compressed() -> None:
     weights = load_decoder(replace(resolved, spec=tied), torch.device("cpu"), torch.bfloat16, 3, compress=True).weights
     assert weights.compressed_head is not None
     assert torch.equal(decompress(weights.compressed_head), weights.embedding)
+
+
+def test_a_model_that_gains_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    resolved = ResolvedModel("tiny", model_path("tiny"), read_spec(model_path("tiny")))  # 192 wide
+    decoder = load_decoder(resolved, torch.device("cpu"), torch.bfloat16, seed=0, compress=True)
+    assert not decoder.weights.is_compressed
+    assert "none of the model's matrices gets smaller" in caplog.text
 
 
 def test_a_block_lies_as_threads_multiply() -> None:

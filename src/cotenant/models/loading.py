@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +21,8 @@ from cotenant.models.registry import ResolvedModel
 from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import DecoderWeights, Target, allocate, targets, with_compressed
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that this decoder does not apply
 _INIT_STD = 0.02
@@ -47,6 +50,8 @@ def load_decoder(
     weights = load_weights(resolved, device, dtype, seed, quantization)
     if compress:
         weights = with_compressed(weights)
+        if not weights.is_compressed:
+            logger.warning("--compress-weights on: none of the model's matrices gets smaller; decode steps read them")
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what matrices were compressed by
     return Decoder(resolved.spec, weights)

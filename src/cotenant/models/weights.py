@@ -27,6 +27,10 @@ class LayerWeights:
     gate_up: FusedLinear
     down: FusedLinear
 
+    @property
+    def matrices(self) -> tuple[FusedLinear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
@@ -40,8 +44,8 @@ class DecoderWeights:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether decode steps read compressed copies of matrices, of a layer's first at least."""
-        return self.layers[0].qkv.compressed is not None
+        """Whether decode steps read compressed copies of matrices, of one at least."""
+        return any(base.compressed is not None for layer in self.layers for base in layer.matrices)
 
     @property
     def share_read(self) -> float:
@@ -141,7 +145,7 @@ def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torc
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", layer.input_norm
         yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
-        for group in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for group in layer.matrices:
             for module, columns in group.columns():
                 scales = group.scales[columns] if isinstance(group, Fp8Linear) else None
                 view = group.weight[columns]
