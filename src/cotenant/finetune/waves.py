@@ -28,8 +28,7 @@ def wave_efficiency(spec: ModelSpec, num_tokens: int, num_multiprocessors: int) 
     """
     arithmetic = spent = 0.0
     for modules in MODULE_GROUPS:
-        shapes = [spec.module_shape(module) for module in modules]
-        num_out, num_in = sum(out for out, _ in shapes), shapes[0][1]
+        num_out, num_in = spec.group_shape(modules)
         for num_columns, depth in ((num_out, num_in), (num_in, num_out)):
             arithmetic += num_tokens * num_columns * depth
             spent += num_multiprocessors * depth * _time(num_tokens, num_columns, num_multiprocessors)

@@ -16,12 +16,7 @@ from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
 from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.rope import rope_and_cache
-from cotenant.models.kernels.skinny import (
-    Unfinished,
-    compressed_product,
-    fits_unfinished,
-    unfinished_product,
-)
+from cotenant.models.kernels.skinny import Unfinished, compressed_product, fits_unfinished, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.products import product

@@ -131,8 +131,7 @@ def _problem(quantization: str, device: torch.device, dtype: torch.dtype, spec: 
     if dtype not in _DTYPES:
         return f"goes with --dtype bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     for group in MODULE_GROUPS:
-        shapes = [spec.module_shape(module) for module in group]
-        num_out, num_in = sum(num_out for num_out, _ in shapes), shapes[0][1]
+        num_out, num_in = spec.group_shape(group)
         if num_out % _MULTIPLE or num_in % _MULTIPLE:
             return (
                 f"needs weights whose sizes are multiples of {_MULTIPLE}, but those of {' and '.join(group)} are "

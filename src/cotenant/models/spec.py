@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ class ModelSpec:
             "up_proj": (self.intermediate_size, self.hidden_size),
             "down_proj": (self.hidden_size, self.intermediate_size),
         }[module]
+
+    def group_shape(self, modules: Sequence[str]) -> tuple[int, int]:
+        """(out, in) features of modules that read the same input, as one matrix."""
+        shapes = [self.module_shape(module) for module in modules]
+        return sum(num_out for num_out, _ in shapes), shapes[0][1]
 
 
 def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelSpec:

@@ -91,9 +91,8 @@ def allocate(
         return torch.empty(shape, device=device, dtype=dtype)
 
     def fused(modules: tuple[str, ...], has_bias: bool) -> FusedLinear:
-        shapes = [spec.module_shape(module) for module in modules]
-        sizes = tuple(num_out for num_out, _ in shapes)
-        num_out, num_in = sum(sizes), shapes[0][1]
+        sizes = tuple(spec.module_shape(module)[0] for module in modules)
+        num_out, num_in = spec.group_shape(modules)
         bias = empty(num_out) if has_bias else None
         if quantization is None:
             return FusedLinear(modules, sizes, empty(num_out, num_in), bias)

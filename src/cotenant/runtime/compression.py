@@ -35,19 +35,11 @@ def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: 
         return f"weights in {config.quantization} are smaller already"
     if dtype != torch.bfloat16:
         return f"goes with --dtype bfloat16, not {str(dtype).removeprefix('torch.')}"
-    for modules, (num_out, num_in) in _shapes(spec).items():
+    for modules in MODULE_GROUPS:
+        num_out, num_in = spec.group_shape(modules)
         if not is_compressible(num_out, num_in):
             return (
                 f"needs matrices whose sizes are multiples of {BLOCK_COLUMNS}, but that of {' and '.join(modules)} is "
                 f"{num_out} by {num_in}"
             )
     return None
-
-
-def _shapes(spec: ModelSpec) -> dict[tuple[str, ...], tuple[int, int]]:
-    """(out, in) of a layer's fused matrices."""
-    shapes: dict[tuple[str, ...], tuple[int, int]] = {}
-    for modules in MODULE_GROUPS:
-        sizes = [spec.module_shape(module) for module in modules]
-        shapes[modules] = (sum(num_out for num_out, _ in sizes), sizes[0][1])
-    return shapes
