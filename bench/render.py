@@ -171,9 +171,8 @@ SECTIONS = (
     Section(
         "colocate_compressed_h100.json",
         "On a GPU: steady sequences that read compressed weights",
-        "On an H100, `--compress-weights off` and below it `on`, which was measured first. Steps without training are"
-        " 11% shorter, harvest is the same within a point: gained are half a point at 15 and at 25 ms, lost is one at"
-        " 40.",
+        "On an H100, `--compress-weights off` and below it `on`, which was measured first. Steps without training are "
+        "11% shorter, harvest is the same within a point: 0.5 more at 15 and at 25 ms, 0.6 less at 40.",
     ),
     Section(
         "colocate_compressed_conv_h100.json",
