@@ -15,7 +15,7 @@ import torch
 # What a program of the kernel takes at once. Blocks lie one behind the other as it reads them.
 BLOCK_COLUMNS = 128
 BLOCK_DEPTH = 128
-_BLOCK_BYTES = BLOCK_COLUMNS * BLOCK_DEPTH * 3 // 2
+BLOCK_BYTES = BLOCK_COLUMNS * BLOCK_DEPTH * 3 // 2
 _NUM_EXPONENTS = 8  # pairs of neighbouring ones
 # So many places are in a list, or twice, four times ... as many: 16 at least for each part that a product is cut into.
 _MIN_LISTED = 64
@@ -67,7 +67,7 @@ def compress(weight: torch.Tensor) -> CompressedWeight | None:
     lower = (bits & 0xFF).to(torch.uint8).masked_fill_(listed, 0)
     nibbles = (((bits >> 12) & 0x08).to(torch.uint8) | (upper - base)).masked_fill_(listed, 0)
     blocks = torch.empty(
-        (num_out // BLOCK_COLUMNS, num_in // BLOCK_DEPTH, _BLOCK_BYTES), dtype=torch.uint8, device=weight.device
+        (num_out // BLOCK_COLUMNS, num_in // BLOCK_DEPTH, BLOCK_BYTES), dtype=torch.uint8, device=weight.device
     )
     num_bytes = BLOCK_COLUMNS * BLOCK_DEPTH
     blocks[:, :, :num_bytes].copy_(_arranged(lower).flatten(2))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from cotenant.models.compressed import MAX_SPLITS
+from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, MAX_SPLITS
 
 MAX_ROWS = 64
 # The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
@@ -75,12 +75,12 @@ class CompressedTiling(NamedTuple):
     @property
     def stage_bytes(self) -> int:
         """Shared memory of what a turn reads."""
-        return self.rows * 128 * 2 + 128 * 128 * 3 // 2
+        return self.rows * BLOCK_DEPTH * 2 + BLOCK_BYTES
 
     @property
     def sums_bytes(self) -> int:
         """Shared memory that sums pass through in the end."""
-        return self.rows * 128 * 2
+        return self.rows * BLOCK_COLUMNS * 2
 
     def leaving_room(self) -> CompressedTiling:
         """For a launch that has programs of other work behind the product's: beside one of the product's on an SM there
@@ -89,7 +89,7 @@ class CompressedTiling(NamedTuple):
 
     def runs_at_once(self, num_out: int) -> bool:
         """Whether each program has an SM of a Hopper GPU to itself. Follows from the shape."""
-        return num_out // 128 * self.splits <= _HOPPER_SMS
+        return num_out // BLOCK_COLUMNS * self.splits <= _HOPPER_SMS
 
 
 class Multiprocessors(NamedTuple):
@@ -160,7 +160,7 @@ def choose_compressed_tiling(
     """For a matrix that ``compressed.compress`` took; ``is_finished``: not in parts. A program is slower to decode than
     memory is to bring, so there are as many as a Hopper GPU has SMs, where the shape allows."""
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
-    num_blocks, splits = num_out // 128, 1
+    num_blocks, splits = num_out // BLOCK_COLUMNS, 1
     while (
         not is_finished
         and splits < MAX_SPLITS

@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from cotenant.models.compressed import BLOCK_COLUMNS, BLOCK_DEPTH, CompressedWeight
+from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, CompressedWeight
 from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.skinny_tiling import CompressedTiling
 
-_BLOCK: tl.constexpr = tl.constexpr(BLOCK_COLUMNS * BLOCK_DEPTH * 3 // 2)
+_BLOCK: tl.constexpr = tl.constexpr(BLOCK_BYTES)
 _HALF: tl.constexpr = tl.constexpr(BLOCK_COLUMNS * BLOCK_DEPTH // 2)
 _COLUMNS: tl.constexpr = tl.constexpr(BLOCK_COLUMNS)
 _DEPTH: tl.constexpr = tl.constexpr(BLOCK_DEPTH)
@@ -25,7 +25,8 @@ _MAX_LISTED = 64  # at once
 _MAX_REGISTERS = {16: 168, 32: 168, 64: 255}  # by rows: three programs find room on an SM, or one
 _NUM_WARPS = 4  # whose threads the blocks are arranged for
 # Four weights from a register of their lower bytes ($2), one with four bits of each in a byte's lower or upper half
-# ($3), and four times the base ($4): sign and exponent are put together for all four, then interleaved with the bytes.
+# ($3), and the base in each of four bytes ($4): sign and exponent are put together for all four, then interleaved with
+# the lower bytes.
 _DECODING = """
 {
     .reg .b32 signs, exponents, upper;
