@@ -159,8 +159,8 @@ def install() -> None:
     _put(
         kernels + "skinny",
         Unfinished=type(None),
-        compressed_product=None,
         fits_unfinished=lambda x, base: False,
+        skinny_product=None,
         unfinished_product=None,
     )
     _put(

@@ -27,14 +27,14 @@ def _base(shape: tuple[int, int], *, has_bias: bool = False) -> FusedLinear:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product(shape: tuple[int, int], num_rows: int) -> None:
     """Finished or not, with a bias or without; and of each weight by itself exactly what it is."""
-    from cotenant.models.kernels.skinny import compressed_product, unfinished_product
+    from cotenant.models.kernels.skinny import skinny_product, unfinished_product
 
     for has_bias in (False, True):
         base = _base(shape, has_bias=has_bias)
         assert base.compressed is not None
         x = torch.randn(num_rows, shape[1], device=CUDA, dtype=torch.bfloat16)
         exact = torch.nn.functional.linear(x.double(), base.weight.double())
-        finished = compressed_product(x, base.compressed)
+        finished = skinny_product(x, base.compressed, None)
         torch.testing.assert_close(finished.double(), exact, atol=2e-2, rtol=2e-2)
         sums, _, delta = unfinished_product(x, base, None)
         assert delta is None
@@ -44,7 +44,7 @@ def test_a_product(shape: tuple[int, int], num_rows: int) -> None:
         depths = torch.randint(shape[1], (num_rows,), device=CUDA)
         one = torch.zeros_like(x)
         one[torch.arange(num_rows), depths] = 1.0
-        assert torch.equal(compressed_product(one, base.compressed), base.weight[:, depths].T)
+        assert torch.equal(skinny_product(one, base.compressed, None), base.weight[:, depths].T)
 
 
 @torch.inference_mode()

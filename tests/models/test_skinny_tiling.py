@@ -12,9 +12,7 @@ from cotenant.models.skinny_tiling import (
     Multiprocessors,
     choose_compressed_tiling,
     choose_tiling,
-    leave_room,
     num_sms_at_hand,
-    runs_at_once,
     sms_at_hand,
 )
 
@@ -67,13 +65,13 @@ def test_where_all_programs_run_at_once_there_is_room_for_others(num_in: int, nu
     for num_out in (4096, 6144, 28672):
         tiling = choose_tiling(64, num_out, num_in, sms)
         assert tiling is not None
-        roomy = leave_room(tiling, num_out, sms)
+        roomy = tiling.leaving_room(num_out, sms)
         assert roomy.splits == tiling.splits
         assert num_in % (roomy.splits * roomy.depth) == 0
         assert roomy.num_stages * roomy.stage_bytes <= tiling.num_stages * tiling.stage_bytes
         whole = choose_tiling(64, num_out, num_in, H200)
         assert whole is not None
-        at_once = [runs_at_once(each, num_out, H200.shared_bytes) for each in (tiling, whole)]
+        at_once = [each.runs_at_once(num_out, H200) for each in (tiling, whole)]
         assert at_once == [num_out < 28672] * 2
         if num_sms == 132 and num_out < 28672:
             assert 3 * (roomy.num_stages * roomy.stage_bytes + 1024) <= H200.shared_bytes + 1024
@@ -98,7 +96,7 @@ def test_parts_of_a_compressed_product_follow_from_the_shape(
     assert choose_compressed_tiling(num_rows, num_out, num_in, sms, is_finished=True).splits == 1
     assert tiling.rows >= num_rows
     assert 3 <= tiling.num_stages <= 5
-    assert tiling.leaving_room() == tiling._replace(num_stages=min(4, tiling.num_stages))
+    assert tiling.leaving_room(num_out, sms) == tiling._replace(num_stages=min(4, tiling.num_stages))
 
 
 @pytest.mark.parametrize("num_sms", [48, 64, 132])
@@ -107,14 +105,14 @@ def test_a_compressed_product_finds_room(num_rows: int, num_sms: int) -> None:
     """All programs of a small one at once; beside one of them on an SM of a whole GPU one that shrinks, of 64 KiB."""
     for num_out, num_in in ((6144, 4096), (4096, 4096), (4096, 14336)):
         tiling = choose_compressed_tiling(num_rows, num_out, num_in, H200._replace(num=num_sms))
-        assert tiling.runs_at_once(num_out)
+        assert tiling.runs_at_once(num_out, H200)
         assert tiling.splits == (2 if num_out == 6144 else 4)
         each = -(-num_out // 128 * tiling.splits // num_sms)
         if num_rows < 64:
             assert each * (_shared_bytes(tiling) + 1024) <= H200.shared_bytes + 1024
         if num_sms == 132:
-            assert _shared_bytes(tiling.leaving_room()) + 64 * 1024 + 1024 <= H200.shared_bytes
-    assert not choose_compressed_tiling(num_rows, 28672, 4096, H200).runs_at_once(28672)
+            assert _shared_bytes(tiling.leaving_room(num_out, H200)) + 64 * 1024 + 1024 <= H200.shared_bytes
+    assert not choose_compressed_tiling(num_rows, 28672, 4096, H200).runs_at_once(28672, H200)
 
 
 def _shared_bytes(tiling: CompressedTiling) -> int:

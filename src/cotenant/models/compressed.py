@@ -15,6 +15,7 @@ import torch
 # What a program of the kernel takes at once. Blocks lie one behind the other as it reads them.
 BLOCK_COLUMNS = 128
 BLOCK_DEPTH = 128
+BLOCK_WARPS = 4  # whose threads a block is arranged for
 BLOCK_BYTES = BLOCK_COLUMNS * BLOCK_DEPTH * 3 // 2
 _NUM_EXPONENTS = 8  # pairs of neighbouring ones
 # So many places are in a list, or twice, four times ... as many: 16 at least for each part that a product is cut into.

@@ -16,7 +16,7 @@ from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
 from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.rope import rope_and_cache
-from cotenant.models.kernels.skinny import Unfinished, compressed_product, fits_unfinished, unfinished_product
+from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, skinny_product, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
 from cotenant.models.products import product
@@ -93,7 +93,7 @@ class CudaForward:
         """[rows, hidden] after the final norm -> [rows, vocab], in the model's dtype; written to ``out`` if given."""
         compressed = self._weights.compressed_head
         if compressed is not None and len(normed) <= MAX_ROWS:
-            return compressed_product(normed, compressed, out)
+            return skinny_product(normed, compressed, None, out)
         return product(normed, self._weights.head, out=out)
 
 

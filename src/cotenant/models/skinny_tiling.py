@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, MAX_SPLITS
+from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, BLOCK_WARPS, MAX_SPLITS
 
 MAX_ROWS = 64
 # The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
@@ -62,15 +62,32 @@ class Tiling(NamedTuple):
         """Shared memory of each stage, for elements of two bytes."""
         return (self.rows + self.columns) * self.depth * 2
 
+    def num_programs(self, num_out: int) -> int:
+        return num_out // self.columns * self.splits
+
+    def runs_at_once(self, num_out: int, sms: Multiprocessors) -> bool:
+        """Whether a product of more than 32 rows was cut into no more programs than find room on a Hopper GPU, and the
+        device is one. Follows from the shape, whatever the SMs at hand."""
+        return sms.are_large and self.rows == MAX_ROWS and num_out // 64 * self.splits <= _MAX_SPLIT_PROGRAMS
+
+    def leaving_room(self, num_out: int, sms: Multiprocessors) -> Tiling:
+        """For a launch that has programs of other work behind the product's. Where all of the product's run at once,
+        two on an SM, a third finds room there: so the others run beside them, and not when they have ended."""
+        if self.columns == 64 and self.runs_at_once(num_out, sms):
+            return self._replace(depth=64, num_stages=4)
+        return self
+
 
 class CompressedTiling(NamedTuple):
-    """How a product with a compressed matrix is cut: ``rows`` of the input at once, 128 columns of the output per
-    program, 128 input features per turn, and the input features over ``splits`` programs. One stage fewer than
+    """The same of a product with a compressed matrix, which a program takes by blocks. One stage fewer than
     ``num_stages`` is read ahead."""
 
     rows: int
     splits: int
     num_stages: int
+    columns: int = BLOCK_COLUMNS
+    depth: int = BLOCK_DEPTH
+    num_warps: int = BLOCK_WARPS
 
     @property
     def stage_bytes(self) -> int:
@@ -82,14 +99,17 @@ class CompressedTiling(NamedTuple):
         """Shared memory that sums pass through in the end."""
         return self.rows * BLOCK_COLUMNS * 2
 
-    def leaving_room(self) -> CompressedTiling:
+    def num_programs(self, num_out: int) -> int:
+        return num_out // BLOCK_COLUMNS * self.splits
+
+    def runs_at_once(self, num_out: int, _: Multiprocessors) -> bool:
+        """Whether each program has an SM of a Hopper GPU to itself. Follows from the shape."""
+        return self.num_programs(num_out) <= _HOPPER_SMS
+
+    def leaving_room(self, num_out: int, _: Multiprocessors) -> CompressedTiling:
         """For a launch that has programs of other work behind the product's: beside one of the product's on an SM there
         is room for one of them."""
         return self._replace(num_stages=min(self.num_stages, 4))
-
-    def runs_at_once(self, num_out: int) -> bool:
-        """Whether each program has an SM of a Hopper GPU to itself. Follows from the shape."""
-        return num_out // BLOCK_COLUMNS * self.splits <= _HOPPER_SMS
 
 
 class Multiprocessors(NamedTuple):
@@ -103,37 +123,26 @@ class Multiprocessors(NamedTuple):
     def are_few(self) -> bool:
         return self.num <= _FEW * self.total
 
+    @property
+    def are_large(self) -> bool:
+        """Whether each has as much shared memory as a Hopper GPU's."""
+        return self.shared_bytes >= _LARGE_SHARED_BYTES
+
     def stages(self, tiling: Tiling, num_programs: int) -> int:
         """So many that all programs find room at once."""
         most_each = -(-num_programs // self.num)
         return ((self.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES) // tiling.stage_bytes
 
 
-def leave_room(tiling: Tiling, num_out: int, sms: Multiprocessors) -> Tiling:
-    """For a launch that has programs of other work behind the product's. Where all of the product's run at once, two on
-    an SM, a third finds room there: so the others run beside them, and not when they have ended."""
-    if tiling.columns == 64 and runs_at_once(tiling, num_out, sms.shared_bytes):
-        return tiling._replace(depth=64, num_stages=4)
-    return tiling
-
-
-def runs_at_once(tiling: Tiling, num_out: int, shared_bytes: int) -> bool:
-    """Whether a product of more than 32 rows was cut into no more programs than find room on a Hopper GPU, and the
-    device is one. Follows from the shape, whatever the SMs at hand."""
-    is_large = shared_bytes >= _LARGE_SHARED_BYTES
-    return is_large and tiling.rows == MAX_ROWS and num_out // 64 * tiling.splits <= _MAX_SPLIT_PROGRAMS
-
-
 def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling | None:
     """None for a matrix that is not cut evenly."""
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
-    is_large = sms.shared_bytes >= _LARGE_SHARED_BYTES
     tiling = None
     if rows == MAX_ROWS:
         tiling = _split(rows, num_out, num_in)
-        if tiling is not None and is_large and sms.are_few and num_out % 128 == 0:
+        if tiling is not None and sms.are_large and sms.are_few and num_out % 128 == 0:
             tiling = Tiling(rows, 128, 64, tiling.splits, 4, 4)
-    elif is_large and num_out % 64 == 0 and num_in % 128 == 0:
+    elif sms.are_large and num_out % 64 == 0 and num_in % 128 == 0:
         tiling = _of_many_columns(rows, num_out, num_in, sms)
     elif num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
         tiling = Tiling(rows, 32, 256, 1, 4, 5)

@@ -1,5 +1,5 @@
-"""The product of a few rows with a compressed matrix: read in three quarters of its bytes, decoded on the way to the
-tensor cores.
+"""What a program of ``skinny``'s kernel does with a compressed matrix: read in three quarters of its bytes, it is
+decoded on the way to the tensor cores.
 
 What ``compressed`` arranges is what a thread multiplies: it takes its bytes from shared memory 16 at a time and decodes
 four weights with six instructions in registers. Weights that stand in a matrix's list are multiplied in the end, with
@@ -8,14 +8,11 @@ the inputs gathered for them, and what stands in their places is subtracted.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, CompressedWeight
-from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, shrink_arguments, shrink_part
-from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
-from cotenant.models.skinny_tiling import CompressedTiling
+from cotenant.models.kernels.overlap import wait_for_previous
 
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK_BYTES)
 _HALF: tl.constexpr = tl.constexpr(BLOCK_COLUMNS * BLOCK_DEPTH // 2)
@@ -23,7 +20,6 @@ _COLUMNS: tl.constexpr = tl.constexpr(BLOCK_COLUMNS)
 _DEPTH: tl.constexpr = tl.constexpr(BLOCK_DEPTH)
 _MAX_LISTED = 64  # at once
 _MAX_REGISTERS = {16: 168, 32: 168, 64: 255}  # by rows: three programs find room on an SM, or one
-_NUM_WARPS = 4  # whose threads the blocks are arranged for
 # Four weights from a register of their lower bytes ($2), one with four bits of each in a byte's lower or upper half
 # ($3), and the base in each of four bytes ($4): sign and exponent are put together for all four, then interleaved with
 # the lower bytes.
@@ -40,100 +36,32 @@ _DECODING = """
 """
 _LOWER: tl.constexpr = tl.constexpr(_DECODING % "shl.b32 signs, $3, 4; mov.b32 exponents, $3;")
 _UPPER: tl.constexpr = tl.constexpr(_DECODING % "mov.b32 signs, $3; shr.b32 exponents, $3, 4;")
+NO_LIST = {"LISTED": 0, "TURNS": 0}  # of a matrix that is not compressed
 
 
-def launch(
-    x: torch.Tensor,
-    weight: CompressedWeight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    tiling: CompressedTiling,
-    shrink: Shrink | None,
-) -> None:
-    """Write ``x @ weight.T + bias`` to ``out`` [splits, rows, out], and what ``shrink`` is of. A row's result does not
-    depend on the other rows, nor on how many there are."""
-    (num_rows, num_in), num_out = x.shape, weight.shape[0]
-    num_programs = num_out // BLOCK_COLUMNS * tiling.splits
-    num_listed = weight.places.shape[1] // tiling.splits
-    _compressed_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
-        x,
-        weight.blocks,
-        weight.base,
-        weight.places,
-        weight.values,
-        x if bias is None else bias,
-        out,
-        num_rows,
-        num_out,
-        num_in,
-        *shrink_arguments(shrink),
-        HAS_BIAS=bias is not None,
-        ROWS=tiling.rows,
-        SPLITS=tiling.splits,
-        LISTED=min(num_listed, _MAX_LISTED),
-        TURNS=max(1, num_listed // _MAX_LISTED),
-        **(NO_SHRINK if shrink is None else shrink.constants),
-        num_warps=_NUM_WARPS,
-        num_stages=tiling.num_stages,
-        maxnreg=_MAX_REGISTERS[tiling.rows],
-        **overlap(x.device),
-    )
+def list_arguments(weight: CompressedWeight | None) -> tuple[object, ...]:
+    """For the kernel: base, and the places and values of the list."""
+    return (0, None, None) if weight is None else (weight.base, weight.places, weight.values)
 
 
-@triton.jit(do_not_specialize=["num_rows", "base"])
-def _compressed_kernel(
-    x,
-    blocks,
-    base,
-    places,
-    values,
-    bias,
-    out,
-    num_rows,
-    num_out,
-    num_in,
-    pieces,
-    stack,
-    slot_stride,
-    offset,
-    h_sums,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    LISTED: tl.constexpr,
-    TURNS: tl.constexpr,
-    H_SPLITS: tl.constexpr,
-    H_WIDTH: tl.constexpr,
-    H_MODULES: tl.constexpr,
-    H_RANKS: tl.constexpr,
-    H_DEPTH: tl.constexpr,
-    H_SPAN: tl.constexpr,
-    H_STAGES: tl.constexpr,
-    H_PIECE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    start_next(OVERLAP)
-    program = tl.program_id(0)
-    num_programs = (num_out // _COLUMNS) * SPLITS
-    if H_SPLITS == 0 or program < num_programs:
-        _product(
-            x, blocks, base, places, values, bias, out, num_rows, num_out, num_in, program,
-            HAS_BIAS, ROWS, SPLITS, LISTED, TURNS, OVERLAP,
-        )  # fmt: skip
-    else:
-        shrink_part(
-            x, pieces, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
-            H_WIDTH, H_MODULES, H_RANKS, H_DEPTH, H_SPAN, H_STAGES, H_PIECE, OVERLAP,
-        )  # fmt: skip
+def list_constants(weight: CompressedWeight, rows: int, splits: int) -> dict[str, int]:
+    """For the kernel: how a program takes its part of the list, and how many registers its threads may have."""
+    num_listed = weight.places.shape[1] // splits
+    return {
+        "LISTED": min(num_listed, _MAX_LISTED),
+        "TURNS": max(1, num_listed // _MAX_LISTED),
+        "maxnreg": _MAX_REGISTERS[rows],
+    }
 
 
 @triton.jit
-def _product(
-    x, blocks, base, places, values, bias, out, num_rows, num_out, num_in, program,
+def compressed_part(
+    x, blocks, bias, out, num_rows, num_out, num_in, base, places, values, program,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, LISTED: tl.constexpr,
     TURNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """128 columns of ``out``, or what a part of the input features, and of the list, gives of them."""
+    """128 columns of ``out``, or what a part of the input features, and of the list, gives of them. A row's result does
+    not depend on the other rows, nor on how many there are."""
     split, block = program % SPLITS, program // SPLITS
     column = tl.arange(0, _COLUMNS)
     row = tl.arange(0, ROWS)[None, :]

@@ -17,20 +17,19 @@ from triton.runtime import driver
 
 from cotenant.models.compressed import CompressedWeight
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.kernels import compressed
+from cotenant.models.kernels.compressed import NO_LIST, compressed_part, list_arguments, list_constants
 from cotenant.models.kernels.lora import Delta
 from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
 from cotenant.models.skinny_tiling import (
     MAX_ROWS,
+    CompressedTiling,
     Multiprocessors,
     Tiling,
     choose_compressed_tiling,
     choose_tiling,
-    leave_room,
     num_sms_at_hand,
-    runs_at_once,
 )
 
 # Up to this many rows a product is finished here; beyond, its parts would have to be added up by a launch of its own.
@@ -67,13 +66,17 @@ def _is_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def skinny_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor | CompressedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias`` for x [rows, in] and weight [out, in] that ``fits``. A row's result does not depend on
-    the other rows, nor on how many there are."""
+    """``x @ weight.T + bias`` for x [rows, in] and weight [out, in] that ``fits``, or of up to 64 rows if ``weight`` is
+    compressed; written to ``out`` if given. A row's result does not depend on the other rows, nor on how many there
+    are."""
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    tiling = _tiling_of(x, weight)
+    tiling = _tiling_of(x, weight, is_finished=True)
     assert tiling.splits == 1, "parts of a product have no room in a finished one"
     _launch(x, weight, bias, out, tiling, None)
     return out
@@ -85,47 +88,28 @@ def unfinished_product(x: torch.Tensor, base: FusedLinear, adapters: GroupAdapte
     those of a compressed matrix do not.
     """
     assert adapters is None or len(adapters.slots) == len(x), f"{len(adapters.slots)} slots for {len(x)} rows"
-    if base.compressed is not None:
-        return _unfinished_compressed(x, base.compressed, base.bias, adapters)
-    tiling = _tiling_of(x, base.weight)
-    num_out = base.weight.shape[0]
-    sums = _room_for_sums(x, num_out, tiling.splits)
+    weight = base.weight if base.compressed is None else base.compressed
+    tiling, num_out = _tiling_of(x, weight), weight.shape[0]
+    shape = (tiling.splits, x.shape[0], num_out)
+    sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
     shrink = None
     if adapters is not None:
         sms = _multiprocessors(x.device)
-        shrink = plan_shrink(x, adapters, all_at_once=runs_at_once(tiling, num_out, sms.shared_bytes))
-        tiling = leave_room(tiling, num_out, sms)
-    _launch(x, base.weight, base.bias, sums, tiling, shrink)
+        shrink = plan_shrink(x, adapters, all_at_once=tiling.runs_at_once(num_out, sms))
+        tiling = tiling.leaving_room(num_out, sms)
+    _launch(x, weight, base.bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
 
-def compressed_product(x: torch.Tensor, weight: CompressedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T`` of up to 64 rows, finished; written to ``out`` [rows, out] if given."""
-    num_out, num_in = weight.shape
-    if out is None:
-        out = torch.empty((x.shape[0], num_out), dtype=x.dtype, device=x.device)
-    tiling = choose_compressed_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device), is_finished=True)
-    compressed.launch(x, weight, None, out, tiling, None)
-    return out
-
-
-def _unfinished_compressed(
-    x: torch.Tensor, weight: CompressedWeight, bias: torch.Tensor | None, adapters: GroupAdapters | None
-) -> Unfinished:
-    num_out, num_in = weight.shape
-    tiling = choose_compressed_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device))
-    sums = _room_for_sums(x, num_out, tiling.splits)
-    shrink = None
-    if adapters is not None:
-        shrink = plan_shrink(x, adapters, all_at_once=tiling.runs_at_once(num_out))
-        tiling = tiling.leaving_room()
-    compressed.launch(x, weight, bias, sums, tiling, shrink)
-    return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
-
-
-def _room_for_sums(x: torch.Tensor, num_out: int, splits: int) -> torch.Tensor:
-    shape = (splits, x.shape[0], num_out)
-    return torch.empty(shape, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
+def _tiling_of(
+    x: torch.Tensor, weight: torch.Tensor | CompressedWeight, *, is_finished: bool = False
+) -> Tiling | CompressedTiling:
+    if isinstance(weight, CompressedWeight):
+        sms = _multiprocessors(x.device)
+        return choose_compressed_tiling(x.shape[0], *weight.shape, sms, is_finished=is_finished)
+    tiling = _choose_tiling(x, weight)
+    assert tiling is not None
+    return tiling
 
 
 def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
@@ -133,37 +117,35 @@ def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
     return choose_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device))
 
 
-def _tiling_of(x: torch.Tensor, weight: torch.Tensor) -> Tiling:
-    tiling = _choose_tiling(x, weight)
-    assert tiling is not None
-    return tiling
-
-
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | CompressedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tiling: Tiling,
+    tiling: Tiling | CompressedTiling,
     shrink: Shrink | None,
 ) -> None:
     """Write the product to ``out`` [splits, rows, out], and what ``shrink`` is of."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
-    num_programs = num_out // tiling.columns * tiling.splits
+    compressed = weight if isinstance(weight, CompressedWeight) else None
+    matrix = weight if compressed is None else compressed.blocks
+    num_programs = tiling.num_programs(num_out)
     _skinny_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
         x,
-        weight,
-        weight if bias is None else bias,
+        matrix,
+        x if bias is None else bias,
         out,
         num_rows,
         num_out,
         num_in,
+        *list_arguments(compressed),
         *shrink_arguments(shrink),
         HAS_BIAS=bias is not None,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
         SPLITS=tiling.splits,
+        **(NO_LIST if compressed is None else list_constants(compressed, tiling.rows, tiling.splits)),
         **(NO_SHRINK if shrink is None else shrink.constants),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -185,7 +167,7 @@ def _all_multiprocessors(device: torch.device) -> Multiprocessors:
     return Multiprocessors(count, count, shared_bytes)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "base"])
 def _skinny_kernel(
     x,
     weight,
@@ -194,6 +176,9 @@ def _skinny_kernel(
     num_rows,
     num_out,
     num_in,
+    base,
+    places,
+    values,
     pieces,
     stack,
     slot_stride,
@@ -204,6 +189,8 @@ def _skinny_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    LISTED: tl.constexpr,
+    TURNS: tl.constexpr,
     H_SPLITS: tl.constexpr,
     H_WIDTH: tl.constexpr,
     H_MODULES: tl.constexpr,
@@ -218,8 +205,14 @@ def _skinny_kernel(
     program = tl.program_id(0)
     num_programs = (num_out // COLUMNS) * SPLITS
     if H_SPLITS == 0 or program < num_programs:
-        wait_for_previous(OVERLAP)
-        _product(x, weight, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH, SPLITS)
+        if LISTED == 0:
+            wait_for_previous(OVERLAP)
+            _product(x, weight, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH, SPLITS)
+        else:
+            compressed_part(
+                x, weight, bias, out, num_rows, num_out, num_in, base, places, values, program, HAS_BIAS, ROWS, SPLITS,
+                LISTED, TURNS, OVERLAP,
+            )  # fmt: skip
     else:
         shrink_part(
             x, pieces, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
