@@ -131,13 +131,30 @@ def test_no_more_tasklets_run_beside_a_batch_than_were_planned(side_by_side: Sid
     assert (count(record.beside), count(record.tasklets)) == (3, 1)
 
 
-def test_a_message_ends_the_tasklets_and_not_the_batch(side_by_side: SideBySide) -> None:
-    side_by_side.land_after(100)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_message_ends_the_tasklets_behind_a_batch_and_none_beside_it(
+    side_by_side: SideBySide, is_begun: bool
+) -> None:
+    """Who has come waits for the batch in flight in any case."""
+    if is_begun:
+        side_by_side.execute(spatial(9))
+        side_by_side.execute(spatial(9, 2))
     num_before = len(side_by_side.emitted)
-    looks = iter([False, False, True])
-    record = side_by_side.execute(spatial(9, 2), lambda: next(looks, True))
-    assert (count(record.beside), count(record.tasklets)) == (1, 0)
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    plan = side_by_side.executor.begun or spatial(9, 2)
+    record = side_by_side.execute(plan, lambda: True)
+    assert (count(record.beside), count(record.tasklets)) == (9, 0)
     assert len(side_by_side.emitted) == num_before + 1
+
+
+def test_for_who_has_come_no_tasklets_lie_ahead_beside_a_batch(side_by_side: SideBySide) -> None:
+    """Those in flight as it lands are what the prompt would wait for."""
+    side_by_side.execute(spatial(1))
+    looks = iter([False] * 2)
+    side_by_side.land_after(100)  # type: ignore[attr-defined]
+    side_by_side.device.rooms = iter([])
+    side_by_side.execute(spatial(4), lambda: next(looks, True))
+    assert side_by_side.device.far_ahead == [True, True, True, False, False]
 
 
 def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_by_side: SideBySide) -> None:
@@ -532,10 +549,6 @@ def test_no_more_tasklets_fill_the_lane_than_were_planned(side_by_side: SideBySi
         side_by_side.land_after(100)  # type: ignore[attr-defined]
         side_by_side.execute(plan)
         assert side_by_side.device.launched.count("tasklet 48") == plan.num_beside
-    looks = iter([False, True])
-    side_by_side.land_after(100)  # type: ignore[attr-defined]
-    side_by_side.execute(spatial(9), lambda: next(looks, True))
-    assert side_by_side.device.launched.count("tasklet 48") == 1, "nor once a message has come"
 
 
 def test_no_tasklet_runs_beside_a_batch_that_is_not_there(

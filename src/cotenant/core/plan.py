@@ -162,7 +162,8 @@ class Plan:
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
     ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
     the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
-    tasklets in flight when a request arrives; those that follow a batch stop no sooner than ``hold_ms`` after its end.
+    tasklets in flight when a request arrives, but for those beside a batch, which delay nobody; those that follow one
+    stop no sooner than ``hold_ms`` after its end.
     ``until_step_end`` runs the whole training step, however many tasklets it takes. ``look_again_s``: with nothing to
     run, how long the worker waits at most before it plans anew.
     """

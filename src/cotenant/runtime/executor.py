@@ -61,7 +61,8 @@ class Executor:
 
     ``emit`` gets the online outputs the moment they are known, before any tasklet behind the batch starts; where the
     device runs behind the host, the first one begins as the batch ends.
-    ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there.
+    ``interrupted`` is asked between tasklets; when it says yes, an interruptible plan ends there. Tasklets beside a
+    batch in flight go on: whoever has come waits for its end in any case.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class Executor:
         behind = self._tasklets_end() if plan.run_online and begun is None else None
         num_beside = 0
         if self._launched:
-            num_beside = self._top_up(plan, plan.num_beside, interrupted, far_ahead=num_behind == 0)
+            num_beside = self._top_up(plan, plan.num_beside, far_ahead=num_behind == 0)
         elif plan.run_online:
-            num_beside = self._begin_beside(plan, interrupted)
+            num_beside = self._begin_beside(plan)
         if plan.run_online and begun is None:
             fused, is_launched = self._launch_online(plan, behind)
             num_launched = fused.count if fused else 0
@@ -176,9 +177,9 @@ class Executor:
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
         launched, num_beside = self._launched[-1].plan, 0
         if launched.partition is not None:
-            num_beside = self._top_up(launched, launched.num_beside, interrupted, far_ahead=False)
+            num_beside = self._top_up(launched, launched.num_beside, far_ahead=False)
         elif not self._device.is_training():
-            self._begin_beside(plan, interrupted, behind_online=True)
+            self._begin_beside(plan, behind_online=True)
         _, is_launched = self._launch_online(plan)
         num_left = 1 if is_launched else 0
         num_beside += self._run_beside(launched, num_beside, num_left, interrupted)
@@ -289,34 +290,33 @@ class Executor:
         self._last_behind_s = None
         return fused, True
 
-    def _begin_beside(self, plan: Plan, interrupted: Callable[[], bool], *, behind_online: bool = False) -> int:
+    def _begin_beside(self, plan: Plan, *, behind_online: bool = False) -> int:
         """Launch a tasklet on the SMs that the batch will not have, before it, whose launch takes the host a while; if
         there is room behind what is in flight. With ``behind_online`` it begins as the batch in flight ends. How many,
         one or none."""
-        if plan.num_beside == 0 or not self._may_train(plan, interrupted):
+        if plan.num_beside == 0 or not self._can_train:
             return 0
         if not self._device.has_room(far_ahead=True):
             return 0
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
-    def _top_up(self, plan: Plan, most: int, interrupted: Callable[[], bool], *, far_ahead: bool) -> int:
+    def _top_up(self, plan: Plan, most: int, *, far_ahead: bool) -> int:
         """Launch tasklets beside the batch in flight, without waiting, while there is room for more and no token to be
         handed on: how many, ``most`` or fewer."""
         count, until_s = 0, time.perf_counter() + _FILLING_S
-        while count < most and not self._engine.has_landed and self._may_train(plan, interrupted):
+        while count < most and not self._engine.has_landed and self._can_train:
             if not self._device.has_room(far_ahead=far_ahead) or time.perf_counter() > until_s:
                 break
             self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
             count += 1
         return count
 
-    def _may_train(self, plan: Plan, interrupted: Callable[[], bool]) -> bool:
+    @property
+    def _can_train(self) -> bool:
         """Whether the next tasklet can be launched now. One that waits for the device would keep the host from the
         tokens."""
-        if not self._training.runnable or self._training.next_waits:
-            return False
-        return not (plan.interruptible and interrupted())
+        return self._training.runnable and not self._training.next_waits
 
     def _run_beside(
         self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
@@ -324,21 +324,22 @@ class Executor:
         """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many, beyond the
         ``count`` that were launched before. The last ones may go on after that: in the same partition the next batch's
         SMs are not theirs. Where there is none to wait for, as many as there is room for. One whose launch waits for
-        the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, so the lane
-        may have several."""
+        the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, unless
+        somebody comes, so the lane may have several."""
         if plan.run_online and self._engine.num_in_flight == 0:
             return 0
         if plan.run_online and self._engine.num_in_flight <= num_left:
-            return self._top_up(plan, plan.num_beside - count, interrupted, far_ahead=far_ahead)
+            return self._top_up(plan, plan.num_beside - count, far_ahead=far_ahead)
+
+        def has_come() -> bool:
+            return plan.interruptible and interrupted()
 
         def is_over() -> bool:
-            if plan.run_online and (self._engine.has_landed or self._training.next_waits):
-                return True
-            return plan.interruptible and interrupted()
+            return self._engine.has_landed or self._training.next_waits if plan.run_online else has_come()
 
         before = count
         while count < plan.num_beside and self._training.runnable and not is_over():
-            self._device.wait_for_room(is_over, _ASK_EVERY_S, far_ahead=far_ahead)
+            self._device.wait_for_room(is_over, _ASK_EVERY_S, far_ahead=far_ahead and not has_come())
             if not is_over():
                 self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
                 count += 1
@@ -359,7 +360,7 @@ class Executor:
         """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
         and hands them on. The number of tasklets launched. One that waits for the device would keep the host from
         just that."""
-        if not self._may_train(plan, interrupted):
+        if not self._can_train or (plan.interruptible and interrupted()):
             return 0
         self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
         return 1
