@@ -215,6 +215,7 @@ def install() -> None:
 
 
 _PIECE_TIMES_MS = {8: 1.0, 16: 2.5, 32: 2.0}  # by tokens: the one in the middle is of no use
+_MOST_TOKENS = 24  # of a batch, as the runner knows: no larger size is captured than the one that holds so many
 
 
 def _engine(small: Any, page_tokens: int, budget: int) -> Any:
@@ -227,11 +228,11 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
 
     adapters = engine._adapters.cache
     adapters.stacks = LoraStacks(small.decoder.spec, 6, 8, torch.device("cpu"), torch.float32)
-    cuda_runner._PIECE_SIZES = tuple(_PIECE_TIMES_MS)  # type: ignore[assignment]
+    cuda_runner._PIECE_SIZES = (*_PIECE_TIMES_MS, 64)  # type: ignore[assignment]
     cuda_runner._PARTITION_SIZES = (2, 4)  # type: ignore[assignment]
     cache, last_tokens = engine._cache.tensor, engine._sampler.last_tokens
     _go_to(_ALL_SMS)
-    runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, 96)
+    runner = cuda_runner.CudaRunner(small.decoder, cache, last_tokens, adapters.stacks, 10, _MOST_TOKENS, 96)
     if sizes:
         runner.capture(sizes)
         assert list(runner._pieces[None]) == [8, 32]

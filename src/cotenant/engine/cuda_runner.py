@@ -11,6 +11,7 @@ operation by operation.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import logging
 import time
@@ -42,7 +43,7 @@ _NUM_FIELDS = 6  # token ids, positions, slots, seats, adapter slots, their rank
 _MAX_SPANS = 4
 # Tokens of batches with prompt chunks that are captured in pieces; larger ones of an 8B model take an H200 longer than
 # the host takes to launch them operation by operation.
-_PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 512, 64), *range(512, 1025, 64))
+_PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64), *range(1024, 2049, 128))
 # Batch sizes that are captured for a partition: few, for each is captured for each of them.
 _PARTITION_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -65,6 +66,12 @@ def choose_graph_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[i
         return tuple(sorted({min(size, max_num_seqs) for size in wanted}))
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32)]
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {min(max_num_seqs, 1024)}))
+
+
+def choose_piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Those that batches of so many tokens may need."""
+    num_smaller = bisect.bisect_left(_PIECE_SIZES, max_num_batched_tokens)
+    return _PIECE_SIZES[: num_smaller + 1]
 
 
 # (indptr, indices, last_lengths) of a segment, on the host
@@ -96,12 +103,14 @@ class CudaRunner:
         last_tokens: torch.Tensor,
         stacks: LoraStacks | None,
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_pages_per_sequence: int,
     ) -> None:
         page_tokens = kv_cache.shape[3]
         self._decoder = decoder
         self._device = decoder.device
         self._max_num_seqs = max_num_seqs
+        self._piece_sizes = choose_piece_sizes(max_num_batched_tokens)
         self._stacks = stacks
         self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, page_tokens, max_num_seqs)
         decoder.attention = FlashInferBackend(self._attention)
@@ -143,7 +152,7 @@ class CudaRunner:
         self._pool = torch.cuda.graph_pool_handle()
         self._logits = self._logits.new_empty((max(sizes), self._logits.shape[1]))
         torch.cuda.synchronize(self._device)
-        self._pieces[None] = self._layers.worthwhile(self._layers.capture(_PIECE_SIZES, self._pool))
+        self._pieces[None] = self._layers.worthwhile(self._layers.capture(self._piece_sizes, self._pool))
         pieces = " ".join(map(str, self._pieces[None]))
         logger.info("captured in %.1f s: prompts of %s", time.perf_counter() - start, pieces)
         self._attention.kernels.wait("fa2")
@@ -158,7 +167,7 @@ class CudaRunner:
         if not self._captured[None]:
             return True
         steps, pieces = self._unfinished.setdefault(lane, _Unfinished({}, {}))
-        pieces_wanted = set(_PIECE_SIZES) if with_prompts else set()
+        pieces_wanted = set(self._piece_sizes) if with_prompts else set()
         with sms_at_hand(num_sms):
             if wanted > steps.keys():
                 steps |= self._capture_sizes([max(wanted - steps.keys())])

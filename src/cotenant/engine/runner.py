@@ -100,7 +100,8 @@ def create_runner(
     from cotenant.engine.cuda_runner import CudaRunner
 
     max_pages = limits.num_pages(max_model_len)
-    return CudaRunner(decoder, kv_cache, sampler.last_tokens, stacks, limits.max_num_seqs, max_pages)
+    most_seqs, most_tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    return CudaRunner(decoder, kv_cache, sampler.last_tokens, stacks, most_seqs, most_tokens, max_pages)
 
 
 def sampled_logits(decoder: Decoder, host: HostBatch, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from cotenant.scheduler.space import nearest, prompt_shares
 _SERVING_BYTES = 2 << 30
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
 _PARTITION_BYTES = 256 << 20
-_PROMPT_PARTITION_BYTES = 512 << 20  # one that has graphs of batches with prompts, besides
+_PROMPT_PARTITION_BYTES = 640 << 20  # one that has graphs of batches with prompts, besides
 
 
 def prompt_partitions(config: ServerConfig, device: Device) -> tuple[Partition, ...]:
