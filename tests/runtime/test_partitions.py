@@ -18,7 +18,7 @@ from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Flight, OnlineStep
-from cotenant.runtime import executor as executor_module
+from cotenant.runtime import tasklet_lanes
 from runtime.cotenancy import request
 from runtime.test_executor import Bench
 
@@ -92,7 +92,7 @@ class SideBySide(Bench):
 def side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SideBySide]:
     looks = iter([])
     monkeypatch.setattr(OnlineEngine, "has_landed", property(lambda _: next(looks, True)))
-    monkeypatch.setattr(executor_module, "_FILLING_S", 60.0)  # a CPU's tasklets are done when they are launched
+    monkeypatch.setattr(tasklet_lanes, "_FILLING_S", 60.0)  # a CPU's tasklets are done when they are launched
     bench = SideBySide(tmp_path)
 
     def land_after(count: int) -> None:
@@ -530,7 +530,7 @@ def test_the_lane_is_not_filled_where_a_launch_takes_as_long_as_a_tasklet(
     """There would always be room."""
     device = side_by_side.device
     side_by_side.execute(spatial(8))
-    monkeypatch.setattr(executor_module, "_FILLING_S", 1e-3)
+    monkeypatch.setattr(tasklet_lanes, "_FILLING_S", 1e-3)
     run_tasklet = side_by_side.training.run_tasklet
 
     def slow() -> TaskletShape:

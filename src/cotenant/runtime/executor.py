@@ -22,15 +22,11 @@ from cotenant.engine.flight import Collected, OnlineStep, RanLayers
 from cotenant.models.decoder import Decoder
 from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.fused import FusedForward
+from cotenant.runtime.tasklet_lanes import TaskletLanes
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
-
-# While a batch and tasklets run side by side the host looks so often whether the batch has ended.
-_ASK_EVERY_S = 100e-6
-# Tasklets that fill the lane are launched for so long at most: one that is launched as slowly as it runs never does.
-_FILLING_S = 1e-3
 
 
 class _Launched(NamedTuple):
@@ -78,12 +74,12 @@ class Executor:
         self.device_time: DeviceTime | None = None  # told of what has ended, if somebody wants to know
         self._engine = engine
         self._training = training
+        self._tasklets = TaskletLanes(device, engine, training)
         self._fused = FusedForward(decoder, engine, training)
         self.gaps_ms: deque[float] = deque(maxlen=256)  # between batches launched back to back, on the device
         self._launched: deque[_Launched] = deque()  # the batches in flight
         self._begun: tuple[Plan, float] | None = None  # what ``begun`` says, and since when
         self._wait_until_s = -math.inf  # when the device gets to the batch that was launched last, as was expected then
-        self._last_behind_s: float | None = None  # when the last tasklet on all SMs was launched, if no batch was since
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
@@ -113,25 +109,25 @@ class Executor:
         behind = self._tasklets_end() if plan.run_online and begun is None else None
         num_beside = 0
         if self._launched:
-            num_beside = self._top_up(plan, plan.num_beside, far_ahead=num_behind == 0)
+            num_beside = self._tasklets.top_up(plan, plan.num_beside, far_ahead=num_behind == 0)
         elif plan.run_online:
-            num_beside = self._begin_beside(plan)
+            num_beside = self._tasklets.begin_beside(plan)
         if plan.run_online and begun is None:
             fused, is_launched = self._launch_online(plan, behind)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
-        num_beside += self._run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
+        num_beside += self._tasklets.run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
         if is_launched and self._device.overlaps and fused is None and num_behind > 0:
-            num_launched += self._launch_behind(plan, _never if plan.hold_ms else interrupted)
+            num_launched += self._tasklets.launch_behind(plan, _never if plan.hold_ms else interrupted)
         landed = self._collect(emit, num_left) if plan.run_online else None
         online_end = time.perf_counter()
         if num_behind == 0 and (landed is not None or not self._launched):
-            num_beside += self._run_awaited(plan, num_beside, interrupted)
+            num_beside += self._tasklets.run_awaited(plan, num_beside, interrupted)
         # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
         is_timed = begun is not None and plan.predicted_ms is not None
         until_s = start + (plan.predicted_ms or 0.0) / 1e3 if is_timed else math.inf
         stops = _holding(interrupted, online_end + plan.hold_ms / 1e3)
-        num_launched += self._run_behind(plan, num_launched, stops, until_s)
+        num_launched += self._tasklets.run_behind(plan, num_launched, stops, until_s)
         end = time.perf_counter()
         record = self._record(plan, landed, shares=num_beside + num_behind > 0)
         if landed is not None and runs_ahead:
@@ -152,9 +148,9 @@ class Executor:
         """Collect what is in flight, with training beside it as was planned for it. A tasklet of ``plan``, which cannot
         begin yet, keeps the device from waiting for the next plan."""
         launched = self._launched[-1].plan
-        num_beside = self._run_beside(launched, 0, 0, interrupted)
+        num_beside = self._tasklets.run_beside(launched, 0, 0, interrupted)
         if launched.partition is None and plan.num_tasklets > plan.num_beside:
-            self._launch_behind(plan, interrupted)
+            self._tasklets.launch_behind(plan, interrupted)
         landed = self._collect(emit, 0)
         return self._record(launched, landed, shares=num_beside > 0)
 
@@ -177,19 +173,19 @@ class Executor:
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
         launched, num_beside = self._launched[-1].plan, 0
         if launched.partition is not None:
-            num_beside = self._top_up(launched, launched.num_beside, far_ahead=False)
+            num_beside = self._tasklets.top_up(launched, launched.num_beside, far_ahead=False)
         elif not self._device.is_training():
-            self._begin_beside(plan, behind_online=True)
+            self._tasklets.begin_beside(plan, behind_online=True)
         _, is_launched = self._launch_online(plan)
         num_left = 1 if is_launched else 0
-        num_beside += self._run_beside(launched, num_beside, num_left, interrupted)
+        num_beside += self._tasklets.run_beside(launched, num_beside, num_left, interrupted)
         landed = self._collect(emit, num_left)
         if is_launched:  # it begins now
             self._launched[-1] = self._launched[-1]._replace(with_tasklet=self._device.is_training())
             if plan.num_tasklets > plan.num_beside:
                 self._begun = plan, time.perf_counter()
             else:
-                self._run_awaited(plan, 0, interrupted)
+                self._tasklets.run_awaited(plan, 0, interrupted)
         return self._record(launched, landed, shares=num_beside > 0)
 
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
@@ -285,85 +281,8 @@ class Executor:
                 self._launch(step, behind=behind)
         self._launched.append(_Launched(plan, step.shape, with_tasklet, fused))
         # What is not captured is launched while the device works at it.
-        if self._last_behind_s is not None and fused is None and step.shape.prefill_tokens == 0:
-            self._device.host_was_away(time.perf_counter() - self._last_behind_s)
-        self._last_behind_s = None
+        self._tasklets.batch_was_launched(is_captured=fused is None and step.shape.prefill_tokens == 0)
         return fused, True
-
-    def _begin_beside(self, plan: Plan, *, behind_online: bool = False) -> int:
-        """Launch a tasklet on the SMs that the batch will not have, before it, whose launch takes the host a while; if
-        there is room behind what is in flight. With ``behind_online`` it begins as the batch in flight ends. How many,
-        one or none."""
-        if plan.num_beside == 0 or not self._can_train:
-            return 0
-        if not self._device.has_room(far_ahead=True):
-            return 0
-        self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
-        return 1
-
-    def _top_up(self, plan: Plan, most: int, *, far_ahead: bool) -> int:
-        """Launch tasklets beside the batch in flight, without waiting, while there is room for more and no token to be
-        handed on: how many, ``most`` or fewer."""
-        count, until_s = 0, time.perf_counter() + _FILLING_S
-        while count < most and not self._engine.has_landed and self._can_train:
-            if not self._device.has_room(far_ahead=far_ahead) or time.perf_counter() > until_s:
-                break
-            self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
-            count += 1
-        return count
-
-    @property
-    def _can_train(self) -> bool:
-        """Whether the next tasklet can be launched now. One that waits for the device would keep the host from the
-        tokens."""
-        return self._training.runnable and not self._training.next_waits
-
-    def _run_beside(
-        self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
-    ) -> int:
-        """Run tasklets on the SMs that batches do not have, until there is a batch to collect: how many, beyond the
-        ``count`` that were launched before. The last ones may go on after that: in the same partition the next batch's
-        SMs are not theirs. Where there is none to wait for, as many as there is room for. One whose launch waits for
-        the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, unless
-        somebody comes, so the lane may have several."""
-        if plan.run_online and self._engine.num_in_flight == 0:
-            return 0
-        if plan.run_online and self._engine.num_in_flight <= num_left:
-            return self._top_up(plan, plan.num_beside - count, far_ahead=far_ahead)
-
-        def has_come() -> bool:
-            return plan.interruptible and interrupted()
-
-        def is_over() -> bool:
-            return self._engine.has_landed or self._training.next_waits if plan.run_online else has_come()
-
-        before = count
-        while count < plan.num_beside and self._training.runnable and not is_over():
-            self._device.wait_for_room(is_over, _ASK_EVERY_S, far_ahead=far_ahead and not has_come())
-            if not is_over():
-                self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
-                count += 1
-        return count - before
-
-    def _run_awaited(self, plan: Plan, num_beside: int, interrupted: Callable[[], bool]) -> int:
-        """Run the tasklet that tasklets beside a batch stopped at, with its tokens on their way: how many, one or
-        none."""
-        if num_beside >= plan.num_beside or not self._training.runnable or not self._training.next_waits:
-            return 0
-        self._device.wait_for_room(interrupted if plan.interruptible else None)
-        if plan.interruptible and interrupted():
-            return 0
-        self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
-        return 1
-
-    def _launch_behind(self, plan: Plan, interrupted: Callable[[], bool]) -> int:
-        """Launch a tasklet that begins as the batch ends: the device would else be idle while the host reads the tokens
-        and hands them on. The number of tasklets launched. One that waits for the device would keep the host from
-        just that."""
-        if not self._can_train or (plan.interruptible and interrupted()):
-            return 0
-        self._device.run_tasklet(self._training.run_tasklet, behind_online=True)
-        return 1
 
     def _launch(self, step: OnlineStep, ran: RanLayers | None = None, behind: torch.cuda.Event | None = None) -> None:
         has_more = True
@@ -373,27 +292,6 @@ class Executor:
                 return
             has_more = self._training.discard()  # what the attempt held is freed with its frames
         self._engine.launch(step, ran, behind)
-
-    def _run_behind(self, plan: Plan, num_launched: int, interrupted: Callable[[], bool], until_s: float) -> int:
-        """Tasklets on all SMs, none but the first launched after ``until_s``. Some lie ahead, also of requests that may
-        come at any moment: the device would else be idle while the host plans and launches the batch that follows,
-        which is there no sooner for that."""
-        count = 0
-        while plan.until_step_end or num_launched + count < plan.num_tasklets - plan.num_beside:
-            if not self._training.runnable:
-                break
-            far_ahead = not self._training.next_waits
-            self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)
-            if plan.interruptible and interrupted():
-                break
-            if num_launched + count > 0 and time.perf_counter() > until_s:
-                break
-            self._device.run_tasklet(self._training.run_tasklet)
-            self._last_behind_s = time.perf_counter()
-            count += 1
-            if plan.until_step_end and self._training.at_step_end:
-                break
-        return count
 
 
 def _never() -> bool:
