@@ -6,7 +6,7 @@ import pytest
 
 from cotenant.api.jobs import prepare_main, validator
 from cotenant.api.jobs.prepare_main import Task
-from cotenant.text.validation import PreparedFile
+from cotenant.text.prepared_file import PreparedFile
 
 
 @pytest.fixture

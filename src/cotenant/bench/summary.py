@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
@@ -61,6 +59,8 @@ def percentiles(values: Sequence[float]) -> list[float]:
     below, and so on to the greatest. Empty of nothing."""
     if not values:
         return []
+    import numpy as np  # here and not above: the command line reads this file for every command
+
     return [round(float(value), 3) for value in np.percentile(values, range(101))]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from cotenant.core.errors import CotenantError
+
+if TYPE_CHECKING:
+    import httpx
 
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 60.0
@@ -23,6 +24,8 @@ class ApiClient:
     """Calls paths below ``/v1``. Raises CotenantError with the server's own words, ServerAwayError if there is none."""
 
     def __init__(self, url: str, api_key: str, transport: httpx.BaseTransport | None = None) -> None:
+        import httpx  # here and not above: the other commands should not wait for it
+
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
@@ -57,6 +60,8 @@ class ApiClient:
             raise CotenantError(f"{file} cannot be read: {error.strerror}") from error
 
     def _call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        import httpx
+
         try:
             response = self._http.request(method, path, **arguments)
         except httpx.InvalidURL as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,25 +14,15 @@ from cotenant.text.chat import ChatTemplate, load_chat_template
 from cotenant.text.example_format import example_problems
 from cotenant.text.examples import EncodedExample, encode_example, encode_preference, write_examples
 from cotenant.text.preference_format import PreferenceError, read_preference
+from cotenant.text.prepared_file import MIN_EXAMPLES, PreparedFile
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_PROBLEMS = 5
 _LINE = re.compile(r"Line (\d+)")
 MAX_LINE_BYTES = 16 * 1024 * 1024
-MIN_EXAMPLES = 10
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedFile:
-    """What a training file came to. An example of preferences is two sequences; ``max_tokens``: of the longest one."""
-
-    num_examples: int
-    num_tokens: int
-    num_trained_tokens: int
-    max_tokens: int
 
 
 class _LineError(Exception):

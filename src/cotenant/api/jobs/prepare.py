@@ -14,7 +14,7 @@ from cotenant.config import child_environment
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.processes import start_process
 from cotenant.store.errors import store_error
-from cotenant.text.validation import PreparedFile
+from cotenant.text.prepared_file import PreparedFile
 
 
 async def prepare(task: Task) -> tuple[PreparedFile, ...]:

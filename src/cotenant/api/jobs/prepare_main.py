@@ -16,7 +16,7 @@ import msgspec
 
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import SUPERVISED
-from cotenant.text.validation import PreparedFile, prepare_training_file
+from cotenant.text.prepared_file import PreparedFile
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,9 @@ def run(task: Task) -> Reply:
 
 
 def _prepare_file(task: Task, file: FileTask) -> PreparedFile:
+    # Here and not above: the server, which reads this file for the messages, needs nothing that encodes.
+    from cotenant.text.validation import prepare_training_file
+
     return prepare_training_file(
         file.source,
         file.target,

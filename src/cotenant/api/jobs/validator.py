@@ -17,7 +17,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
 from cotenant.core.job import SUPERVISED, Hyperparameters
 from cotenant.store import JobError, JobRecord, JobStatus, NewEvent, Store
-from cotenant.text.validation import MIN_EXAMPLES, PreparedFile
+from cotenant.text.prepared_file import MIN_EXAMPLES, PreparedFile
 from cotenant.wire.messages import Ready
 
 logger = logging.getLogger(__name__)
