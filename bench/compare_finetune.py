@@ -49,7 +49,8 @@ class Variant:
 def peers() -> list[Variant]:
     variants = []
     for liger, name in (("none", "peft"), ("cross-entropy", "peft, Liger cross-entropy"), ("all", "peft, Liger")):
-        modules = ("peft", "transformers", *(() if liger == "none" else ("liger_kernel.transformers",)))
+        # Liger first: it is the one that may well lack, and the others take seconds.
+        modules = (*(() if liger == "none" else ("liger_kernel.transformers",)), "peft", "transformers")
         variants.append(Variant(name, "peft_finetune.py", ("--liger", liger), modules))
     variants.append(
         Variant("torchtune", "torchtune_finetune.py", (), ("torchtune.models.llama3_1", "torchtune.training"))

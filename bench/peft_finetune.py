@@ -11,17 +11,23 @@ is slower than with its causal flag. Sequences are exactly full, so no mask is n
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import peer_training
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import AutoConfig, LlamaForCausalLM
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
     arguments = peer_training.parse(__doc__, _add_flags)
+    # Here and not above: they take seconds, and whoever gave sizes that do not divide each other knows it before.
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig
+
     torch.manual_seed(0)
     if arguments.liger != "none":
         _apply_liger(arguments.liger)
@@ -60,6 +66,8 @@ def _apply_liger(kernels: str) -> None:
 
 def _random_model(config: AutoConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     """Made on the device in its dtype: no copy in host memory."""
+    from transformers import LlamaForCausalLM
+
     config._attn_implementation = "sdpa"
     config.use_cache = False
     before = torch.get_default_dtype()
