@@ -23,7 +23,6 @@ import torch
 import transformers
 from safetensors.torch import save
 from scripts.make_tiny.corpus import documents, text_digest
-from scripts.make_tiny.samples import print_samples
 from scripts.make_tiny.tokenizer import load_tokenizer, train_tokenizer, write_tokenizer
 from scripts.make_tiny.train import Recipe, held_out_loss, model_config, train
 from transformers import LlamaForCausalLM
@@ -107,6 +106,8 @@ def main() -> None:
     folder, samples = options.pop("out"), options.pop("samples")
     make(folder, Recipe(**options))
     if samples:
+        from scripts.make_tiny.samples import print_samples
+
         print_samples(folder)
 
 
