@@ -20,7 +20,7 @@ from cotenant.runtime.colocate_cell import judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival, Load
 
-TOKENS_PER_STEP = 1024  # a step then takes much longer than an iteration
+TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
 
 
 def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> None:
