@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # How fast a machine with much to do makes examples says nothing about the code.
@@ -15,3 +18,14 @@ settings.load_profile("cotenant")
 # package again, and each of pytest's workers all tests as well.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# What is imported stays. The collector would walk all of it again and again, while it grows and in the tests after.
+gc.disable()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.collect()
+    gc.freeze()
