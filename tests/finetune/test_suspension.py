@@ -44,15 +44,15 @@ def _num_left(job: TrainingJob) -> int:
 def test_discarding_at_random_points_changes_no_bit(
     decoder: Decoder, tmp_path: Path, changes: dict[str, object]
 ) -> None:
-    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=70, **changes)
-    job = support.make_job(decoder, _spec(tmp_path / "discarded", max_steps=70, **changes))
+    expected = _undisturbed(decoder, tmp_path / "undisturbed", max_steps=40, **changes)
+    job = support.make_job(decoder, _spec(tmp_path / "discarded", max_steps=40, **changes))
     generator = random.Random(1)
     discarded_kinds = set()
     num_discards = 0
     while not job.done:
         if not job.upcoming():
             job.wait_for_writes()
-        elif num_discards < 200 and generator.random() < 0.8:
+        elif num_discards < 200 and generator.random() < 0.9:
             support.run(job, generator.randint(0, _num_left(job) - 1))
             discarded_kinds.add(job.next_shape.kind)
             job.discard_step()
