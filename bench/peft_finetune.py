@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 import peer_training
 import torch
 
+from cotenant.processes import importing
+
 if TYPE_CHECKING:
     from transformers import AutoConfig, LlamaForCausalLM
 
@@ -25,8 +27,9 @@ TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 def main() -> None:
     arguments = peer_training.parse(__doc__, _add_flags)
     # Here and not above: they take seconds, and whoever gave sizes that do not divide each other knows it before.
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig
+    with importing():
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoConfig
 
     torch.manual_seed(0)
     if arguments.liger != "none":

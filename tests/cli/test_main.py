@@ -86,3 +86,17 @@ def test_small_commands_do_not_wait_for_what_others_need() -> None:
     heavy = {"fastapi", "httpx", "numpy", "sqlalchemy", "zmq"}
     result = python(f"import sys, cotenant.cli.main; print({heavy} & set(sys.modules))")
     assert result.stdout.strip() == "set()", result.stderr
+
+
+@pytest.mark.parametrize("module", ["json.tool", "not.there"])
+def test_the_collector_rests_while_a_process_imports_and_no_longer(module: str) -> None:
+    code = f"""
+import contextlib, gc, importlib
+from cotenant.processes import importing
+with contextlib.suppress(ImportError), importing():
+    print(gc.isenabled())
+    importlib.import_module("{module}")
+print(gc.isenabled(), gc.get_freeze_count() > 1000)
+"""
+    result = python(code)
+    assert result.stdout.split() == ["False", "True", "True"], result.stderr

@@ -12,6 +12,7 @@ from cotenant.cli.options import build_config, option
 from cotenant.cli.output import fail
 from cotenant.config import LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
+from cotenant.processes import importing
 
 if TYPE_CHECKING:
     from cotenant.api.prepared import PreparedWorker
@@ -79,9 +80,10 @@ def run(config: ServerConfig) -> None:
 
 
 def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
-    from cotenant.api.server import BaseModel, ServerFailedError, run_server
-    from cotenant.models.fingerprint import fingerprint
-    from cotenant.models.registry import resolve_model
+    with importing():
+        from cotenant.api.server import BaseModel, ServerFailedError, run_server
+        from cotenant.models.fingerprint import fingerprint
+        from cotenant.models.registry import resolve_model
 
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True

@@ -1,0 +1,113 @@
+"""What the worker process does: it loads the model, says ``Ready``, and runs the loop. It dies with its parent, so two
+workers never share a data folder."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cotenant.config import ServerConfig
+from cotenant.core.errors import CotenantError
+from cotenant.processes import die_with_parent
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.tenants import Tenants, build_tenants
+from cotenant.wire.channel import WorkerChannel
+from cotenant.wire.messages import Ready, StartFailed
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_S = 5e-4  # a tenth of Python's own
+
+
+def build_loop(
+    config: ServerConfig, channel: WorkerChannel, started_s: float, *, after_crash: bool
+) -> tuple[Tenants, WorkerLoop]:
+    """Load everything and put it together. Sends ``Ready`` when requests can be served. ``after_crash``: nothing is run
+    that nobody asked for, since that may have been the reason."""
+    tenants = build_tenants(config, channel.send)
+    tenants.lanes.only_for_jobs = after_crash
+    serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
+    profiles_itself = config.coexecution.self_profile
+    if profiles_itself is None:
+        profiles_itself = serving.device.torch_device.type != "cpu"
+    loop = tenants.loop(channel, config.coexecution.policy, slo, profiles_itself=profiles_itself and not after_crash)
+    channel.send(
+        Ready(
+            max_model_len=serving.max_model_len,
+            num_layers=serving.resolved.spec.num_layers,
+            vocab_size=serving.resolved.spec.vocab_size,
+            num_pages=serving.engine.num_pages,
+            page_tokens=config.cache.page_tokens,
+            device=serving.device.name,
+            dtype=str(serving.decoder.dtype).removeprefix("torch."),
+            policy=config.coexecution.policy,
+            slo=slo,
+            load_s=time.monotonic() - started_s,
+        )
+    )
+    serving.engine.compile_the_rest()
+    return tenants, loop
+
+
+def _command_line() -> list[str]:
+    """The arguments. After ``--wait`` they are a line of JSON on standard input: the process was started before they
+    were known, for its imports' sake. Ends the process if none come."""
+    if sys.argv[1:] != ["--wait"]:
+        return sys.argv[1:]
+    line = sys.stdin.readline()
+    return msgspec.json.decode(line, type=list[str]) if line else sys.exit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """All that is loaded."""
+
+    tenants: Tenants
+    loop: WorkerLoop
+    channel: WorkerChannel
+
+    def run(self) -> int:
+        """Until it is drained: 0."""
+        # What was loaded stays: keep the collector from walking it during an iteration.
+        gc.collect()
+        gc.freeze()
+        # While a thread reads a job's files or an adapter, the loop waits for the interpreter at each launch.
+        sys.setswitchinterval(_SWITCH_S)
+        self.loop.run()
+        self.tenants.latencies.save(self.tenants.predictor)
+        self.channel.close()
+        return 0
+
+
+def load_worker() -> Worker | None:
+    """As the command line says. None: it could not start, and said why in ``StartFailed``."""
+    parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
+    parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
+    parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
+    parser.add_argument("--parent-pid", required=True, type=int, help="the API process; this one ends with it")
+    parser.add_argument("--after-crash", action="store_true", help="in place of a worker that died")
+    arguments = parser.parse_args(_command_line())
+    die_with_parent(arguments.parent_pid)
+    # A terminal sends Ctrl-C to the whole group; the API process decides how this one ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started_s = time.monotonic()
+    config = msgspec.json.decode(arguments.config.read_bytes(), type=ServerConfig)
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    channel = WorkerChannel(arguments.address)
+    try:
+        tenants, loop = build_loop(config, channel, started_s, after_crash=arguments.after_crash)
+    except (CotenantError, torch.OutOfMemoryError) as error:
+        channel.send(StartFailed(str(error)))
+        channel.close()
+        return None
+    return Worker(tenants, loop, channel)
