@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from cotenant.processes import importing
 
 # How fast a machine with much to do makes examples says nothing about the code.
 settings.register_profile("cotenant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,13 +20,9 @@ settings.load_profile("cotenant")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# What is imported stays. The collector would walk all of it again and again, while it grows and in the tests after.
-gc.disable()
-
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    yield
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    """Collecting imports all tests and what they test."""
+    with importing():
+        yield

@@ -170,7 +170,7 @@ def test_made_from_the_text_that_the_script_writes_now(scripts_importable: None)
 
 def test_script_makes_the_same_bytes_twice(tmp_path: Path) -> None:
     # At the full rate, and at half of it: what differs in a step is not lost when the weights are rounded.
-    small = ["--steps", "2", "--warmup-steps", "1", "--tokens-per-step", "256", "--vocab-size", "512"]
+    small = ["--steps", "2", "--warmup-steps", "1", "--tokens-per-step", "512", "--vocab-size", "512"]
     small += ["--tokenizer-documents", "500"]
     folders = [tmp_path / "first", tmp_path / "second"]
     processes = [

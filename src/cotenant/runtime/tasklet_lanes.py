@@ -71,7 +71,9 @@ class TaskletLanes:
             return plan.interruptible and interrupted()
 
         def is_over() -> bool:
-            return self._engine.has_landed or self._training.next_waits if plan.run_online else has_come()
+            if not plan.run_online:
+                return has_come()
+            return self._engine.has_landed or self._training.next_waits
 
         before = count
         while count < plan.num_beside and self._training.runnable and not is_over():

@@ -1,4 +1,5 @@
-"""The worker process: `python -m cotenant.runtime.worker --address … --config …`, or `… --wait`."""
+"""The worker process: `python -m cotenant.runtime.worker --address … --config …`, or `… --wait`. What it does is in
+``worker_process``, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -6,16 +7,7 @@ import sys
 
 from cotenant.processes import importing
 
-START_FAILED_EXIT_CODE = 2
-
-
-def main() -> int:
-    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``."""
-    with importing():
-        from cotenant.runtime.worker_process import load_worker
-    worker = load_worker()
-    return START_FAILED_EXIT_CODE if worker is None else worker.run()
-
-
 if __name__ == "__main__":
+    with importing():
+        from cotenant.runtime.worker_process import main
     sys.exit(main())

@@ -9,7 +9,6 @@ import logging
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from cotenant.wire.messages import Ready, StartFailed
 
 logger = logging.getLogger(__name__)
 
+START_FAILED_EXIT_CODE = 2
 _SWITCH_S = 5e-4  # a tenth of Python's own
 
 
@@ -67,29 +67,8 @@ def _command_line() -> list[str]:
     return msgspec.json.decode(line, type=list[str]) if line else sys.exit(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """All that is loaded."""
-
-    tenants: Tenants
-    loop: WorkerLoop
-    channel: WorkerChannel
-
-    def run(self) -> int:
-        """Until it is drained: 0."""
-        # What was loaded stays: keep the collector from walking it during an iteration.
-        gc.collect()
-        gc.freeze()
-        # While a thread reads a job's files or an adapter, the loop waits for the interpreter at each launch.
-        sys.setswitchinterval(_SWITCH_S)
-        self.loop.run()
-        self.tenants.latencies.save(self.tenants.predictor)
-        self.channel.close()
-        return 0
-
-
-def load_worker() -> Worker | None:
-    """As the command line says. None: it could not start, and said why in ``StartFailed``."""
+def main() -> int:
+    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``."""
     parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
     parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
@@ -109,5 +88,13 @@ def load_worker() -> Worker | None:
     except (CotenantError, torch.OutOfMemoryError) as error:
         channel.send(StartFailed(str(error)))
         channel.close()
-        return None
-    return Worker(tenants, loop, channel)
+        return START_FAILED_EXIT_CODE
+    # While a thread reads a job's files or an adapter, the loop waits for the interpreter at each launch.
+    sys.setswitchinterval(_SWITCH_S)
+    # What was loaded stays: keep the collector from walking it during an iteration.
+    gc.collect()
+    gc.freeze()
+    loop.run()
+    tenants.latencies.save(tenants.predictor)
+    channel.close()
+    return 0
