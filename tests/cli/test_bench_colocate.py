@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from cotenant.bench.device_losses import losses
-from cotenant.cli.colocate_loads import steady_lengths
+from cotenant.bench.traces import Trace, TraceRequest
+from cotenant.cli.colocate_loads import plan_trace, steady_lengths
 from forked import run_command
 from small_model import small_model
 
@@ -197,8 +198,16 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
-    arguments += ["--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000", "--slo-ttft-ms", "60000"]
-    arguments += ["--policies", "multitask,inference-only", "--skip-hopeless", "--json", str(path)]
+    arguments += ["--min-requests", "1", "--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000"]
+    arguments += [
+        "--slo-ttft-ms",
+        "60000",
+        "--policies",
+        "multitask,inference-only",
+        "--skip-hopeless",
+        "--json",
+        str(path),
+    ]
     assert bench_colocate(*arguments).returncode == 0
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
@@ -213,6 +222,26 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     ]
     assert bench_colocate(*arguments, "--resume").returncode == 0
     assert json.loads(path.read_text()) == report, "nothing was left to measure"
+
+
+@pytest.mark.parametrize(
+    ("min_requests", "time_scale", "window_s", "num_runs", "num_requests"),
+    [
+        (1, 1.0, (0.0, 1.0), 1, 2),
+        (1, 0.5, (0.0, 0.5), 1, 1),
+        (2, 0.5, (0.0, 0.6), 1, 2),
+        (3, 0.5, None, 1, 3),
+        (1, 2.0, None, 1, 3),
+        (4, 1.0, None, 2, 6),
+    ],
+)
+def test_a_cell_goes_on_until_enough_requests_have_come(
+    min_requests: int, time_scale: float, window_s: tuple[float, float] | None, num_runs: int, num_requests: int
+) -> None:
+    trace = Trace("azure", [TraceRequest(at_s, 8, 8) for at_s in (0.0, 0.5, 1.5)])
+    plan = plan_trace("trace", trace, time_scale, min_requests, seconds=1.0)
+    assert (plan.parameters["window_s"], plan.parameters["num_runs"]) == (window_s, num_runs)
+    assert len(plan.trace.requests) == num_requests
 
 
 def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:

@@ -106,7 +106,9 @@ def colocate(
     cell_seconds: Annotated[
         float | None,
         typer.Option(
-            min=1.0, help="Of a trace, what comes in so many seconds, at each rate, once.", show_default=False
+            min=1.0,
+            help="Of a trace, what comes in so many seconds at each rate, or until --min-requests have come.",
+            show_default=False,
         ),
     ] = None,
     skip_hopeless: Annotated[

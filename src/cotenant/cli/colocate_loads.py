@@ -142,14 +142,13 @@ def plan_trace(
     name: str, trace: Trace, time_scale: float, min_requests: int, seconds: float | None = None
 ) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``.
-    ``seconds``: the part of it that is over by then, once. Raises InvalidInputError."""
+    ``seconds``: the part of it that is over by then, or by when as many have come."""
     start_s, end_s = trace.window_s or (0.0, trace.duration_s)
-    if seconds is not None and seconds * time_scale < end_s - start_s:
-        length_s = seconds * time_scale
-        trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
-        if not trace.requests:
-            raise InvalidInputError(f"--cell-seconds: trace {name} has no request in the first {length_s:g} s")
-    num_runs = 1 if seconds is not None else max(1, math.ceil(min_requests / len(trace.requests)))
+    if seconds is not None:
+        length_s = max(seconds * time_scale, _time_of(trace, min_requests))
+        if length_s < end_s - start_s:
+            trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
+    num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
     plan = TracePlan({}, trace.repeated(num_runs), time_scale)
     parameters = {
         "load": "trace",
@@ -161,3 +160,10 @@ def plan_trace(
         "request_rate": round(len(plan.trace.requests) / plan.duration_s, 4),
     }
     return replace(plan, parameters=parameters)
+
+
+def _time_of(trace: Trace, num_requests: int) -> float:
+    """The tenth of a second of a trace by which so many have come; infinite if they never do."""
+    if num_requests > len(trace.requests):
+        return math.inf
+    return (math.floor(10 * trace.requests[num_requests - 1].at_s) + 1) / 10
