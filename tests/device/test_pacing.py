@@ -340,14 +340,23 @@ def test_who_waits_is_told_the_mean(simulation: Simulation) -> None:
     assert abs(sum(errors_ms)) / len(errors_ms) < 0.1
 
 
-@pytest.mark.parametrize(("far_ahead", "least_s", "most_s"), [(True, 2.4e-3, 2.6e-3), (False, 0.05e-3, 0.3e-3)])
+@pytest.mark.parametrize(
+    ("far_ahead", "for_s", "least_s", "most_s"),
+    [
+        (True, 0.0, 2.4e-3, 2.6e-3),
+        (False, 0.0, 0.05e-3, 0.3e-3),
+        (False, 9e-3, 8.9e-3, 9.1e-3),
+        (False, -1.0, 0.05e-3, 0.3e-3),
+    ],
+)
 def test_it_is_told_without_a_wait_whether_there_is_room(
-    simulation: Simulation, far_ahead: bool, least_s: float, most_s: float
+    simulation: Simulation, far_ahead: bool, for_s: float, least_s: float, most_s: float
 ) -> None:
     simulation.run(FORWARD, 1e-3, 20)
     num_sleeps, found = simulation.num_sleeps, set()
     for _ in range(60):
-        has_room, left_s = simulation.queue.has_room(far_ahead=far_ahead), simulation.busy_until_s - simulation.now_s
+        has_room = simulation.queue.has_room(far_ahead=far_ahead, for_s=for_s)
+        left_s = simulation.busy_until_s - simulation.now_s
         found.add(has_room)
         assert left_s < most_s if has_room else left_s > least_s
         if has_room:

@@ -9,7 +9,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,7 @@ class SplitDevice(CpuDevice):
         super().__init__()
         self.launched: list[str] = []
         self.far_ahead: list[bool] = []
+        self.for_s: list[float] = []
         self.trains = False
         self.absences_s: list[float] = []
         self.rooms: Iterator[bool] | None = None  # what it says of room; None: there is always some
@@ -49,8 +52,9 @@ class SplitDevice(CpuDevice):
     ) -> None:
         self.far_ahead.append(far_ahead)
 
-    def has_room(self, *, far_ahead: bool = False) -> bool:
+    def has_room(self, *, far_ahead: bool = False, for_s: float = 0.0) -> bool:
         self.far_ahead.append(far_ahead)
+        self.for_s.append(for_s)
         return self.rooms is None or next(self.rooms, False)
 
     @contextmanager
@@ -170,7 +174,7 @@ def test_where_nothing_follows_the_next_batch_is_launched_before_one_lands(side_
     side_by_side.device.rooms = iter([True, False])
     third = side_by_side.execute(spatial(4, partition=MANY))
     assert [each for each in side_by_side.device.launched if each != "online 48"] == [
-        "tasklet 48", "online 96", "online 96", *["tasklet 48"] * 3
+        "online 96", "tasklet 48", "online 96", *["tasklet 48"] * 3
     ]  # fmt: skip
     assert (third.batch.num_decode, third.partition, count(third.beside)) == (1, FEW, 4)
     assert (len(side_by_side.emitted), side_by_side.engine.num_in_flight) == (num_before + 2, 1)
@@ -187,7 +191,7 @@ def test_behind_a_batch_on_all_sms_the_first_tasklet_beside_the_next_one_waits_f
     side_by_side.land_after(100)  # type: ignore[attr-defined]
     landed = side_by_side.execute(spatial(4))
     assert [each for each in side_by_side.device.launched if each != "online"] == [
-        "behind 48", "online 48", "online 48"
+        "online 48", "behind 48", "online 48"
     ]  # fmt: skip
     assert (landed.batch.num_decode, landed.mode, landed.partition, landed.is_disturbed) == (1, Mode.NONE, None, False)
     assert side_by_side.engine.num_in_flight == 1
@@ -509,8 +513,31 @@ def test_the_lane_is_filled_before_the_host_launches_a_batch_behind_another(
     side_by_side.land_after(2)  # type: ignore[attr-defined]
     device.far_ahead.clear()
     side_by_side.execute(spatial(8, partition=MANY))
-    assert device.launched[:2] == ["tasklet 48", "online 96"]
+    assert device.launched[:3] == ["online 96", "tasklet 48", "online 96"], "once it is known what is to be launched"
     assert device.far_ahead == [False, False]
+
+
+@pytest.mark.parametrize("step_ms", [100.0, 400.0])
+def test_before_the_host_launches_prompts_the_lane_is_filled_for_as_long_as_that_takes(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch, step_ms: float
+) -> None:
+    """Or until the batch in flight ends, by what the last one in that partition took."""
+    launch, collect = OnlineEngine.launch, OnlineEngine.collect
+
+    def slow(engine: OnlineEngine, step: OnlineStep, *others: Any) -> None:
+        time.sleep(0.2 if step.shape.prefill_tokens else 0.0)
+        launch(engine, step, *others)
+
+    monkeypatch.setattr(OnlineEngine, "launch", slow)
+    monkeypatch.setattr(OnlineEngine, "collect", lambda engine: replace(collect(engine), device_ms=step_ms))
+    for name in ("a", "b"):
+        side_by_side.execute(spatial(8))
+        side_by_side.execute(spatial(8))  # in flight, and one there has landed
+        side_by_side.engine.add(request(name, [5, 6, 7], NUM_TOKENS))
+        side_by_side.device.for_s.clear()
+        side_by_side.land_after(2)  # type: ignore[attr-defined]
+        side_by_side.execute(Plan())
+    assert side_by_side.device.for_s[0] == pytest.approx(min(200.0, step_ms) / 1e3, abs=0.05)
 
 
 @pytest.mark.parametrize("partition", [FEW, MANY])

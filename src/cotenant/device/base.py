@@ -70,8 +70,8 @@ class Device(Protocol):
         ``interrupted``, asked meanwhile, says yes. ``far_ahead``: several tasklets may be in flight, so that the lane
         has work while the host is busy elsewhere, for as long as it was before (``host_was_away``)."""
 
-    def has_room(self, *, far_ahead: bool = False) -> bool:
-        """Whether ``wait_for_room`` would return at once."""
+    def has_room(self, *, far_ahead: bool = False, for_s: float = 0.0) -> bool:
+        """Whether ``wait_for_room`` would return at once; or what is in flight lasts for less than ``for_s``."""
 
     def host_was_away(self, seconds: float) -> None:
         """So long after the last tasklet of an iteration the next one's batch was launched."""

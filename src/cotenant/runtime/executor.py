@@ -113,7 +113,9 @@ class Executor:
         elif plan.run_online:
             num_beside = self._tasklets.begin_beside(plan)
         if plan.run_online and begun is None:
-            fused, is_launched = self._launch_online(plan, behind)
+            step = self._schedule(plan)
+            is_launched = step is not None
+            fused = None if step is None else self._launch_online(plan, step, behind)
             num_launched = fused.count if fused else 0
             num_left = 1 if runs_ahead and is_launched else 0
         num_beside += self._tasklets.run_beside(plan, num_beside, num_left, interrupted, far_ahead=num_behind == 0)
@@ -172,15 +174,17 @@ class Executor:
         """Launch the next batch behind the one in flight, and collect that one, with training beside it as was planned
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
         launched, num_beside = self._launched[-1].plan, 0
+        step = self._schedule(plan)
         if launched.partition is not None:
-            num_beside = self._tasklets.top_up(launched, launched.num_beside, far_ahead=False)
+            num_beside = self._tasklets.fill(launched, BatchShape() if step is None else step.shape)
         elif not self._device.is_training():
             self._tasklets.begin_beside(plan, behind_online=True)
-        _, is_launched = self._launch_online(plan)
-        num_left = 1 if is_launched else 0
+        if step is not None:
+            self._launch_online(plan, step)
+        num_left = 0 if step is None else 1
         num_beside += self._tasklets.run_beside(launched, num_beside, num_left, interrupted)
         landed = self._collect(emit, num_left)
-        if is_launched:  # it begins now
+        if step is not None:  # it begins now
             self._launched[-1] = self._launched[-1]._replace(with_tasklet=self._device.is_training())
             if plan.num_tasklets > plan.num_beside:
                 self._begun = plan, time.perf_counter()
@@ -250,6 +254,7 @@ class Executor:
             with self._device.online(launched.plan.partition):
                 collected = self._engine.collect()
             landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
+            self._tasklets.batch_landed(collected.shape, launched.plan.partition, collected.device_ms)
             if self._trace is not None:
                 end_s, partition = time.perf_counter(), launched.plan.partition
                 self._trace.batch(collected.shape, end_s, collected.device_ms, partition, launched.fused)
@@ -260,14 +265,14 @@ class Executor:
             emit(collected.outputs)
         return landed
 
-    def _launch_online(self, plan: Plan, behind: torch.cuda.Event | None = None) -> tuple[TaskletRun | None, bool]:
-        """Launch the next batch, if there is one: the tasklets that were fused into it, and whether there was.
-        ``behind``: the end of tasklets that it waits for."""
-        fused = None
+    def _schedule(self, plan: Plan) -> OnlineStep | None:
+        """The next batch, if there is one."""
         with self._device.online(plan.partition):
-            step = self._engine.schedule()
-        if step is None:
-            return None, False
+            return self._engine.schedule()
+
+    def _launch_online(self, plan: Plan, step: OnlineStep, behind: torch.cuda.Event | None = None) -> TaskletRun | None:
+        """Launch a batch: the tasklets that were fused into it. ``behind``: the end of tasklets that it waits for."""
+        fused, start_s = None, time.perf_counter()
         if step.shape.prefill_tokens:  # its products take the SMs of what is in flight, which ends all the later
             behind, self._wait_until_s = None, -math.inf
         # Where it is known when those it waits for end, it has all SMs to itself from then on.
@@ -280,9 +285,10 @@ class Executor:
             with self._device.online(plan.partition):
                 self._launch(step, behind=behind)
         self._launched.append(_Launched(plan, step.shape, with_tasklet, fused))
-        # What is not captured is launched while the device works at it.
-        self._tasklets.batch_was_launched(is_captured=fused is None and step.shape.prefill_tokens == 0)
-        return fused, True
+        # All else is launched while the device works at it.
+        is_one_graph = fused is None and step.shape.prefill_tokens == 0
+        self._tasklets.batch_was_launched(step.shape, time.perf_counter() - start_s, is_one_graph=is_one_graph)
+        return fused
 
     def _launch(self, step: OnlineStep, ran: RanLayers | None = None, behind: torch.cuda.Event | None = None) -> None:
         has_more = True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
-from cotenant.core.plan import Plan
+from cotenant.core.plan import BatchShape, Partition, Plan
 from cotenant.device import Device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.runtime.training import TrainingTenant
@@ -25,13 +26,26 @@ class TaskletLanes:
         self._engine = engine
         self._training = training
         self._behind_s: float | None = None  # when the last one on all SMs was launched, if no batch was since
+        self._launch_s: dict[bool, float] = {}  # what the host took for the last batch with prompts, and without
+        self._step_s: dict[Partition, float] = {}  # what the last decode step took there
+        self._begun_s = -math.inf  # when the batch in flight began
 
-    def batch_was_launched(self, *, is_captured: bool) -> None:
-        """Tasklets that lie ahead are to last until the next batch: for that the device is told how long the host was
-        away, if it was for a batch whose launch is short."""
-        if self._behind_s is not None and is_captured:
-            self._device.host_was_away(time.perf_counter() - self._behind_s)
+    def batch_was_launched(self, shape: BatchShape, launch_s: float, *, is_one_graph: bool) -> None:
+        """It took the host ``launch_s``. Tasklets that lie ahead are to last until the next batch: for that the device
+        is told how long the host was away, if it was for a batch whose launch is short."""
+        now_s = time.perf_counter()
+        if self._behind_s is not None and is_one_graph:
+            self._device.host_was_away(now_s - self._behind_s)
         self._behind_s = None
+        self._launch_s[shape.prefill_tokens > 0] = launch_s
+        if self._engine.num_in_flight == 1:
+            self._begun_s = now_s
+
+    def batch_landed(self, shape: BatchShape, partition: Partition | None, device_ms: float) -> None:
+        """The next one, if there is one in flight, begins now."""
+        self._begun_s = time.perf_counter()
+        if partition is not None and shape.prefill_tokens == 0:
+            self._step_s[partition] = device_ms / 1e3
 
     def begin_beside(self, plan: Plan, *, behind_online: bool = False) -> int:
         """Launch a tasklet on the SMs that the batch will not have, before it, whose launch takes the host a while; if
@@ -43,12 +57,21 @@ class TaskletLanes:
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
-    def top_up(self, plan: Plan, most: int, *, far_ahead: bool) -> int:
-        """Launch tasklets beside the batch in flight, without waiting, while there is room for more and no token to be
-        handed on: ``most`` or fewer."""
+    def fill(self, plan: Plan, next_batch: BatchShape) -> int:
+        """Launch tasklets beside the batch in flight, ``plan``'s, which has a partition, to last while the host
+        launches the next one, which has other SMs; but not for longer than the one in flight, by what the last one
+        there took."""
+        assert plan.partition is not None
+        left_s = self._begun_s + self._step_s.get(plan.partition, 0.0) - time.perf_counter()
+        launch_s = self._launch_s.get(next_batch.prefill_tokens > 0, 0.0)
+        return self.top_up(plan, plan.num_beside, for_s=min(launch_s, left_s))
+
+    def top_up(self, plan: Plan, most: int, *, far_ahead: bool = False, for_s: float = 0.0) -> int:
+        """Launch tasklets beside the batch in flight, without waiting, while there is room for more (see
+        ``Device.has_room``) and no token to be handed on: ``most`` or fewer."""
         count, until_s = 0, time.perf_counter() + _FILLING_S
         while count < most and not self._engine.has_landed and self._can_train:
-            if not self._device.has_room(far_ahead=far_ahead) or time.perf_counter() > until_s:
+            if not self._device.has_room(far_ahead=far_ahead, for_s=for_s) or time.perf_counter() > until_s:
                 break
             self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
             count += 1

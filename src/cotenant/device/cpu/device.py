@@ -49,7 +49,7 @@ class CpuDevice:
     ) -> None:
         return
 
-    def has_room(self, *, far_ahead: bool = False) -> bool:
+    def has_room(self, *, far_ahead: bool = False, for_s: float = 0.0) -> bool:
         return True
 
     def host_was_away(self, seconds: float) -> None:

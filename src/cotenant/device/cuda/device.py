@@ -96,8 +96,8 @@ class CudaDevice:
     ) -> None:
         self._tasklets.wait_for_room(interrupted, ask_every_s, far_ahead=far_ahead)
 
-    def has_room(self, *, far_ahead: bool = False) -> bool:
-        return self._tasklets.has_room(far_ahead=far_ahead)
+    def has_room(self, *, far_ahead: bool = False, for_s: float = 0.0) -> bool:
+        return self._tasklets.has_room(far_ahead=far_ahead, for_s=for_s)
 
     def host_was_away(self, seconds: float) -> None:
         self._tasklets.host_was_away(seconds)

@@ -176,21 +176,24 @@ class TaskletQueue:
                 return
             self.collect()
 
-    def has_room(self, *, far_ahead: bool = False) -> bool:
-        """Whether ``wait_for_room`` would not sleep."""
+    def has_room(self, *, far_ahead: bool = False, for_s: float = 0.0) -> bool:
+        """Whether ``wait_for_room`` would not sleep. ``for_s``: or those in flight end before that."""
         self.collect()
         self._woken_s = 0.0
         if not self._in_flight:
             return True
-        _, left_s, most = self._until_room(far_ahead=far_ahead)
+        _, left_s, most = self._until_room(far_ahead=far_ahead, for_s=for_s)
         return left_s <= 0.0 and len(self._in_flight) <= most
 
-    def _until_room(self, *, far_ahead: bool) -> tuple[bool, float, int]:
+    def _until_room(self, *, far_ahead: bool, for_s: float = 0.0) -> tuple[bool, float, int]:
         """With something in flight: whether several may be, the time until the next one is to be launched, and how many
         may be in flight then."""
         # What never ran may take any time: no third one behind it.
-        is_far = far_ahead and all((each.shape, each.partition) in self._expected_ms for each in self._in_flight)
-        lead_s, most = (self._far_s(), _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
+        is_far = (far_ahead or for_s > self._lead_s) and all(
+            (each.shape, each.partition) in self._expected_ms for each in self._in_flight
+        )
+        far_s = max(for_s, self._far_s() if far_ahead else 0.0)
+        lead_s, most = (far_s, _MOST_AHEAD - 1) if is_far else (self._lead_s, 1)
         return is_far, self._left_s(self._expected_ms, len(self._in_flight)) - lead_s, most
 
     def host_was_away(self, seconds: float) -> None:
