@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,26 @@ def test_the_committed_page_is_what_the_command_renders(tmp_path: Path) -> None:
     target = tmp_path / "benchmarks.md"
     assert render("--target", str(target)).returncode == 0
     assert target.read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_every_link_to_a_heading_finds_it() -> None:
+    """On the page itself, and to it from the other documents."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    headings = {
+        page.name: {
+            re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+            for line in page.read_text().splitlines()
+            if line.startswith("#")
+        }
+        for page in pages
+    }
+    links = [
+        (page.name, name.rpartition("/")[2] or page.name, heading)
+        for page in pages
+        for name, heading in re.findall(r"\]\(([\w/.-]*)#([^)\s]+)\)", page.read_text())
+    ]
+    assert len(links) > 50
+    assert [link for link in links if link[2] not in headings[link[1]]] == []
 
 
 def run_at(time_scale: float, ttft_ms: float, failed: int = 0) -> dict[str, Any]:
@@ -265,6 +286,53 @@ def colocate_cell(policy: str, harvest: float, attainment: float | None, **more:
         "prediction_error": {"alone": None, "co_run": {"mean": 0.021, "p95": 0.08, "iterations": 40}},
         **more,
     }
+
+
+def test_the_page_begins_with_what_a_job_gets_and_where_the_rest_is(tmp_path: Path) -> None:
+    """Of places where serving alone is in time; a job that makes requests late has no speed to speak of."""
+    results, target = tmp_path / "results", tmp_path / "page.md"
+    results.mkdir()
+    figures = {
+        (1.0, 40.0): {
+            "inference-only": (0.0, 1.0),
+            "adaptive": (0.65, 1.0),
+            "chunked": (0.6, 1.0),
+            "static": (0.7, 0.5),
+        },
+        (1.0, 10.0): {"inference-only": (0.0, 1.0), "adaptive": (0.4, 0.95)},
+        (4.0, 10.0): {"inference-only": (0.0, 0.5), "adaptive": (0.3, 1.0)},
+    }
+    cells = [
+        colocate_cell(
+            policy, *both, time_scale=scale, slo={"ttft_ms": 500.0, "tpot_ms": tpot_ms}, request_rate=5.26 * scale
+        )
+        for (scale, tpot_ms), policies in figures.items()
+        for policy, both in policies.items()
+    ]
+    grid = {
+        "kind": "colocate",
+        "command": "cotenant bench colocate tiny",
+        "model": "tiny",
+        "dtype": "float32",
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
+        "versions": {"torch": "2.13.0"},
+        "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
+        "train_alone_tokens_per_s": 1000.0,
+        "cells": cells,
+    }
+    grid["comparison"] = compare(grid, 0.99)
+    (results / "colocate_grid_h200.json").write_text(json.dumps(grid))
+    (results / "colocate_a_gpu's.json").write_text(json.dumps(grid))
+    assert render("--results", str(results), "--target", str(target)).returncode == 0
+    short, _, rest = target.read_text().partition("## Contents")
+    rows = [line for line in short.splitlines() if line.startswith("| conv")]
+    latencies = "5.0 / - | 5.0 / - | 5.0 / 9.2 | 5.0 / 9.2"
+    assert rows == [
+        f"| conv x 1, 5.3 requests/s | 10 | 100.0% of 90 | 95.0% of 90 | {latencies} | 40.0%, too late | - |",
+        f"| conv x 1, 5.3 requests/s | 40 | 100.0% of 90 | 100.0% of 90 | {latencies} | **65.0%** | `chunked` 60.0% |",
+    ]
+    assert "- [Colocate a gpu's](#colocate-a-gpus)" in rest
+    assert "## Colocate a gpu's" in rest
 
 
 def device_time(*, prompts: float) -> dict[str, float]:
