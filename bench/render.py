@@ -245,8 +245,8 @@ SECTIONS = (
         "colocate_grid_p99_h100.json",
         "On a GPU: one target of the grid, with enough requests in each cell for a p99",
         "25 ms on an H100, 101 requests or more in each cell (12 to 61 s), in the version in which the lane is filled "
-        "before prompts are launched. Another target was run on the host's other GPU; its file was lost when the "
-        "machine was given back. Of the conversation `adaptive` has 5.0 to 7.3% more harvest than the best other, and "
+        "before prompts are launched. Another target was run on the host's other GPU; its file was lost. "
+        "Of the conversation `adaptive` has 5.0 to 7.3% more harvest than the best other, and "
         "no request is late. **Of the code trace at half its rate it loses three requests of 101, as `chunked` does, "
         "where `llmstation`, `harli` and serving alone lose one**: one is late under each of them, two have a TPOT of "
         "25.2 and 26.1 ms. So the place counts as 0. Half of its answers have 13 tokens or fewer. Serving alone "

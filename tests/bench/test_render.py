@@ -288,6 +288,21 @@ def colocate_cell(policy: str, harvest: float, attainment: float | None, **more:
     }
 
 
+def colocated(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    result = {
+        "kind": "colocate",
+        "command": "cotenant bench colocate tiny",
+        "model": "tiny",
+        "dtype": "float32",
+        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
+        "versions": {"torch": "2.13.0"},
+        "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
+        "train_alone_tokens_per_s": 1000.0,
+        "cells": cells,
+    }
+    return {**result, "comparison": compare(result, 0.99)}
+
+
 def test_the_page_begins_with_what_a_job_gets_and_where_the_rest_is(tmp_path: Path) -> None:
     """Of places where serving alone is in time; a job that makes requests late has no speed to speak of."""
     results, target = tmp_path / "results", tmp_path / "page.md"
@@ -309,18 +324,7 @@ def test_the_page_begins_with_what_a_job_gets_and_where_the_rest_is(tmp_path: Pa
         for (scale, tpot_ms), policies in figures.items()
         for policy, both in policies.items()
     ]
-    grid = {
-        "kind": "colocate",
-        "command": "cotenant bench colocate tiny",
-        "model": "tiny",
-        "dtype": "float32",
-        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
-        "versions": {"torch": "2.13.0"},
-        "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
-        "train_alone_tokens_per_s": 1000.0,
-        "cells": cells,
-    }
-    grid["comparison"] = compare(grid, 0.99)
+    grid = colocated(cells)
     (results / "colocate_grid_h200.json").write_text(json.dumps(grid))
     (results / "colocate_a_gpu's.json").write_text(json.dumps(grid))
     assert render("--results", str(results), "--target", str(target)).returncode == 0
@@ -343,24 +347,15 @@ def device_time(*, prompts: float) -> dict[str, float]:
 def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
-    result = {
-        "kind": "colocate",
-        "command": "cotenant bench colocate tiny",
-        "model": "tiny",
-        "dtype": "float32",
-        "machine": {"cpu": "A CPU", "num_cores": 4, "gpus": []},
-        "versions": {"torch": "2.13.0"},
-        "training": {"seq_len": 16, "tokens_per_step": 32, "r": 16},
-        "train_alone_tokens_per_s": 1000.0,
-        "cells": [
+    result = colocated(
+        [
             colocate_cell("inference-only", 0.0, 1.0, device_time=device_time(prompts=0.1)),
             colocate_cell("adaptive", 0.75, 1.0, device_time=device_time(prompts=0.15)),
             colocate_cell("static", 0.8, 0.5, device_time=device_time(prompts=0.15)),
             colocate_cell("temporal", 0.5, 1.0, device_time=device_time(prompts=0.12)),
             colocate_cell("idle", 0.9, None, num_requests=0, time_scale=2.0),
-        ],
-    }
-    result["comparison"] = compare(result, 0.99)
+        ]
+    )
     (results / "colocate.json").write_text(json.dumps(result))
     target = tmp_path / "page.md"
     assert render("--results", str(results), "--target", str(target)).returncode == 0
