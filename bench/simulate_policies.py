@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,10 +24,11 @@ from typing import NamedTuple
 from cotenant.bench.comparison import REFERENCE
 from cotenant.bench.traces import TraceRequest, read_trace
 from cotenant.config import POLICIES
-from cotenant.core.plan import Partition, Slo
+from cotenant.core.errors import InvalidInputError
+from cotenant.core.plan import Slo
 
-_NUM_SMS = 132
-_ONLINE = {"adaptive": (32, 48, 64), "harli": (16, 24, 40, 48, 64)}  # of them, in each partition
+sys.path.append(str(Path(__file__).parent.parent / "tests"))  # also of the processes that simulate
+
 _TTFT_MS, _ATTAINMENT, _LONGEST = 500.0, 0.99, 8192
 _DEFAULT = f"{REFERENCE},adaptive,harli,llmstation,chunked"
 
@@ -56,11 +58,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200, help="in a window")
     parser.add_argument("--every", type=float, default=100.0, help="seconds of the trace from window to window")
     arguments = parser.parse_args()
+    if arguments.requests < 1 or not arguments.every > 0:
+        parser.error("--requests and --every: must be above 0")
     scales, targets = (_numbers(parser, arguments, name) for name in ("time_scale", "slo_tpot_ms"))
     policies = list(dict.fromkeys([REFERENCE, *arguments.policies.split(",")]))
     if unknown := [name for name in policies if name not in POLICIES]:
         parser.error(f"--policies: {unknown[0]!r} is none of {', '.join(POLICIES)}")
-    windows = _windows(arguments.trace, arguments.requests, arguments.every)
+    try:
+        windows = _windows(arguments.trace, arguments.requests, arguments.every)
+    except InvalidInputError as error:
+        parser.error(error.message)
     if not windows:
         parser.error(f"--requests: no window of {arguments.trace} has {arguments.requests}")
     cells = [Cell(*each) for each in itertools.product(scales, targets, range(len(windows)), policies)]
@@ -72,10 +79,14 @@ def main() -> int:
 
 
 def _numbers(parser: argparse.ArgumentParser, arguments: argparse.Namespace, name: str) -> list[float]:
+    text = getattr(arguments, name)
     try:
-        return [float(part) for part in getattr(arguments, name).split(",")]
-    except ValueError as error:
-        parser.error(f"--{name.replace('_', '-')}: {error}")
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0.0]
+    if not all(0 < number < math.inf for number in numbers):
+        parser.error(f"--{name.replace('_', '-')}: expected numbers above 0, like 10,40, not {text!r}")
+    return numbers
 
 
 def _windows(path: Path, num_requests: int, every_s: float) -> list[list[TraceRequest]]:
@@ -86,13 +97,12 @@ def _windows(path: Path, num_requests: int, every_s: float) -> list[list[TraceRe
 
 
 def _simulate(cell: Cell, window: Sequence[TraceRequest]) -> Found:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from scheduler.trace_machine import Arrival, TraceMachine
+    from scheduler.trace_machine import PARTITIONS, Arrival, TraceMachine
 
-    partitions = tuple(Partition(sms, _NUM_SMS - sms) for sms in _ONLINE.get(cell.policy, ()))
     begin_s = window[0].at_s
     arrivals = [Arrival((each.at_s - begin_s) / cell.time_scale, each.input_len, each.output_len) for each in window]
-    return Found(*TraceMachine(cell.policy, Slo(_TTFT_MS, cell.tpot_ms), partitions, arrivals).run_trace())
+    machine = TraceMachine(cell.policy, Slo(_TTFT_MS, cell.tpot_ms), PARTITIONS.get(cell.policy, ()), arrivals)
+    return Found(*machine.run_trace())
 
 
 def _tell(scale: float, tpot_ms: float, policies: Sequence[str], found: dict[Cell, Found]) -> None:

@@ -36,8 +36,16 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for flags, message in (
         (["--policies", "best"], "--policies: 'best' is none of"),
         (["--requests", "25"], "--requests: no window of"),
-        (["--time-scale", "fast"], "--time-scale: could not convert"),
+        (["--requests", "0"], "--requests and --every: must be above 0"),
+        (["--every", "0"], "--requests and --every: must be above 0"),
+        (["--time-scale", "fast"], "--time-scale: expected numbers above 0, like 10,40, not 'fast'"),
+        (["--slo-tpot-ms", "40,0"], "--slo-tpot-ms: expected numbers above 0"),
     ):
         result = simulate(tmp_path, *flags)
         assert result.returncode == 2
         assert message in result.stderr
+    missing = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path / "no.csv")], capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 2
+    assert "no.csv cannot be read" in missing.stderr

@@ -6,11 +6,9 @@ from functools import cache
 
 import pytest
 
-from cotenant.core.plan import Partition, Slo
-from scheduler.trace_machine import TraceMachine, arrivals
+from cotenant.core.plan import Slo
+from scheduler.trace_machine import PARTITIONS, TraceMachine, arrivals
 
-PARTITIONS = (Partition(32, 100), Partition(48, 84), Partition(64, 68))
-THEIRS = (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68))
 # (a second, prompt, answer, seconds): a chat, a busy one, short questions, many of them, a word or two about a text
 CHAT, BUSY, FULL = (5.0, 1000, 200, 20.0), (12.0, 1000, 200, 20.0), (14.0, 1000, 200, 20.0)
 SHORT, CROWD, WORDS = (100.0, 60, 20, 8.0), (300.0, 40, 8, 6.0), (15.0, 1000, 2, 40.0)
@@ -23,8 +21,7 @@ Load = tuple[float, int, int, float]
 @cache
 def outcome(policy: str, load: Load, target_ms: float) -> tuple[float, float]:
     """Attainment and harvest."""
-    partitions = {"adaptive": PARTITIONS, "harli": THEIRS}.get(policy, ())
-    return TraceMachine(policy, Slo(500.0, target_ms), partitions, arrivals(*load)).run_trace()
+    return TraceMachine(policy, Slo(500.0, target_ms), PARTITIONS.get(policy, ()), arrivals(*load)).run_trace()
 
 
 @pytest.mark.parametrize("target_ms", [10.0, 15.0, 40.0])
@@ -100,7 +97,7 @@ def test_where_prompts_fill_the_device_training_makes_few_late_that_would_not_be
 
 def test_answers_of_a_word_or_two_teach_how_closely_they_may_be_aimed_at() -> None:
     """A prompt that comes in between makes them late, and they have no tokens to make up for it."""
-    machine = TraceMachine("adaptive", Slo(500.0, 40.0), PARTITIONS, arrivals(*WORDS))
+    machine = TraceMachine("adaptive", Slo(500.0, 40.0), PARTITIONS["adaptive"], arrivals(*WORDS))
     attainment, harvest = machine.run_trace()
     assert attainment > 0.98, "while it is being learned"
     later = machine.done[len(machine.done) // 2 :]

@@ -31,6 +31,11 @@ from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
+# Of each policy that shares in space.
+PARTITIONS = {
+    "adaptive": (Partition(32, 100), Partition(48, 84), Partition(64, 68)),
+    "harli": (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
+}
 MOST_TOKENS = 4096  # of a batch
 _WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS = 4.3, 0.02, 2.35e-5, 0.0235
 
