@@ -235,7 +235,7 @@ SECTIONS = (
         "On a GPU: the lane is filled before prompts are launched",
         "On two H100s of one host side by side, each with both versions one behind the other: since and before on the "
         "first, before and since on the second. A batch that goes to other SMs than the one in flight, as prompts do, "
-        "takes the host up to 10 ms to launch; before, the tasklets beside the one in flight lasted for a fraction of "
+        "takes the host a while to launch; before, the tasklets beside the one in flight lasted for a fraction of "
         "that. Harvest differs by -0.6 and -0.8 points on the first GPU and by +2.1 and +1.1 on the second: 0.7 and "
         "0.1 more on average at twice the rate and at its own, which is within what two runs differ by. The errors of "
         "prediction of what is shared fall at twice the rate in all four, from 3.1 to 2.6%, and their p95 from 8.9 "
@@ -249,7 +249,7 @@ SECTIONS = (
         "Of the conversation `adaptive` has 5.0 to 7.3% more harvest than the best other, and "
         "no request is late. **Of the code trace at half its rate it loses three requests of 101, as `chunked` does, "
         "where `llmstation`, `harli` and serving alone lose one**: one is late under each of them, two have a TPOT of "
-        "25.2 and 26.1 ms. So the place counts as 0. Half of its answers have 13 tokens or fewer. Serving alone "
+        "25.2 and 26.1 ms. So the place counts as 0. Its answers are short. Serving alone "
         "misses the SLO in all other places of that trace, two of 101 at its own rate. A hundred requests teach little "
         "of misses: as long as none has missed, the share of the target that is aimed at rises.",
     ),
