@@ -199,15 +199,8 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     trace.write_text(TRACE)
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
     arguments += ["--min-requests", "1", "--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000"]
-    arguments += [
-        "--slo-ttft-ms",
-        "60000",
-        "--policies",
-        "multitask,inference-only",
-        "--skip-hopeless",
-        "--json",
-        str(path),
-    ]
+    arguments += ["--slo-ttft-ms", "60000", "--policies", "multitask,inference-only", "--skip-hopeless"]
+    arguments += ["--json", str(path)]
     assert bench_colocate(*arguments).returncode == 0
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
