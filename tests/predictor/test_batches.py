@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE, batch_key
 
@@ -205,6 +206,80 @@ def test_as_many_prompt_tokens_fit_as_fill_the_tiles(predictor: LatencyPredictor
     found = restored.prompt_tokens_within(decodes, limit_ms)
     assert found is not None
     assert (20 + found + TILE // 4) // TILE * TILE == rows
+
+
+@pytest.mark.parametrize("limit_ms", [30.0, 60.0, 100.0])
+def test_of_a_long_prompt_a_token_costs_more(predictor: LatencyPredictor, limit_ms: float) -> None:
+    """Its attention grows with the square."""
+    decodes = BatchShape(20, 20_000)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms)
+    assert tokens is not None
+    assert true_ms(with_prompts(decodes, (tokens, 0))) == pytest.approx(limit_ms, rel=0.035)
+
+
+def after_training(rng: random.Random, num_since: int) -> float:
+    """So many times as long prompts take: the tasklet in flight has some SMs, and clocks are low."""
+    return rng.uniform(0.94, 1.06) * (1.1, 1.05, 1.0)[min(num_since, 2)]
+
+
+def trains(predictor: LatencyPredictor) -> None:
+    tasklet = (TaskletRun(TaskletShape(TaskletKind.FORWARD_MLP, 2048, 2048), 1), 1.1)
+    predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 1.1, (tasklet,)))
+
+
+@pytest.fixture(scope="module")
+def trained(predictor: LatencyPredictor) -> LatencyPredictor:
+    """The same, having seen prompts right behind training and alone."""
+    rng, trained = random.Random(11), LatencyPredictor("h", "m")
+    trained.restore(predictor.export())
+    for number in range(150):
+        trains(trained)
+        for num_since in range(1 + number % 4):
+            batch = with_prompts(BatchShape(10, rng.randint(5_000, 20_000)), (rng.randint(100, 3000), 0))
+            took_ms = true_ms(batch) * after_training(rng, num_since)
+            is_disturbed = num_since == 0 and number % 2 == 0
+            trained.observe(IterationRecord(batch, Mode.NONE, took_ms, took_ms, is_disturbed=is_disturbed))
+    return trained
+
+
+def test_prompts_are_slower_right_behind_training(trained: LatencyPredictor) -> None:
+    rng, restored = random.Random(12), LatencyPredictor("h", "m")
+    restored.restore(trained.export())
+    errors: list[list[float]] = [[], [], [], []]
+    for _ in range(60):
+        trains(restored)
+        for num_since, found in enumerate(errors):
+            batch = with_prompts(BatchShape(10, rng.randint(5_000, 20_000)), (rng.randint(100, 3000), 0))
+            took_ms = true_ms(batch) * after_training(rng, num_since)
+            predicted_ms = restored.batch_ms(batch, cautious=False)
+            assert predicted_ms is not None
+            found.append(predicted_ms / took_ms - 1)
+            restored.observe(IterationRecord(batch, Mode.NONE, took_ms, took_ms, is_disturbed=num_since == 0))
+    assert all(abs(sum(found) / len(found)) < 0.015 for found in errors), errors
+
+
+def test_decode_steps_say_nothing_of_when_training_was(trained: LatencyPredictor) -> None:
+    restored, batch = LatencyPredictor("h", "m"), with_prompts(BatchShape(10, 12_000), (1500, 0))
+    restored.restore(trained.export())
+    trains(restored)
+    before_ms = restored.batch_ms(batch, cautious=False)
+    learn(restored, BatchShape(10, 12_000), true_ms(BatchShape(10, 12_000)))
+    assert restored.batch_ms(batch, cautious=False) == pytest.approx(before_ms, rel=1e-6)
+
+
+def test_cautious_chunks_have_room_for_what_they_may_take_longer(trained: LatencyPredictor) -> None:
+    restored, decodes, rng = LatencyPredictor("h", "m"), BatchShape(10, 12_000), random.Random(13)
+    restored.restore(trained.export())
+    trains(restored)
+    tokens = restored.prompt_tokens_within(decodes, 60.0, cautious=True)
+    assert tokens is not None
+    chunk_ms = true_ms(with_prompts(decodes, (tokens, 0)))
+    late = [chunk_ms * after_training(rng, 0) > 60.0 for _ in range(200)]
+    assert sum(late) < 0.4 * len(late)
+    assert chunk_ms > 0.9 * 60.0 / 1.1, "and not for much more"
+    more = restored.prompt_tokens_within(decodes, 60.0)
+    assert more is not None
+    assert more > 1.02 * tokens
 
 
 def test_a_machine_that_becomes_slower_is_noticed(predictor: LatencyPredictor) -> None:

@@ -397,9 +397,9 @@ def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, mon
     aheads: list[InFlight | None] = []
     sized = loop_module.prompt_budget
 
-    def noted(*args: Any) -> int:
-        aheads.append(args[-1])
-        return sized(*args)
+    def noted(*args: Any, **named: Any) -> int:
+        aheads.append(named["ahead"])
+        return sized(*args, **named)
 
     monkeypatch.setattr(loop_module, "prompt_budget", noted)
     requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]

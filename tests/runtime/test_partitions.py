@@ -425,6 +425,32 @@ def test_it_is_known_how_long_a_batch_waits(side_by_side: SideBySide) -> None:
     assert executor.wait_ms == 0.0, "whatever an earlier one has waited for"
 
 
+def test_it_is_known_how_long_a_batch_with_prompts_takes_to_begin(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is in flight: else the device has work meanwhile."""
+    executor, schedule, waits_s = side_by_side.executor, OnlineEngine.schedule, 0.05
+
+    def slow(engine: OnlineEngine) -> OnlineStep | None:
+        time.sleep(waits_s)
+        return schedule(engine)
+
+    monkeypatch.setattr(OnlineEngine, "schedule", slow)
+    side_by_side.execute(Plan())  # a decode
+    side_by_side.engine.add(request("behind one in flight", [5, 6, 7], 2))
+    for _ in range(4):
+        side_by_side.execute(Plan())
+    assert executor.begins_after_ms < 50.0
+    for index in range(2):
+        side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+        side_by_side.finish()
+        side_by_side.engine.add(request(f"new {index}", [5, 6, 7], 2))
+        waits_s = 0.3 + 0.3 * index
+        side_by_side.execute(Plan())
+        side_by_side.execute(Plan())
+    assert executor.begins_after_ms > 200.0
+
+
 def test_the_time_of_a_batch_that_overtook_what_it_was_to_wait_for_tells_nothing(
     side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,6 +147,20 @@ def test_a_budget_fills_the_limit() -> None:
     assert prompt_budget(predictor, BatchShape(8, 4000), fast, SLO, 100.0, most=4096, short=LONG) == 4096
 
 
+def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
+    """Not off what every step may take."""
+    predictor, decodes = taught(), BatchShape(8, 4000)
+
+    def tokens(elapsed_ms: float, begins_after_ms: float, ahead: InFlight | None = None) -> int:
+        one = running(num_generated=20, elapsed_ms=elapsed_ms)
+        return prompt_budget(predictor, decodes, (one,), SLO, 100.0, 4096, LONG, ahead, begins_after_ms)
+
+    in_flight = InFlight(None, 8.0, decodes)
+    assert tokens(680.0, 10.0) == tokens(690.0, 0.0) < tokens(680.0, 0.0)
+    assert tokens(1000.0, 10.0) == tokens(1000.0, 0.0)
+    assert tokens(680.0, 10.0, in_flight) == tokens(680.0, 0.0, in_flight), "the device has work meanwhile"
+
+
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     assert prompt_budget(taught(decode_ms=50.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE

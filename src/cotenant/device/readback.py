@@ -51,6 +51,11 @@ class Interval:
             self._events[1].record()
 
     @property
+    def begun_s(self) -> float:
+        """When the host said that it begins (``time.perf_counter``); the device may get to it later."""
+        return self._times_s[0]
+
+    @property
     def has_ended(self) -> bool:
         """Whether ``milliseconds`` would not wait."""
         return self._events is None or self._events[1].query()

@@ -420,7 +420,8 @@ class OnlineEngine:
         for entry, token_id, logprobs in results:
             if not entry.sequence.has_left:
                 outputs += advance(self._live, entry, token_id, logprobs, now_s)
-        return Collected(outputs, flight.step.shape, flight.device_ms(), flight.gap_ms(), flight.overtook)
+        shape, begun_s = flight.step.shape, flight.interval.begun_s
+        return Collected(outputs, shape, flight.device_ms(), flight.gap_ms(), flight.overtook, begun_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""

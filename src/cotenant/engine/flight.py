@@ -36,13 +36,15 @@ class RanLayers:
 class Collected:
     """What a batch produced, in its order. ``device_ms``: how long it ran, without what it waited for; ``gap_ms``: how
     long the device had nothing of the online tenant's before it (None: nothing had been launched behind the batch
-    before). ``overtook``: it ended before what it was to wait for, and its time is that of both."""
+    before). ``overtook``: it ended before what it was to wait for, and its time is that of both. ``begun_s``: when its
+    first kernels were launched (``time.perf_counter``)."""
 
     outputs: list[SequenceOutput]
     shape: BatchShape
     device_ms: float
     gap_ms: float | None
-    overtook: bool = False
+    overtook: bool
+    begun_s: float
 
 
 class Iterated(NamedTuple):

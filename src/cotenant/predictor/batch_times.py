@@ -47,12 +47,23 @@ class BatchTimes:
         known_ms = self._modelled_ms(batch)
         return known_ms if record is None else less(record.latency_ms(cautious=cautious), known_ms)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, *, cautious: bool) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        prompt_tokens = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
-        pairs = causal_pairs(prompt_tokens)
+        probe = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
+        tokens = self._tokens_within(decodes, limit_ms, probe, cautious=cautious)
+        if tokens is None or tokens <= probe:
+            return tokens
+        # Attention grows with the square: of so long a prompt a token costs more.
+        longer = self._tokens_within(decodes, limit_ms, tokens, cautious=cautious)
+        return tokens if longer is None else longer
+
+    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int, *, cautious: bool) -> int | None:
+        """By what a token of so long a prompt costs."""
         with_prompt = replace(
-            decodes, prefill_tokens=prompt_tokens, prefill_context_tokens=prompt_tokens, prefill_pairs=pairs
+            decodes,
+            prefill_tokens=prompt_tokens,
+            prefill_context_tokens=prompt_tokens,
+            prefill_pairs=causal_pairs(prompt_tokens),
         )
         shapes = [decodes, with_prompt]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
@@ -65,6 +76,8 @@ class BatchTimes:
         if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
             return None
         token_ms = (with_prompt_ms - alone_ms) / prompt_tokens
+        if is_line:
+            limit_ms /= self.models.ratio_now(cautious=cautious)
         tokens = int((limit_ms - alone_ms) / token_ms)
         # About so many in whole tiles, and what is particular to that size.
         rows = round((decodes.num_decode + tokens) / TILE) * TILE
@@ -74,14 +87,24 @@ class BatchTimes:
         return tokens
 
     def observe(self, record: IterationRecord) -> None:
-        """Learn from an iteration whose batch had all SMs, and no tasklets in it."""
+        """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, of prompts
+        alone."""
         batch, online_ms = record.batch, record.online_ms
         self._last_reached = None
+        if record.is_disturbed:
+            if batch.prefill_tokens:
+                self.models.observe(batch, online_ms, is_disturbed=True)
+            return
         group, key = self.keys(batch)
         self._records.add(group, ("batch", key), online_ms)
         online_ms = self.models.observe(batch, online_ms)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
+
+    def trained(self) -> None:
+        """Tasklets have run."""
+        self._last_reached = None
+        self.models.trained()
 
     def restore(self, states: BatchStates, trusted: int) -> None:
         """See ``BatchModels.restore``."""

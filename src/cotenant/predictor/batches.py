@@ -4,7 +4,9 @@ LLMStation section 4.2 has one linear model of a batch. Prompts have one of thei
 tokens cost tells little of what a prompt's do: attention grows with their square, and what earlier chunks have cached
 is read in another way than what is new. Products take all rows alike, decodes' and prompts', and in tiles, of which a
 part costs as much as a whole one. And what no line follows is learned as a ratio by size: captured batches are padded,
-and which tiles there are depends on the size.
+and which tiles there are depends on the size. Another ratio is by how many batches with prompts there were since
+training: the first shares SMs with the tasklet in flight, and clocks that training has lowered rise again in some
+tenths of a second.
 """
 
 from __future__ import annotations
@@ -21,23 +23,25 @@ _DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
 _PROMPT_SCALES = (1.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
 _MOST_TIMES, _LEAST_MS = 8.0, 0.1
-_MOST_OF_SIZE = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
+_MOST_OFF = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
 _TYPICAL_MS = 10.0
 # Prompts come in runs, and clocks follow what ran in the last tenths of a second: at the board's power limit, training
 # that ran just before slows them. So the latest few batches tell more than the hundreds before.
 _FORGETTING_PROMPTS, _WEIGHT_OF_SIZES_NEWEST = 0.95, 0.2
-# Of a size's ratio, in logarithms, what the line does not learn: it would follow the sizes that came last. The rest it
+# Of the ratios, in logarithms, what the line does not learn: it would follow the sizes that came last. The rest it
 # does, so that what all sizes have in common becomes the line's in time: other sizes go by it alone.
-_LEFT_TO_SIZE = 0.9
+_LEFT_TO_RATIOS = 0.9
+_NUM_AFTER = 2  # batches after training that are told from those that follow
 
 
 class BatchStates(NamedTuple):
     """All that was learned: of decode steps, of batches with prompts, and measured / modelled of these by ``size_of``
-    them."""
+    them and by how many there were since training, up to those that are told apart no more."""
 
     decodes: LinearState
     prompts: LinearState
     ratios: dict[int, Ratio]
+    after_training: list[Ratio]
 
 
 class BatchModels:
@@ -47,14 +51,16 @@ class BatchModels:
         self._decodes = OnlineLinearModel(_DECODE_SCALES, _TYPICAL_MS)
         self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS, _FORGETTING_PROMPTS)
         self._ratios: dict[int, Ratio] = {}
+        self._after_training = [Ratio() for _ in range(_NUM_AFTER + 1)]
+        self._num_since = _NUM_AFTER  # batches with prompts since training, as far as they are told apart
 
     def reached_ms(self, batch: BatchShape) -> float | None:
         """What a model says, if it rests on what was measured."""
         model_ms = self.line_ms(batch)
-        return None if model_ms is None else model_ms * self.ratio_of(batch)
+        return None if model_ms is None else model_ms * self._ratio(batch)
 
     def line_ms(self, batch: BatchShape) -> float | None:
-        """The same without what is particular to its size."""
+        """The same without what is particular to its size, and to what ran before."""
         return self._model_of(batch).reached(_features(batch))
 
     def ratio_of(self, batch: BatchShape) -> float:
@@ -62,34 +68,60 @@ class BatchModels:
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
+    def ratio_now(self, *, cautious: bool = False) -> float:
+        """The same of a batch with prompts now, as times what one takes long after training; ``cautious``: with a
+        deviation on top."""
+        ratio = self._after_training[self._num_since]
+        if not ratio.known:
+            return 1.0
+        mean = ratio.mean if self._num_since < _NUM_AFTER else 1.0  # the line's own
+        return mean + ratio.deviation if cautious else mean
+
+    def trained(self) -> None:
+        """Tasklets have run."""
+        self._num_since = 0
+
     def guessed_ms(self, batch: BatchShape) -> float | None:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(_features(batch)) * self.ratio_of(batch)
+            return self._model_of(batch).predict(_features(batch)) * self._ratio(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
         return self._decodes.predict(_features(decodes))
 
-    def observe(self, batch: BatchShape, measured_ms: float) -> float:
-        """Learn from one measurement, and return it as it is believed."""
+    def observe(self, batch: BatchShape, measured_ms: float, *, is_disturbed: bool = False) -> float:
+        """Learn from one measurement, and return it as it is believed. ``is_disturbed``: a tasklet was in its way,
+        which tells nothing but what batches with prompts take after training."""
         model, features = self._model_of(batch), _features(batch)
-        model_ms, of_size = model.reached(features), self.ratio_of(batch)
+        model_ms, ratio = model.reached(features), self._ratio(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
             if batch.prefill_tokens:
-                bounded_ms = min(max(measured_ms, model_ms / _MOST_OF_SIZE), model_ms * _MOST_OF_SIZE)
-                self._ratios.setdefault(size_of(batch), Ratio()).add(bounded_ms, model_ms, _WEIGHT_OF_SIZES_NEWEST)
-        model.update(features, measured_ms / of_size**_LEFT_TO_SIZE)
+                self._observe_ratios(batch, measured_ms, model_ms, is_disturbed=is_disturbed)
+        if not is_disturbed:
+            model.update(features, measured_ms / ratio**_LEFT_TO_RATIOS)
+        if batch.prefill_tokens:
+            self._num_since = min(self._num_since + 1, _NUM_AFTER)
         return measured_ms
 
+    def _observe_ratios(self, batch: BatchShape, measured_ms: float, model_ms: float, *, is_disturbed: bool) -> None:
+        """Each without what the other one says."""
+        of_size_ms, now_ms = model_ms * self.ratio_of(batch), model_ms * self.ratio_now()
+        self._after_training[self._num_since].add(_within(measured_ms, of_size_ms), of_size_ms)
+        if not is_disturbed:
+            ratio = self._ratios.setdefault(size_of(batch), Ratio())
+            ratio.add(_within(measured_ms, now_ms), now_ms, _WEIGHT_OF_SIZES_NEWEST)
+
     def states(self) -> BatchStates:
-        return BatchStates(self._decodes.state(), self._prompts.state(), self._ratios)
+        return BatchStates(self._decodes.state(), self._prompts.state(), self._ratios, self._after_training)
 
     def check(self, states: BatchStates) -> None:
         """Raises ValueError for states of other models."""
+        if len(states.after_training) != _NUM_AFTER + 1:
+            raise ValueError(f"{len(states.after_training)} ratios of batches after training, not {_NUM_AFTER + 1}")
         self._decodes.check(states.decodes)
         self._prompts.check(states.prompts)
 
@@ -101,9 +133,19 @@ class BatchModels:
         if self._prompts.num_samples == 0:  # ratios are to this model
             self._prompts.restore(states.prompts)
             self._ratios = {size: ratio.less_trusted(trusted) for size, ratio in states.ratios.items()}
+            self._after_training = [ratio.less_trusted(trusted) for ratio in states.after_training]
+
+    def _ratio(self, batch: BatchShape) -> float:
+        """Of all that a line does not tell."""
+        return self.ratio_of(batch) * self.ratio_now() if batch.prefill_tokens else 1.0
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
+
+
+def _within(measured_ms: float, expected_ms: float) -> float:
+    """What is believed of a measurement."""
+    return min(max(measured_ms, expected_ms / _MOST_OFF), expected_ms * _MOST_OFF)
 
 
 def _features(batch: BatchShape) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from cotenant.predictor.batches import BatchStates
 from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 8
+_VERSION = 9
 _MOST = 1e12  # of any number
 
 
@@ -66,8 +66,9 @@ def _check(export: Export) -> None:
         hash((as_tuple(list(adapters)), as_tuple(shape)))
         takes_time = mean_ms > 0 or (mean_ms == 0 and as_tuple(shape)[:1] == ("fused",))  # inside a step it may not
         _require(takes_time and mean_ms < _MOST and 0 <= deviation_ms < _MOST and count >= 1, "a record")
-    ratios = (*export.partition_ratios, *export.prior_ratios.items(), *export.batches.ratios.items())
-    for _, ratio in ratios:
+    ratios = [ratio for _, ratio in export.partition_ratios]
+    ratios += [*export.prior_ratios.values(), *export.batches.ratios.values(), *export.batches.after_training]
+    for ratio in ratios:
         _require(0 < ratio.mean < _MOST and 0 <= ratio.deviation < _MOST and ratio.count >= 0, "a ratio")
     models = [export.batches.decodes, export.batches.prompts, *export.tasklet_models.values()]
     models += [state for _, state in export.partition_models]

@@ -91,10 +91,11 @@ class LatencyPredictor:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         return self._batches.batch_ms(batch, cautious=cautious)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
-        """How many tokens of fresh prompts fit into a batch beside these decodes, so that it takes ``limit_ms``. May be
-        negative; None while it is not known what a prompt token costs."""
-        return self._batches.prompt_tokens_within(decodes, limit_ms)
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, *, cautious: bool = False) -> int | None:
+        """How many tokens of a fresh prompt fit into a batch beside these decodes, so that it takes ``limit_ms``;
+        ``cautious``: if it takes a deviation longer than expected. May be negative; None while it is not known what a
+        prompt token costs."""
+        return self._batches.prompt_tokens_within(decodes, limit_ms, cautious=cautious)
 
     def tasklet_ms(
         self,
@@ -220,7 +221,7 @@ class LatencyPredictor:
         self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
-        elif not record.batch.empty and record.fused is None and not record.is_disturbed:
+        elif not record.batch.empty and record.fused is None:
             self._batches.observe(record)
         if record.fused is not None:
             self._observe_fused(record)
@@ -228,6 +229,8 @@ class LatencyPredictor:
         batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
             self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
+        if record.num_tasklets:
+            self._batches.trained()
 
     def _error_of(self, record: IterationRecord) -> float | None:
         """By means: a cautious prediction is meant to be too high."""

@@ -20,6 +20,7 @@ from cotenant.device.base import FinishedTasklet
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Collected, OnlineStep, RanLayers
 from cotenant.models.decoder import Decoder
+from cotenant.predictor.records import Record
 from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.fused import FusedForward
 from cotenant.runtime.tasklet_lanes import TaskletLanes
@@ -31,12 +32,14 @@ Emit = Callable[[list[SequenceOutput]], None]
 
 class _Launched(NamedTuple):
     """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then whose end it is not
-    timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it."""
+    timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it.
+    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then."""
 
     plan: Plan
     shape: BatchShape
     with_tasklet: bool
     fused: TaskletRun | None
+    planned_s: float | None
 
     @property
     def shares(self) -> bool:
@@ -80,6 +83,8 @@ class Executor:
         self._launched: deque[_Launched] = deque()  # the batches in flight
         self._begun: tuple[Plan, float] | None = None  # what ``begun`` says, and since when
         self._wait_until_s = -math.inf  # when the device gets to the batch that was launched last, as was expected then
+        self._planned_s = 0.0  # when the last plan came
+        self._beginning: Record | None = None  # of a batch with prompts, see ``begins_after_ms``
 
     def execute(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Do what the plan says and tell how long it took.
@@ -89,6 +94,7 @@ class Executor:
         batch goes elsewhere or has tasklets behind it, which is then ``begun``. One that cannot go on like that lets
         the batch in flight land, and nothing else: that is the record, and who planned it plans anew.
         """
+        self._planned_s = time.perf_counter()
         if plan is not self.begun:
             self._give_up()
         if self._begun is None and self._launched:
@@ -233,6 +239,19 @@ class Executor:
             return max(0.0, (self._wait_until_s - time.perf_counter()) * 1e3)
         return self._device.tasklets_left_ms()
 
+    @property
+    def begins_after_ms(self) -> float:
+        """From a plan until the device begins with its batch, where that has prompts and no other is in flight: what
+        the host does before it can launch something, with a deviation on top."""
+        return 0.0 if self._beginning is None else self._beginning.latency_ms(cautious=True)
+
+    def _note_beginning(self, planned_s: float, began_s: float) -> None:
+        took_ms = max(0.0, (began_s - planned_s) * 1e3)
+        if self._beginning is None:
+            self._beginning = Record(took_ms)
+        else:
+            self._beginning.add(took_ms)
+
     def _tasklets_end(self) -> torch.cuda.Event | None:
         """Of those that the batch to be launched waits for."""
         end = self._device.tasklets_end()
@@ -253,6 +272,8 @@ class Executor:
             launched = self._launched.popleft()
             with self._device.online(launched.plan.partition):
                 collected = self._engine.collect()
+            if launched.planned_s is not None:
+                self._note_beginning(launched.planned_s, collected.begun_s)
             landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
             self._tasklets.batch_landed(collected.shape, launched.plan.partition, collected.device_ms)
             if self._trace is not None:
@@ -273,6 +294,7 @@ class Executor:
     def _launch_online(self, plan: Plan, step: OnlineStep, behind: torch.cuda.Event | None = None) -> TaskletRun | None:
         """Launch a batch: the tasklets that were fused into it. ``behind``: the end of tasklets that it waits for."""
         fused, start_s = None, time.perf_counter()
+        planned_s = self._planned_s if step.shape.prefill_tokens and not self._launched else None
         if step.shape.prefill_tokens:  # its products take the SMs of what is in flight, which ends all the later
             behind, self._wait_until_s = None, -math.inf
         # Where it is known when those it waits for end, it has all SMs to itself from then on.
@@ -284,7 +306,7 @@ class Executor:
         else:
             with self._device.online(plan.partition):
                 self._launch(step, behind=behind)
-        self._launched.append(_Launched(plan, step.shape, with_tasklet, fused))
+        self._launched.append(_Launched(plan, step.shape, with_tasklet, fused, planned_s))
         # All else is launched while the device works at it.
         is_one_graph = fused is None and step.shape.prefill_tokens == 0
         self._tasklets.batch_was_launched(step.shape, time.perf_counter() - start_s, is_one_graph=is_one_graph)

@@ -201,8 +201,10 @@ class WorkerLoop:
         in_flight = self._executor.in_flight
         if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
-            short = self._answers.short
-            budget = prompt_budget(self._predictor, decodes, requests, self._slo, now_s, most, short, in_flight)
+            budget = prompt_budget(
+                self._predictor, decodes, requests, self._slo, now_s, most, self._answers.short,
+                ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
+            )  # fmt: skip
             self._engine.limit_tokens(budget)
         batch = self._engine.next_shape()
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0

@@ -38,7 +38,7 @@ def step_limit_ms(
     requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int, ahead_ms: float = 0.0, num_ahead: int = 0
 ) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
-    ``AnswerLengths``. ``ahead_ms``: what ``num_ahead`` batches in flight take of the same slack before."""
+    ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight."""
     least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
     slacks_ms = [
         (request.first_token_s - now_s) * 1e3
@@ -73,20 +73,24 @@ def prompt_budget(
     most: int,
     short: int,
     ahead: InFlight | None = None,
+    begins_after_ms: float = 0.0,
 ) -> int:
     """Tokens for one batch, decodes included, at most ``most``: about as many as fit the running requests' slack.
 
     ``decodes``: the batch without prompts. ``short``: see ``AnswerLengths``. ``ahead``: the batch in flight.
+    ``begins_after_ms``: how long it takes to begin one where none is.
     """
     num_decode = decodes.num_decode
     if num_decode == 0:
         return most
     num_ahead = 0 if ahead is None else 1
     # Where nobody knows: as long as its tokens may take.
-    ahead_ms = 0.0 if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
-    limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead)
-    tokens = predictor.prompt_tokens_within(decodes, limit_ms)
+    ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
+    limit_ms, least_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead), _STEP_SHARE * slo.tpot_ms
+    tokens = predictor.prompt_tokens_within(decodes, least_ms)
     if tokens is None:
         return most
+    if limit_ms > least_ms:  # which has room for what it takes longer than expected
+        tokens = max(tokens, predictor.prompt_tokens_within(decodes, limit_ms, cautious=True) or 0)
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
