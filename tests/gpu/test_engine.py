@@ -136,17 +136,29 @@ def _keep(found: Sequence[SequenceOutput], outputs: Outputs) -> None:
         outputs[output.request_id].append(output)
 
 
-def test_prompts_in_batches_of_all_sizes(model: Model, rounding: float) -> None:
-    """Those that come together are one batch: padded to a captured size, of which the largest has 2,048 rows, or larger
+def test_prompts_in_batches_of_all_sizes(model: Model, rounding: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come together are one batch: padded to a captured size, of which the largest has 4,096 rows, or larger
     than that."""
+    from cotenant.models.cuda_pieces import CapturedPieces  # needs Triton
+
+    padded: list[int] = []
+    launch = CapturedPieces.launch
+
+    def noted(pieces: CapturedPieces, index: int) -> None:
+        padded.extend([len(pieces.residual)] if index == 0 else [])
+        launch(pieces, index)
+
+    monkeypatch.setattr(CapturedPieces, "launch", noted)
     decoder = model.decoder(torch.bfloat16)
-    online = Overlapped(decoder, max_num_batched_tokens=4096, max_model_len=512, enable_prefix_caching=False)
+    online = Overlapped(decoder, max_num_batched_tokens=8192, max_model_len=512, enable_prefix_caching=False)
     online.capture(GRAPH_SIZES)
-    for count in (2, 4, 5, 8):
+    for count in (2, 4, 5, 8, 12, 13):
         requests = [request(prompt(290 + 7 * index, index), 4) for index in range(count)]
         _assert_near_greedy(model, requests, online.run(requests, at_once=count), rounding)
     num_rows = [step.host.num_tokens for step in online.steps if not step.host.is_decode]
-    assert num_rows == [587, 1202, 1520, 2516]
+    assert num_rows == [587, 1202, 1520, 2516, 3942, 4316]
+    assert len(padded) == 5
+    assert all(size >= rows for size, rows in zip(padded, num_rows, strict=False))
 
 
 # What is drawn.

@@ -41,9 +41,10 @@ logger = logging.getLogger(__name__)
 _NUM_FIELDS = 6  # token ids, positions, slots, seats, adapter slots, their ranks
 # With more runs of rows per adapter than this, one grouped kernel is cheaper than a product per run.
 _MAX_SPANS = 4
-# Tokens of batches with prompt chunks that are captured in pieces; larger ones of an 8B model take an H200 longer than
-# the host takes to launch them operation by operation.
-_PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64), *range(1024, 2049, 128))
+# Tokens of batches with prompt chunks that are captured in pieces. The device is busy with the larger ones for longer
+# than the host takes to launch them operation by operation, but meanwhile the host does nothing else: the tokens of the
+# batch before wait for it.
+_PIECE_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, *range(256, 1024, 64), *range(1024, 4097, 128))
 # Batch sizes that are captured for a partition: few, for each is captured for each of them.
 _PARTITION_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 

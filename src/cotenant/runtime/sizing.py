@@ -15,7 +15,7 @@ from cotenant.models.spec import ModelSpec
 from cotenant.scheduler.space import nearest, prompt_shares
 
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
-_SERVING_BYTES = 2 << 30
+_SERVING_BYTES = 5 << 29
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
 _PARTITION_BYTES = 256 << 20
 _PROMPT_PARTITION_BYTES = 640 << 20  # one that has graphs of batches with prompts, besides
