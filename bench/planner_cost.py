@@ -1,4 +1,4 @@
-"""What planning costs: one call of a policy's ``plan``, and one of the predictor.
+"""What planning costs: one call of a policy's ``plan``, one of what sizes a prompt chunk, and one of the predictor.
 
 The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
@@ -37,6 +37,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
 from cotenant.scheduler import Policy
+from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
 
@@ -85,6 +86,7 @@ def main() -> None:
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH),
             "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
+            "prompt_budget": partial(prompt_budget, predictor, BATCH, snapshot.requests, snapshot.slo, NOW_S, 4096, 8),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),

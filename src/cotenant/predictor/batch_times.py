@@ -6,8 +6,6 @@ last of them long ago, while the model has just seen others.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels, BatchStates
 from cotenant.predictor.prior import Prior
@@ -59,12 +57,9 @@ class BatchTimes:
 
     def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int, *, cautious: bool) -> int | None:
         """By what a token of so long a prompt costs."""
-        with_prompt = replace(
-            decodes,
-            prefill_tokens=prompt_tokens,
-            prefill_context_tokens=prompt_tokens,
-            prefill_pairs=causal_pairs(prompt_tokens),
-        )
+        num_decode, context, num_adapters = decodes.num_decode, decodes.context_tokens, decodes.num_adapters
+        pairs = causal_pairs(prompt_tokens)
+        with_prompt = BatchShape(num_decode, context, prompt_tokens, prompt_tokens, num_adapters, pairs)
         shapes = [decodes, with_prompt]
         times_ms = [self.models.line_ms(shape) for shape in shapes]
         is_line = None not in times_ms
@@ -80,9 +75,9 @@ class BatchTimes:
             limit_ms /= self.models.ratio_now(cautious=cautious)
         tokens = int((limit_ms - alone_ms) / token_ms)
         # About so many in whole tiles, and what is particular to that size.
-        rows = round((decodes.num_decode + tokens) / TILE) * TILE
-        if is_line and rows > decodes.num_decode:
-            limit_ms /= self.models.ratio_of(replace(decodes, prefill_tokens=rows - decodes.num_decode))
+        rows = round((num_decode + tokens) / TILE) * TILE
+        if is_line and rows > num_decode:
+            limit_ms /= self.models.ratio_of(BatchShape(num_decode, context, rows - num_decode))
             tokens = int((limit_ms - alone_ms) / token_ms)
         return tokens
 

@@ -31,6 +31,7 @@ _MOST_UNCOUNTED = 16
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
+_FAR_AHEAD = 1.25  # times what a step may always take
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
@@ -87,10 +88,12 @@ def prompt_budget(
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     limit_ms, least_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead), _STEP_SHARE * slo.tpot_ms
-    tokens = predictor.prompt_tokens_within(decodes, least_ms)
+    # What requests are ahead has room for what the batch takes longer than expected, which is not much of it.
+    is_ahead, is_far_ahead = limit_ms > least_ms, limit_ms > _FAR_AHEAD * least_ms
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms if is_far_ahead else least_ms, cautious=is_far_ahead)
     if tokens is None:
         return most
-    if limit_ms > least_ms:  # which has room for what it takes longer than expected
+    if is_ahead and not is_far_ahead:
         tokens = max(tokens, predictor.prompt_tokens_within(decodes, limit_ms, cautious=True) or 0)
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
