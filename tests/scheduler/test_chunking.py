@@ -76,6 +76,39 @@ def test_a_short_answer_counts_from_its_half() -> None:
     assert step_limit_ms((replace(late, max_tokens=10),), SLO, 100.0, LONG) == 120.0
 
 
+def test_one_that_cannot_make_up_for_the_prompts_that_are_there_counts_from_its_first_token() -> None:
+    first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)  # 39 ms, and 31 in each of 4 gaps but a step
+
+    def limit_ms(one: RequestView, prompts_ms: float, num_ahead: int = 0) -> float:
+        return step_limit_ms((one,), SLO, 100.0, LONG, 0.0, num_ahead, step_ms=8.0, prompts_ms=prompts_ms)
+
+    assert limit_ms(first, prompts_ms=150.0) == 120.0
+    assert limit_ms(first, prompts_ms=160.0) == pytest.approx(39.0)
+    assert limit_ms(first, prompts_ms=160.0, num_ahead=1) == 120.0, (
+        "there is a token more, and no time was taken for it"
+    )
+    late = replace(first, first_token_s=99.8)
+    assert limit_ms(late, prompts_ms=160.0) == 120.0, "whatever comes"
+    assert limit_ms(replace(first, max_tokens=20), prompts_ms=160.0) == 120.0
+    assert limit_ms(replace(first, max_tokens=None), prompts_ms=160.0) == 120.0
+
+
+def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() -> None:
+    predictor, decodes = taught(), BatchShape(8, 4000)
+    first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)
+
+    def budget(num_prompts: int, waited_s: float, one: RequestView = first) -> int:
+        prompt = RequestView("p", 100.0 - waited_s, num_prompt_tokens_left=4000)  # four steps, 100 ms beside others
+        return prompt_budget(predictor, decodes, (one, *[prompt] * num_prompts), SLO, 100.0, 4096, LONG)
+
+    small, large = 1280, 4096
+    assert budget(1, 0.0) == large, "it can make up for one"
+    assert budget(2, 0.0) == small
+    assert budget(2, 0.25) == large, "the second one would be late"
+    assert (budget(3, 0.0), budget(4, 0.0)) == (small, large)
+    assert budget(2, 0.0, replace(first, max_tokens=None)) == large, "its answer is long"
+
+
 def test_where_answers_are_short_slack_counts_sooner() -> None:
     """They end before they have caught up."""
     late = running(num_generated=4, elapsed_ms=5000)

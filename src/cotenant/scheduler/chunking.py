@@ -26,30 +26,42 @@ _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
 _LEFT_FOR_PROMPTS = 0.05
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
-# catch up: its slack does not count yet.
-_MOST_UNCOUNTED = 16
+# catch up: its slack does not count yet, unless the prompts that are there take more than it can make up for. Then it
+# counts, if they have time themselves: this share of the TTFT target.
+_MOST_UNCOUNTED, _IN_TIME = 16, 0.9
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
-_FAR_AHEAD = 1.25  # times what a step may always take
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
 def step_limit_ms(
-    requests: tuple[RequestView, ...], slo: Slo, now_s: float, short: int, ahead_ms: float = 0.0, num_ahead: int = 0
+    requests: tuple[RequestView, ...],
+    slo: Slo,
+    now_s: float,
+    short: int,
+    ahead_ms: float = 0.0,
+    num_ahead: int = 0,
+    step_ms: float = 0.0,
+    prompts_ms: float = 0.0,
 ) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
-    ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight."""
-    least_ms, most_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms
-    slacks_ms = [
-        (request.first_token_s - now_s) * 1e3
-        - ahead_ms
-        + (request.num_generated + num_ahead) * _MEAN_SHARE * slo.tpot_ms
-        for request in requests
-        if request.first_token_s is not None
-        and request.num_generated >= _counts_from(request, short)
-        and (request.max_tokens is None or request.num_generated + num_ahead < request.max_tokens)  # has more to come
-    ]
+    ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight.
+    ``prompts_ms``: what the prompts that are there take beside decode steps of ``step_ms``, if they have time."""
+    least_ms, most_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
+    slacks_ms = []
+    for request in requests:
+        num_tokens = request.num_generated + num_ahead
+        if request.first_token_s is None or (request.max_tokens is not None and num_tokens >= request.max_tokens):
+            continue  # it has no token yet, or no more to come
+        slack_ms = (request.first_token_s - now_s) * 1e3 - ahead_ms + num_tokens * token_ms
+        fewest = short if request.max_tokens is None else min(short, request.max_tokens)
+        if request.num_generated < _counts_from(fewest):
+            # Until the end of so short an answer, for prompts; negative where it is too late in any case.
+            room_ms = slack_ms - step_ms + max(0, fewest - 1 - num_tokens) * (token_ms - step_ms)
+            if not 0.0 <= room_ms < prompts_ms:
+                continue
+        slacks_ms.append(slack_ms)
     return max(least_ms, min([most_ms, *slacks_ms]))
 
 
@@ -59,10 +71,23 @@ def most_margin(slo: Slo, step_ms: float) -> float:
     return _MEAN_SHARE - _LEFT_FOR_PROMPTS * min(1.0, step_ms / slo.tpot_ms)
 
 
-def _counts_from(request: RequestView, short: int) -> int:
-    """The number of its tokens from which a request's slack counts."""
-    fewest = short if request.max_tokens is None else min(short, request.max_tokens)
+def _counts_from(fewest: int) -> int:
+    """The number of its tokens from which the slack of a request counts that may have so few."""
     return max(1, min(_MOST_UNCOUNTED, fewest // 2))
+
+
+def _patient_ms(
+    requests: tuple[RequestView, ...], slo: Slo, now_s: float, begin_ms: float, always: int, token_ms: float
+) -> float:
+    """What the prompts that are there take, at ``token_ms`` a token, if the first tokens of all are in time even where
+    batches have ``always`` tokens of them each, which every step has room for; else 0."""
+    num_left = 0
+    for request in requests:
+        num_left += request.num_prompt_tokens_left
+        waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always * _STEP_SHARE * slo.tpot_ms
+        if request.num_prompt_tokens_left and waits_ms > _IN_TIME * slo.ttft_ms:
+            return 0.0
+    return num_left * token_ms
 
 
 def prompt_budget(
@@ -87,13 +112,14 @@ def prompt_budget(
     num_ahead = 0 if ahead is None else 1
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
-    limit_ms, least_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead), _STEP_SHARE * slo.tpot_ms
-    # What requests are ahead has room for what the batch takes longer than expected, which is not much of it.
-    is_ahead, is_far_ahead = limit_ms > least_ms, limit_ms > _FAR_AHEAD * least_ms
-    tokens = predictor.prompt_tokens_within(decodes, limit_ms if is_far_ahead else least_ms, cautious=is_far_ahead)
+    step_ms, least_ms = predictor.batch_ms(decodes) or 0.0, _STEP_SHARE * slo.tpot_ms
+    tokens = predictor.prompt_tokens_within(decodes, least_ms)
     if tokens is None:
         return most
-    if is_ahead and not is_far_ahead:
+    always = max(tokens, _LEAST_TOKENS)
+    patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, max(0.0, least_ms - step_ms) / always)
+    limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
+    if limit_ms > least_ms:  # which has room for what the batch takes longer than expected
         tokens = max(tokens, predictor.prompt_tokens_within(decodes, limit_ms, cautious=True) or 0)
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
