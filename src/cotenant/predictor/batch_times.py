@@ -47,17 +47,17 @@ class BatchTimes:
         known_ms = self._modelled_ms(batch)
         return known_ms if record is None else less(record.latency_ms(cautious=cautious), known_ms)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, *, cautious: bool) -> int | None:
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
         probe = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
-        tokens = self._tokens_within(decodes, limit_ms, probe, cautious=cautious)
+        tokens = self._tokens_within(decodes, limit_ms, probe)
         if tokens is None or tokens <= probe:
             return tokens
         # Attention grows with the square: of so long a prompt a token costs more.
-        longer = self._tokens_within(decodes, limit_ms, tokens, cautious=cautious)
+        longer = self._tokens_within(decodes, limit_ms, tokens)
         return tokens if longer is None else longer
 
-    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int, *, cautious: bool) -> int | None:
+    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int) -> int | None:
         """By what a token of so long a prompt costs."""
         num_decode, context, num_adapters = decodes.num_decode, decodes.context_tokens, decodes.num_adapters
         pairs = causal_pairs(prompt_tokens)
@@ -74,7 +74,7 @@ class BatchTimes:
             return None
         token_ms = (with_prompt_ms - alone_ms) / prompt_tokens
         if is_line:
-            limit_ms /= self.models.ratio_now(cautious=cautious)
+            limit_ms /= self.models.ratio_now()
         tokens = int((limit_ms - alone_ms) / token_ms)
         # About so many in whole tiles, and what is particular to that size.
         rows = round((num_decode + tokens) / TILE) * TILE

@@ -36,7 +36,7 @@ _NUM_AFTER = 2  # batches after training that are told from those that follow
 
 class BatchStates(NamedTuple):
     """All that was learned: of decode steps, of batches with prompts, and measured / modelled of these by ``size_of``
-    them and by how many there were since training, up to those that are told apart no more."""
+    them, and of the first of these after training, one by one, by what they would be long after it."""
 
     decodes: LinearState
     prompts: LinearState
@@ -51,7 +51,7 @@ class BatchModels:
         self._decodes = OnlineLinearModel(_DECODE_SCALES, _TYPICAL_MS)
         self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS, _FORGETTING_PROMPTS)
         self._ratios: dict[int, Ratio] = {}
-        self._after_training = [Ratio() for _ in range(_NUM_AFTER + 1)]
+        self._after_training = [Ratio() for _ in range(_NUM_AFTER)]
         self._num_since = _NUM_AFTER  # batches with prompts since training, as far as they are told apart
 
     def reached_ms(self, batch: BatchShape) -> float | None:
@@ -68,14 +68,10 @@ class BatchModels:
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
-    def ratio_now(self, *, cautious: bool = False) -> float:
-        """The same of a batch with prompts now, as times what one takes long after training; ``cautious``: with a
-        deviation on top."""
-        ratio = self._after_training[self._num_since]
-        if not ratio.known:
-            return 1.0
-        mean = ratio.mean if self._num_since < _NUM_AFTER else 1.0  # the line's own
-        return mean + ratio.deviation if cautious else mean
+    def ratio_now(self) -> float:
+        """The same of a batch with prompts now, as times what one takes long after training."""
+        ratio = self._after_training[self._num_since] if self._num_since < _NUM_AFTER else None
+        return 1.0 if ratio is None or not ratio.known else ratio.mean
 
     def trained(self) -> None:
         """Tasklets have run."""
@@ -110,7 +106,8 @@ class BatchModels:
     def _observe_ratios(self, batch: BatchShape, measured_ms: float, model_ms: float, *, is_disturbed: bool) -> None:
         """Each without what the other one says."""
         of_size_ms, now_ms = model_ms * self.ratio_of(batch), model_ms * self.ratio_now()
-        self._after_training[self._num_since].add(_within(measured_ms, of_size_ms), of_size_ms)
+        if self._num_since < _NUM_AFTER:
+            self._after_training[self._num_since].add(_within(measured_ms, of_size_ms), of_size_ms)
         if not is_disturbed:
             ratio = self._ratios.setdefault(size_of(batch), Ratio())
             ratio.add(_within(measured_ms, now_ms), now_ms, _WEIGHT_OF_SIZES_NEWEST)
@@ -120,8 +117,8 @@ class BatchModels:
 
     def check(self, states: BatchStates) -> None:
         """Raises ValueError for states of other models."""
-        if len(states.after_training) != _NUM_AFTER + 1:
-            raise ValueError(f"{len(states.after_training)} ratios of batches after training, not {_NUM_AFTER + 1}")
+        if len(states.after_training) != _NUM_AFTER:
+            raise ValueError(f"{len(states.after_training)} ratios of batches after training, not {_NUM_AFTER}")
         self._decodes.check(states.decodes)
         self._prompts.check(states.prompts)
 

@@ -91,11 +91,10 @@ class LatencyPredictor:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         return self._batches.batch_ms(batch, cautious=cautious)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, *, cautious: bool = False) -> int | None:
-        """How many tokens of a fresh prompt fit into a batch beside these decodes, so that it takes ``limit_ms``;
-        ``cautious``: if it takes a deviation longer than expected. May be negative; None while it is not known what a
-        prompt token costs."""
-        return self._batches.prompt_tokens_within(decodes, limit_ms, cautious=cautious)
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
+        """How many tokens of a fresh prompt fit into a batch beside these decodes, so that it takes ``limit_ms``. May
+        be negative; None while it is not known what a prompt token costs."""
+        return self._batches.prompt_tokens_within(decodes, limit_ms)
 
     def tasklet_ms(
         self,

@@ -119,7 +119,7 @@ def prompt_budget(
     always = max(tokens, _LEAST_TOKENS)
     patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, max(0.0, least_ms - step_ms) / always)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
-    if limit_ms > least_ms:  # which has room for what the batch takes longer than expected
-        tokens = max(tokens, predictor.prompt_tokens_within(decodes, limit_ms, cautious=True) or 0)
+    if limit_ms > least_ms:
+        tokens = max(tokens, predictor.prompt_tokens_within(decodes, limit_ms) or 0)
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
