@@ -5,7 +5,7 @@ of its step: the micro-batch of a model with 32 captured layers. The slack is so
 as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
 made anew for each plan, as it mostly is. "256 requests": instead of 32. "records": each shape was measured beside the
 batch. "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the
-roofline answers. "of prompts": each call is about another batch, as each iteration's is.
+roofline answers. "of prompts", and a chunk's size: each call is about another batch, as each iteration's is.
 
     python bench/planner_cost.py
 """
@@ -44,6 +44,7 @@ from cotenant.scheduler.policies.multitask import MultitaskPolicy
 NUM_LAYERS = 32
 NUM_REQUESTS = 32
 NOW_S = 1000.0
+SLO = Slo(500.0, 40.0)
 FORWARD_MS = {TaskletKind.FORWARD_ATTENTION: 0.4, TaskletKind.FORWARD_MLP: 0.9}
 BACKWARD_MS = {
     TaskletKind.BACKWARD_DOWN: 0.5,
@@ -56,6 +57,8 @@ PROMPTS = tuple(
     replace(BATCH, prefill_tokens=each, prefill_context_tokens=each, prefill_pairs=causal_pairs(each))
     for each in range(64, 2048, 64)
 )
+DECODES = tuple(replace(BATCH) for _ in range(2))
+WAITING = RequestView("waiting", NOW_S, num_prompt_tokens_left=2000)
 PARTITION = Partition(48, 84)
 PARTITIONS = (Partition(32, 100), Partition(40, 92), PARTITION, Partition(64, 68))
 # Llama-3.1-8B in bf16.
@@ -86,7 +89,7 @@ def main() -> None:
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH),
             "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
-            "prompt_budget": partial(prompt_budget, predictor, BATCH, snapshot.requests, snapshot.slo, NOW_S, 4096, 8),
+            "prompt_budget": partial(_budget_next, predictor, cycle(DECODES), (*snapshot.requests, WAITING)),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
@@ -107,6 +110,10 @@ def _ask_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> flo
     return predictor.batch_ms(next(batches))
 
 
+def _budget_next(predictor: LatencyPredictor, batches: Iterator[BatchShape], requests: tuple[RequestView, ...]) -> int:
+    return prompt_budget(predictor, next(batches), requests, SLO, NOW_S, 4096, 8)
+
+
 def _within_a_layer(snapshot: Snapshot) -> Snapshot:
     layer, *after = snapshot.job.upcoming
     rest = TaskletCycle(tuple(replace(run) for run in layer.runs[1:]))
@@ -121,7 +128,7 @@ def _snapshot(num_generated: int, num_requests: int = NUM_REQUESTS) -> Snapshot:
     upcoming = (TaskletCycle(forward, NUM_LAYERS), TaskletCycle((loss,)), TaskletCycle(backward, NUM_LAYERS))
     requests = tuple(RequestView(f"r{index}", NOW_S - 5, NOW_S - 4, num_generated) for index in range(num_requests))
     job = JobView("job", upcoming)
-    return Snapshot(NOW_S, Slo(500.0, 40.0), BATCH, requests, job, can_fuse=True, partitions=PARTITIONS)
+    return Snapshot(NOW_S, SLO, BATCH, requests, job, can_fuse=True, partitions=PARTITIONS)
 
 
 def _teach(predictor: LatencyPredictor, batch: BatchShape, num_tokens: int, times: int) -> None:

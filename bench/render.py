@@ -248,9 +248,8 @@ SECTIONS = (
         "version that sizes prompt chunks by what requests are ahead, also right behind training, and captures the "
         "larger ones. `adaptive` is in time wherever serving alone is, and has 4.2 to 7.5% more harvest than the best "
         "other under the conversation and 1.8% more under the code trace, where one of 101 requests is late, as "
-        "without a job; in the version before it were three. Of that trace half the rate alone was run, for serving "
-        "alone misses the SLO at the others, and there `static` is missing: device time was over. So the averages "
-        "leave that place out.",
+        "without a job. Of that trace half the rate alone was run, for serving alone misses the SLO at the others, and "
+        "there `static` is missing: device time was over. So the averages leave that place out.",
     ),
     Section(
         "colocate_static_h100.json",
