@@ -109,6 +109,19 @@ def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() ->
     assert budget(2, 0.0, replace(first, max_tokens=None)) == large, "its answer is long"
 
 
+def test_who_had_a_first_token_waits_for_none_where_a_prompt_is_computed_again() -> None:
+    """As it is for one that was preempted: its prompt takes time, and when it came is long ago."""
+    predictor, decodes = taught(), BatchShape(8, 4000)
+    first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)
+    preempted = RequestView("p", 90.0, 99.0, num_generated=50, num_prompt_tokens_left=8000)
+    waiting = RequestView("w", 100.0, num_prompt_tokens_left=100)
+    budgets = [
+        prompt_budget(predictor, decodes, (*requests, waiting), SLO, 100.0, 4096, LONG)
+        for requests in ((first,), (first, preempted))
+    ]
+    assert budgets == [4096, 1280]
+
+
 def test_where_answers_are_short_slack_counts_sooner() -> None:
     """They end before they have caught up."""
     late = running(num_generated=4, elapsed_ms=5000)

@@ -84,7 +84,7 @@ def test_who_is_first_of_a_burst_is_in_time_as_the_others_are(policy: str, targe
     """Their prompts have time: in chunks as large as may be they would take all of its few tokens' time."""
     target = Slo(500.0, target_ms)
     attainment, _ = TraceMachine(policy, target, PARTITIONS.get(policy, ()), bursts()).run_trace()
-    assert attainment >= 0.98, "0.76, 0.92 and 0.98 where a request counts from half of a short answer on"
+    assert attainment >= 0.985, "0.76, 0.92 and 0.981 where a request counts from half of a short answer on"
 
 
 def test_first_tokens_come_in_time_where_prompts_take_a_third_of_the_device() -> None:

@@ -47,7 +47,7 @@ def step_limit_ms(
 ) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
     ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight.
-    ``prompts_ms``: what the prompts that are there take beside decode steps of ``step_ms``, if they have time."""
+    ``prompts_ms``: what the prompts that are there take beside decode steps of ``step_ms``; 0 if they have no time."""
     least_ms, most_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
     slacks_ms = []
     for request in requests:
@@ -85,7 +85,7 @@ def _patient_ms(
     for request in requests:
         num_left += request.num_prompt_tokens_left
         waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always * _STEP_SHARE * slo.tpot_ms
-        if request.num_prompt_tokens_left and waits_ms > _IN_TIME * slo.ttft_ms:
+        if request.num_prompt_tokens_left and request.first_token_s is None and waits_ms > _IN_TIME * slo.ttft_ms:
             return 0.0
     return num_left * token_ms
 
