@@ -267,6 +267,25 @@ def test_decode_steps_say_nothing_of_when_training_was(trained: LatencyPredictor
     assert restored.batch_ms(batch, cautious=False) == pytest.approx(before_ms, rel=1e-6)
 
 
+def test_what_was_said_of_a_batch_is_said_anew_when_something_was_learned(trained: LatencyPredictor) -> None:
+    """Of the very same objects, which a plan asks for many times."""
+    restored, decodes = LatencyPredictor("h", "m"), BatchShape(10, 12_000)
+    restored.restore(trained.export())
+    batch = with_prompts(decodes, (1500, 0))
+    before, before_ms = restored.prompt_tokens_within(decodes, 45.0), restored.batch_ms(batch)
+    assert before_ms is not None
+    assert before is not None
+    trains(restored)
+    after_ms = restored.batch_ms(batch)
+    assert after_ms is not None
+    assert after_ms > 1.05 * before_ms
+    for _ in range(200):
+        learn(restored, decodes, 2 * true_ms(decodes))
+        after = restored.prompt_tokens_within(decodes, 45.0)
+    assert after is not None
+    assert after < 0.9 * before
+
+
 def test_as_many_prompt_tokens_fit_right_behind_training_as_take_so_long_then(trained: LatencyPredictor) -> None:
     restored, decodes = LatencyPredictor("h", "m"), BatchShape(10, 12_000)
     restored.restore(trained.export())

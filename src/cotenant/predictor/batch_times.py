@@ -22,9 +22,7 @@ class BatchTimes:
         self.models = BatchModels()
         self._records, self._base_group, self._prior = records, base_group, prior
         self._last: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
-        # The same, since the last measurement.
-        self._last_reached: tuple[BatchShape, float | None] | None = None
-        self._last_line: tuple[BatchShape, float | None] | None = None
+        self._last_reached: tuple[BatchShape, float | None] | None = None  # the same, since the last measurement
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""
@@ -63,7 +61,7 @@ class BatchTimes:
         pairs = causal_pairs(prompt_tokens)
         with_prompt = BatchShape(num_decode, context, prompt_tokens, prompt_tokens, num_adapters, pairs)
         shapes = [decodes, with_prompt]
-        times_ms = [self._line_of_decodes_ms(decodes), self.models.line_ms(with_prompt)]
+        times_ms = [self._reached_ms(decodes), self.models.line_ms(with_prompt)]  # of decodes it is the line's
         is_line = None not in times_ms
         if not is_line and self._prior is not None:
             times_ms = [self._prior.batch_ms(shape) for shape in shapes]
@@ -84,10 +82,10 @@ class BatchTimes:
         return tokens
 
     def observe(self, record: IterationRecord) -> None:
-        """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, of prompts
-        alone."""
+        """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, no more than
+        what batches with prompts take after training."""
         batch, online_ms = record.batch, record.online_ms
-        self._last_reached = self._last_line = None
+        self._last_reached = None
         if record.is_disturbed:
             if batch.prefill_tokens:
                 self.models.observe(batch, online_ms, is_disturbed=True)
@@ -105,14 +103,8 @@ class BatchTimes:
 
     def restore(self, states: BatchStates, trusted: int) -> None:
         """See ``BatchModels.restore``."""
-        self._last_reached = self._last_line = None
+        self._last_reached = None
         self.models.restore(states, trusted)
-
-    def _line_of_decodes_ms(self, decodes: BatchShape) -> float | None:
-        last = self._last_line
-        if last is None or last[0] is not decodes:
-            last = self._last_line = (decodes, self.models.line_ms(decodes))
-        return last[1]
 
     def _reached_ms(self, batch: BatchShape) -> float | None:
         last = self._last_reached
