@@ -1,4 +1,5 @@
-"""What planning costs: one call of a policy's ``plan``, one of what sizes a prompt chunk, and one of the predictor.
+"""What planning costs: one call of a policy's ``plan``, one of what sizes a prompt chunk, of what finds the turns of 64
+prompts, most of which are late, and one of the predictor.
 
 The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
@@ -40,6 +41,7 @@ from cotenant.scheduler import Policy
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
+from cotenant.scheduler.turns import put_off
 
 NUM_LAYERS = 32
 NUM_REQUESTS = 32
@@ -59,6 +61,10 @@ PROMPTS = tuple(
 )
 DECODES = tuple(replace(BATCH) for _ in range(2))
 WAITING = RequestView("waiting", NOW_S, num_prompt_tokens_left=2000)
+CROWD = tuple(
+    RequestView(f"w{index}", NOW_S - 0.4 + index / 1000, num_prompt_tokens_left=200 + 37 * index % 2000)
+    for index in range(64)
+)
 PARTITION = Partition(48, 84)
 PARTITIONS = (Partition(32, 100), Partition(40, 92), PARTITION, Partition(64, 68))
 # Llama-3.1-8B in bf16.
@@ -90,6 +96,7 @@ def main() -> None:
             "batch_ms": partial(predictor.batch_ms, BATCH),
             "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
             "prompt_budget": partial(_budget_next, predictor, cycle(DECODES), (*snapshot.requests, WAITING)),
+            "put_off": partial(_turns_next, predictor, cycle(DECODES)),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
@@ -112,6 +119,10 @@ def _ask_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> flo
 
 def _budget_next(predictor: LatencyPredictor, batches: Iterator[BatchShape], requests: tuple[RequestView, ...]) -> int:
     return prompt_budget(predictor, next(batches), requests, SLO, NOW_S, 4096, 8)
+
+
+def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> frozenset[str]:
+    return put_off(predictor, next(batches), CROWD, SLO, NOW_S, 1024)
 
 
 def _within_a_layer(snapshot: Snapshot) -> Snapshot:

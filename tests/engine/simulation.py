@@ -60,6 +60,7 @@ class Simulation:
         self.iteration = 0
         self.num_preemptions = 0
         self.num_cached_pages = 0
+        self.put_off: frozenset[str] = frozenset()  # requests' ids
         self._overlap = overlap
         self._load_iterations = load_iterations
         self._ready_at: dict[AdapterRef, int] = {}
@@ -88,7 +89,7 @@ class Simulation:
         return sequence
 
     def plan(self) -> BatchPlan:
-        return plan_batch(self.running, self.waiting, self.pool, self.limits, self._ready, self._match)
+        return plan_batch(self.running, self.waiting, self.pool, self.limits, self._ready, self._match, self.put_off)
 
     def iterate(self) -> BatchPlan:
         """One iteration, with everything checked that holds for every plan."""

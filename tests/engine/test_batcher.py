@@ -238,3 +238,44 @@ def test_a_lower_class_that_gets_no_budget_does_not_keep_its_slot_from_a_higher_
         if waits in simulation.finished:
             break
     assert waits in simulation.finished
+
+
+def test_prompts_that_are_put_off_come_behind_the_others_of_their_class() -> None:
+    """Whether they wait or have begun; what is left of the budget is theirs, and a lower class comes behind them."""
+    simulation = Simulation(60, PAGE_TOKENS, max_num_seqs=8, max_num_batched_tokens=20)
+    begun = simulation.add(50, 2)
+    assert simulation.iterate().chunks == ((begun, 20),)
+    waiting, short, lower = simulation.add(9, 2), simulation.add(6, 2), simulation.add(4, 2, priority=1)
+    simulation.put_off = frozenset({begun.request.request_id, waiting.request.request_id})
+    plan = simulation.iterate()
+    assert plan.chunks == ((short, 6), (begun, 14))
+    assert admitted(plan) == [short]
+    plan = simulation.iterate()
+    assert plan.decodes == (short,)
+    assert plan.chunks == ((begun, 16), (waiting, 3))
+    simulation.put_off = frozenset()
+    assert simulation.iterate().chunks == ((waiting, 6), (lower, 4))
+    simulation.run()
+
+
+def test_of_a_higher_class_even_who_is_put_off_comes_before_a_lower_one() -> None:
+    simulation = Simulation(60, PAGE_TOKENS, max_num_seqs=8, max_num_batched_tokens=10)
+    lower = simulation.add(30, 2, priority=1)
+    simulation.iterate()
+    put_off = simulation.add(10, 2)
+    simulation.put_off = frozenset({put_off.request.request_id})
+    assert simulation.iterate().chunks == ((put_off, 10),)
+    simulation.put_off = frozenset({put_off.request.request_id, lower.request.request_id})
+    simulation.run()
+
+
+def test_nobody_who_waits_for_pages_is_overtaken_but_by_those_it_is_put_off_for() -> None:
+    simulation = Simulation(8, PAGE_TOKENS, max_num_seqs=8)
+    first = simulation.add(9, 20)
+    simulation.iterate()
+    long, short = simulation.add(24, 2), simulation.add(4, 2)
+    assert admitted(simulation.iterate()) == []
+    simulation.put_off = frozenset({long.request.request_id})
+    assert admitted(simulation.iterate()) == [short]
+    assert first in simulation.running
+    simulation.run()

@@ -21,6 +21,7 @@ arrivals = st.tuples(
     st.integers(0, 2),  # priority
 )
 aborts = st.tuples(st.just("abort"), st.integers(0, 20))
+turns = st.tuples(st.just("put_off"), st.sets(st.integers(0, 20), max_size=6))
 lost_steps = st.tuples(st.just("lose"), st.integers(0, 5))  # and which live request is aborted meanwhile, if any
 steps = st.tuples(st.just("step"), st.integers(1, 4))
 
@@ -29,7 +30,9 @@ steps = st.tuples(st.just("step"), st.integers(1, 4))
     num_pages=st.integers(14, 22),
     max_num_seqs=st.integers(1, 6),
     extra_budget=st.integers(0, 12),
-    events=st.lists(st.one_of(arrivals, arrivals, arrivals, aborts, lost_steps, steps, steps), min_size=8, max_size=30),
+    events=st.lists(
+        st.one_of(arrivals, arrivals, arrivals, aborts, turns, lost_steps, steps, steps), min_size=8, max_size=30
+    ),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_request_ends_with_its_own_tokens(
@@ -90,7 +93,11 @@ def test_every_request_ends_with_its_own_tokens(
         engine.check_integrity()
         engine.discard()
 
+    def put_off(numbers: set[int]) -> None:
+        engine.put_off(frozenset(request_id for number, request_id in enumerate(requests) if number in numbers))
+
     actions: dict[str, Callable[..., object]] = {
+        "put_off": put_off,
         "add": add,
         "abort": abort,
         "lose": lose,

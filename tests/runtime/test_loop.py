@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 import pytest
 
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
-from cotenant.core.plan import InFlight, Mode, Plan, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    InFlight,
+    IterationRecord,
+    Mode,
+    Plan,
+    Slo,
+    Snapshot,
+    causal_pairs,
+)
 from cotenant.core.request import FinishReason
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
@@ -273,6 +282,7 @@ def small_loop(
     *,
     sizes_chunks: bool = False,
     with_job: bool = False,
+    predictor: LatencyPredictor | None = None,
     **more: Any,
 ) -> tuple[WorkerLoop, Chosen]:
     """``policy``: or its name. ``with_job``: one is ready to train. ``more``: for the loop."""
@@ -282,7 +292,7 @@ def small_loop(
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
     if with_job:
         training.start(support.make_spec(folder / "job"))
-    predictor = LatencyPredictor("test", "test")
+    predictor = predictor or LatencyPredictor("test", "test")
     chosen = create_policy(policy, predictor) if isinstance(policy, str) else policy
     executor = Executor(device, decoder, engine, training)
     slo = Slo(1000.0, 100.0)
@@ -409,6 +419,22 @@ def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, mon
     in_flight = [ahead for ahead in aheads if ahead is not None]
     assert in_flight
     assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in in_flight)
+
+
+@pytest.mark.parametrize("sizes_chunks", [False, True])
+def test_a_prompt_that_would_make_others_late_comes_behind_them(sizes_chunks: bool, tmp_path: Path) -> None:
+    """At 20 ms a token the 60 are late in any case, and the 30 that came later need not be, of 1 s each."""
+    predictor = LatencyPredictor("test", "test")
+    for count in (10, 20, 40, 60):
+        for _ in range(8):
+            batch = BatchShape(0, 0, count, count, 0, causal_pairs(count))
+            predictor.observe(IterationRecord(batch, Mode.NONE, 20.0 * count, 20.0 * count))
+    lengths = {"long": 60, "short": 20, "shorter": 10}
+    channel = Channel(*(AddRequest(request(name, [5] * length, 2)) for name, length in lengths.items()))
+    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=predictor)
+    loop.run()
+    first = next(message for message in channel.sent if isinstance(message, Outputs))
+    assert {output.request_id for output in first.outputs} == {"short", "shorter"}
 
 
 class Behind(Policy):

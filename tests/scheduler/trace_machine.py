@@ -29,6 +29,7 @@ from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
+from cotenant.scheduler.turns import put_off
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
 # Of each policy that shares in space.
@@ -187,8 +188,12 @@ class TraceMachine(Machine):
                 self._answers.short, in_flight,
             )  # fmt: skip
             room = budget - len(decodes)
+        late = put_off(
+            self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, room + len(decodes),
+            0.0 if in_flight is None else self._alone_ms(in_flight.batch),
+        )  # fmt: skip
         chunks: list[tuple[_Request, int]] = []
-        for request in live:
+        for request in sorted(live, key=lambda request: request.name in late):
             if request.num_left and room > 0:
                 chunks.append((request, min(room, request.num_left)))
                 room -= chunks[-1][1]

@@ -80,7 +80,8 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     """A live request as a policy sees it.
 
     ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
-    that it may have (None: not known). ``has_begun``: a batch has had some of its prompt.
+    that it may have (None: not known). ``has_begun``: a batch has had some of its prompt. ``priority``: lower is served
+    earlier.
 
     One of each request is made in every iteration, so it is of the kind that costs least.
     """
@@ -92,6 +93,7 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     num_prompt_tokens_left: int = 0
     max_tokens: int | None = None
     has_begun: bool = False
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)

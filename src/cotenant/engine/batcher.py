@@ -1,6 +1,7 @@
 """Which sequences run in the next iteration. Pure: reads the queues and the pool, changes neither.
 
-Rules, all in the order of priority and then arrival:
+Rules, all in the order of priority and then arrival, but that prompts which are put off come behind the others of their
+class (``scheduler/turns.py`` says whose, and for how long at most):
 
 - Every decoding sequence gets its token, before any prefill; prompt chunks fill what is left of the token budget.
 - A sequence whose last token is on its way (``is_spent``) gets nothing and keeps what it has: it leaves soon.
@@ -15,7 +16,7 @@ Rules, all in the order of priority and then arrival:
   is still being read is overtaken by all others.
 
 Why nobody starves: take the first in order of all that live. It stays first, because new arrivals of its class or a
-lower one come after it.
+lower one come after it. If it is put off, that ends, and from then on:
 
 - It runs: its decode takes pages from all others if need be; its prefill gets a token at least, since the budget is no
   smaller than the number of seats. It is never preempted, for victims come from the end of the order.
@@ -37,7 +38,7 @@ A plan is empty only when nothing is live, or when all that could run waits for 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from cotenant.core.plan import BatchShape, causal_pairs
@@ -101,13 +102,14 @@ def plan_batch(
     limits: Limits,
     ready: Callable[[AdapterRef], bool] = _always,
     match: Callable[[Sequence], tuple[int, ...]] = _nothing,
+    put_off: Container[str] = frozenset(),
 ) -> BatchPlan:
     """Decide the next iteration by the rules above.
 
     ``ready``: whether an adapter's weights are at hand. ``match``: the pages that are cached for a waiting sequence's
-    first tokens, fewer than all of its tokens.
+    first tokens, fewer than all of its tokens. ``put_off``: ids of requests whose prompts come behind the others.
     """
-    return _Planner(running, pool, limits, ready, match).plan(running, waiting)
+    return _Planner(running, pool, limits, ready, match, put_off).plan(running, waiting)
 
 
 class _FreePages:
@@ -155,7 +157,10 @@ class _Planner:
         limits: Limits,
         ready: Callable[[AdapterRef], bool],
         match: Callable[[Sequence], tuple[int, ...]],
+        put_off: Container[str],
     ) -> None:
+        self._put_off = put_off
+        self._last: list[tuple[Sequence, bool]] = []  # those put off of the class in hand, and whether they wait
         self._pool = pool
         self._limits = limits
         self._ready = ready
@@ -189,17 +194,19 @@ class _Planner:
         head = next(queue, None)
         for sequence in running:
             while head is not None and self._admitting and head.key < sequence.key:
-                self._consider_waiting(head)
+                self._in_turn(head, waits=True)
                 head = next(queue, None)
+            self._end_class_before(sequence)
             if (self._spent and sequence in self._spent) or (self._preempted and sequence in self._preempted):
                 continue
             if sequence.is_decoding:
                 self._consider_decode(sequence)
             else:
-                self._add_chunk(sequence, sequence.num_computed)
+                self._in_turn(sequence, waits=False)
         while head is not None and self._admitting:
-            self._consider_waiting(head)
+            self._in_turn(head, waits=True)
             head = next(queue, None)
+        self._serve_last()
         return BatchPlan(
             tuple(self._decodes),
             tuple(self._chunks),
@@ -223,6 +230,31 @@ class _Planner:
             num_adapters=num_adapters,
             prefill_pairs=self._prefill_pairs,
         )
+
+    # Prompts.
+
+    def _in_turn(self, sequence: Sequence, *, waits: bool) -> None:
+        """The next in order; ``waits``: it does not run yet."""
+        self._end_class_before(sequence)
+        if sequence.request.request_id in self._put_off:
+            self._last.append((sequence, waits))
+        else:
+            self._serve(sequence, waits=waits)
+
+    def _end_class_before(self, sequence: Sequence) -> None:
+        if self._last and sequence.request.priority > self._last[0][0].request.priority:
+            self._serve_last()
+
+    def _serve_last(self) -> None:
+        last, self._last = self._last, []
+        for sequence, waits in last:
+            self._serve(sequence, waits=waits)
+
+    def _serve(self, sequence: Sequence, *, waits: bool) -> None:
+        if waits and self._admitting:
+            self._consider_waiting(sequence)
+        elif not waits and sequence not in self._preempted:
+            self._add_chunk(sequence, sequence.num_computed)
 
     # Running sequences.
 

@@ -100,6 +100,7 @@ class OnlineEngine:
             self._cache, self._tables, self._sampler, self._adapters, clock, enable_prefix_caching=enable_prefix_caching
         )
         self._failures: list[tuple[str, CotenantError]] = []
+        self._put_off: frozenset[str] = frozenset()
         self._plan: BatchPlan | None = None  # what schedule() would do, until something changes
         self._step: OnlineStep | None = None
         self._num_added = 0
@@ -185,6 +186,12 @@ class OnlineEngine:
         num_tokens = min(num_tokens, self._max_num_batched_tokens)
         if num_tokens != self._limits.max_num_batched_tokens:
             self._limits = replace(self._limits, max_num_batched_tokens=num_tokens)
+            self._plan = None
+
+    def put_off(self, request_ids: frozenset[str]) -> None:
+        """From now on, let the prompts of these requests come behind the others of their class."""
+        if request_ids != self._put_off:
+            self._put_off = request_ids
             self._plan = None
 
     @property
@@ -387,6 +394,7 @@ class OnlineEngine:
                 self._limits,
                 ready=lambda ref: self._adapters.cache.is_ready(ref, in_use),
                 match=self._live.match,
+                put_off=self._put_off,
             )
         return self._plan
 

@@ -99,4 +99,5 @@ class Sequence:
             num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
             max_tokens=self.request.sampling.max_tokens,
             has_begun=self.was_admitted,
+            priority=self.request.priority,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import InFlight, IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -22,10 +22,12 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
+from cotenant.scheduler.base import flight_ms
 from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
+from cotenant.scheduler.turns import put_off
 from cotenant.wire.messages import (
     AbortRequests,
     AdapterFailed,
@@ -199,13 +201,8 @@ class WorkerLoop:
         self._training.start_prepared()
         now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
         in_flight = self._executor.in_flight
-        if self._sizes_chunks and not is_profiling and any(request.num_prompt_tokens_left for request in requests):
-            most, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
-            budget = prompt_budget(
-                self._predictor, decodes, requests, self._slo, now_s, most, self._answers.short,
-                ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
-            )  # fmt: skip
-            self._engine.limit_tokens(budget)
+        if not is_profiling and any(request.num_prompt_tokens_left for request in requests):
+            self._arrange_prompts(requests, now_s, in_flight)
         batch = self._engine.next_shape()
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
@@ -228,6 +225,18 @@ class WorkerLoop:
             wait_ms=self._executor.wait_ms,
             least_answer=self._answers.least,
         )
+
+    def _arrange_prompts(self, requests: tuple[RequestView, ...], now_s: float, in_flight: InFlight | None) -> None:
+        """How many tokens of them the next batch takes, and whose come last."""
+        budget, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
+        if self._sizes_chunks:
+            budget = prompt_budget(
+                self._predictor, decodes, requests, self._slo, now_s, budget, self._answers.short,
+                ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
+            )  # fmt: skip
+            self._engine.limit_tokens(budget)
+        ahead_ms = 0.0 if in_flight is None else flight_ms(self._predictor, in_flight) or 0.0
+        self._engine.put_off(put_off(self._predictor, decodes, requests, self._slo, now_s, budget, ahead_ms))
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
         """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""

@@ -1,0 +1,117 @@
+"""Whose prompts wait where not all first tokens can be in time."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo, causal_pairs
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.turns import put_off
+
+NOW_S, SLO, TOKEN_MS = 100.0, Slo(500.0, 40.0), 0.1
+IN_TIME_S = 0.95 * SLO.ttft_ms / 1e3
+BUDGET = 4096
+
+
+def taught() -> LatencyPredictor:
+    """Prompts take 0.1 ms a token."""
+    predictor = LatencyPredictor("simulated", "model")
+    for tokens in range(128, BUDGET + 1, 128):
+        batch = BatchShape(0, 0, tokens, tokens, 0, causal_pairs(tokens))
+        for _ in range(3):
+            predictor.observe(IterationRecord(batch, Mode.NONE, TOKEN_MS * tokens, TOKEN_MS * tokens))
+    return predictor
+
+
+PREDICTOR = taught()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    waited_ms: float
+    tokens: int
+    priority: int = 0
+
+
+def views(prompts: list[Prompt]) -> tuple[RequestView, ...]:
+    found = [
+        RequestView(
+            str(number), NOW_S - each.waited_ms / 1e3, num_prompt_tokens_left=each.tokens, priority=each.priority
+        )
+        for number, each in enumerate(prompts)
+    ]
+    return tuple(sorted(found, key=lambda view: (view.priority, view.arrival_s)))
+
+
+def last(requests: tuple[RequestView, ...], **named: float) -> frozenset[str]:
+    return put_off(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, **named)
+
+
+def num_late(requests: tuple[RequestView, ...]) -> int:
+    """Served in this order, at what the predictor makes of a token."""
+    total = min(BUDGET, sum(request.num_prompt_tokens_left for request in requests))
+    batch_ms = PREDICTOR.batch_ms(BatchShape(0, 0, total, total, 0, causal_pairs(total)), cautious=False)
+    assert batch_ms is not None
+    ends_s = itertools.accumulate(
+        (request.num_prompt_tokens_left * batch_ms / total / 1e3 for request in requests), initial=NOW_S
+    )
+    next(ends_s)
+    return sum(end_s > request.arrival_s + IN_TIME_S for end_s, request in zip(ends_s, requests, strict=True))
+
+
+prompts = st.builds(Prompt, waited_ms=st.floats(0, 900), tokens=st.integers(1, 4000))
+
+
+@given(st.lists(prompts, min_size=2, max_size=6))
+@settings(deadline=None)
+def test_as_few_are_late_as_in_any_order(found: list[Prompt]) -> None:
+    requests = views(found)
+    late = last(requests)
+    behind = sorted(requests, key=lambda request: request.request_id in late)
+    assert num_late(tuple(behind)) == min(map(num_late, itertools.permutations(requests)))
+    assert len(late) == num_late(tuple(behind)), "nobody is put off who would be in time at the end"
+
+
+def test_nobody_is_put_off_where_all_are_in_time() -> None:
+    assert last(views([Prompt(0.0, 2000), Prompt(10.0, 2000), Prompt(200.0, 500)])) == frozenset()
+
+
+def test_one_long_prompt_waits_for_those_that_it_would_make_late() -> None:
+    assert last(views([Prompt(10.0, 3000), *[Prompt(5.0, 400)] * 5])) == {"0"}
+
+
+def test_there_is_less_time_while_a_batch_is_in_flight() -> None:
+    requests = views([Prompt(10.0, 3000), Prompt(5.0, 1500)])
+    assert last(requests) == frozenset()
+    assert last(requests, ahead_ms=50.0) == {"0"}
+
+
+@pytest.mark.parametrize(("waited_ms", "expected"), [(1900.0, {"0"}), (2100.0, {"1"})])
+def test_nobody_is_put_off_for_ever(waited_ms: float, expected: set[str]) -> None:
+    """It is late for good: four targets after it came it has its turn, also where that makes another late."""
+    assert last(views([Prompt(waited_ms, 3000), Prompt(0.0, 2500)])) == expected
+
+
+def test_who_had_its_first_token_is_not_put_off() -> None:
+    """It was preempted, and running answers have their own target."""
+    again = RequestView("again", NOW_S - 0.1, NOW_S - 0.05, 3, num_prompt_tokens_left=3000)
+    assert last((again, *views([Prompt(50.0, 2000)]))) == {"0"}
+
+
+def test_each_class_is_judged_behind_the_ones_before_it() -> None:
+    requests = views([Prompt(0.0, 3000, 1), Prompt(0.0, 100, 1), Prompt(0.0, 3000, 0)])
+    assert last(requests) == {"0"}
+    requests = views([Prompt(0.0, 100, 1), Prompt(0.0, 100, 1), Prompt(0.0, 6000, 0), Prompt(0.0, 100, 0)])
+    assert last(requests) == {"2", "0", "1"}
+
+
+def test_where_nobody_knows_what_prompts_take_all_come_in_order() -> None:
+    unknown = LatencyPredictor("simulated", "model")
+    requests = views([Prompt(10.0, 30_000), Prompt(5.0, 400)])
+    assert put_off(unknown, BatchShape(), requests, SLO, NOW_S, BUDGET) == frozenset()
+    assert put_off(PREDICTOR, BatchShape(64, 64_000), requests, SLO, NOW_S, 64) == frozenset(), "no room for a token"
