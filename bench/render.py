@@ -273,7 +273,7 @@ SECTIONS = (
         "in time (`scheduler/turns.py`), and below it the one that serves them in the order in which they came. Of "
         "the code trace at four times its rate 91.4% are in time alone and 90.8% beside a job, for 68.7 and 67.5% "
         "before, with as much harvest and as soon a median of first tokens. The 99th percentile comes at 1.9 and 1.8 s "
-        "instead of 0.9 and 1.0: as few as can be are late, and these wait longer. At twice the rate it is TPOT that "
+        "instead of 0.9 and 1.0: fewer are late, and these wait longer. At twice the rate it is TPOT that "
         "is missed, which the order of prompts does not mend. Everywhere else all but one or two are in time. The "
         "first version's first cells, the conversation at four times and at twice its rate, ran on a machine that had "
         "compiled nothing yet: their batches with prompts took up to 4% more of the time than in the second's, with "
