@@ -127,7 +127,7 @@ def test_one_long_prompt_does_not_make_all_late_that_came_behind_it(policy: str)
     machine = TraceMachine(policy, Slo(500.0, 40.0), PARTITIONS.get(policy, ()), crowds)
     attainment, _ = machine.run_trace()
     late = [request for request in machine.done if not request.meets(Slo(500.0, 40.0))]
-    assert attainment >= 8 / 9, "4 or 5 of 9 are late in the order in which they came"
+    assert attainment >= 8 / 9, "3 of 9 are late in the order in which they came"
     assert all(request.arrival.num_prompt == 8000 for request in late)
     assert max(request.token_s[0] - request.arrival_s for request in machine.done) < 1.0
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo, causal_pairs
+from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.turns import put_off
 
@@ -48,8 +48,8 @@ def views(prompts: list[Prompt]) -> tuple[RequestView, ...]:
     return tuple(sorted(found, key=lambda view: (view.priority, view.arrival_s)))
 
 
-def last(requests: tuple[RequestView, ...], **named: float) -> frozenset[str]:
-    return put_off(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, **named)
+def last(requests: tuple[RequestView, ...], ahead: InFlight | None = None) -> frozenset[str]:
+    return put_off(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, ahead)
 
 
 def num_late(requests: tuple[RequestView, ...]) -> int:
@@ -88,7 +88,30 @@ def test_one_long_prompt_waits_for_those_that_it_would_make_late() -> None:
 def test_there_is_less_time_while_a_batch_is_in_flight() -> None:
     requests = views([Prompt(10.0, 3000), Prompt(5.0, 1500)])
     assert last(requests) == frozenset()
-    assert last(requests, ahead_ms=50.0) == {"0"}
+    assert last(requests, InFlight(predicted_ms=50.0)) == {"0"}
+
+
+def test_of_equal_prompts_who_came_last_waits() -> None:
+    assert last(views([Prompt(30.0 - number, 2000) for number in range(4)])) == {"2", "3"}
+
+
+def test_decodes_beside_prompts_and_their_adapters_take_time() -> None:
+    predictor = taught()
+    for num_adapters, more_ms in ((0, 20.0), (1, 60.0)):
+        for tokens in (0, 1024, 2048, 3072):
+            batch = BatchShape(8, 8000, tokens, tokens, num_adapters, causal_pairs(tokens))
+            time_ms = TOKEN_MS * tokens + more_ms
+            for _ in range(8):
+                predictor.observe(IterationRecord(batch, Mode.NONE, time_ms, time_ms))
+
+    def beside(num_adapters: int, tokens: int) -> frozenset[str]:
+        decodes, requests = BatchShape(8, 8000, num_adapters=num_adapters), views([Prompt(5.0, tokens)] * 2)
+        return put_off(predictor, decodes, requests, SLO, NOW_S, BUDGET)
+
+    assert last(views([Prompt(5.0, 2310)] * 2)) == frozenset()
+    assert beside(0, 2200) == frozenset()
+    assert beside(0, 2310) == {"1"}
+    assert beside(1, 2200) == {"1"}
 
 
 @pytest.mark.parametrize(("waited_ms", "expected"), [(1900.0, {"0"}), (2100.0, {"1"})])
@@ -101,6 +124,13 @@ def test_who_had_its_first_token_is_not_put_off() -> None:
     """It was preempted, and running answers have their own target."""
     again = RequestView("again", NOW_S - 0.1, NOW_S - 0.05, 3, num_prompt_tokens_left=3000)
     assert last((again, *views([Prompt(50.0, 2000)]))) == {"0"}
+
+
+def test_nobody_is_put_off_for_one_that_is_late_even_so() -> None:
+    """Behind the one that must not wait: without the first it would be no earlier than its target either."""
+    first, late = views([Prompt(100.0, 1000), Prompt(80.0, 500)])
+    again = RequestView("again", NOW_S - 0.09, NOW_S - 0.05, 3, num_prompt_tokens_left=4000)
+    assert last((first, again, late)) == {"1"}
 
 
 def test_each_class_is_judged_behind_the_ones_before_it() -> None:

@@ -190,7 +190,7 @@ class TraceMachine(Machine):
             room = budget - len(decodes)
         late = put_off(
             self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, room + len(decodes),
-            0.0 if in_flight is None else self._alone_ms(in_flight.batch),
+            in_flight,
         )  # fmt: skip
         chunks: list[tuple[_Request, int]] = []
         for request in sorted(live, key=lambda request: request.name in late):

@@ -22,7 +22,6 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.base import flight_ms
 from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
@@ -235,8 +234,7 @@ class WorkerLoop:
                 ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
             )  # fmt: skip
             self._engine.limit_tokens(budget)
-        ahead_ms = 0.0 if in_flight is None else flight_ms(self._predictor, in_flight) or 0.0
-        self._engine.put_off(put_off(self._predictor, decodes, requests, self._slo, now_s, budget, ahead_ms))
+        self._engine.put_off(put_off(self._predictor, decodes, requests, self._slo, now_s, budget, in_flight))
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
         """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
