@@ -279,3 +279,27 @@ def test_nobody_who_waits_for_pages_is_overtaken_but_by_those_it_is_put_off_for(
     assert admitted(simulation.iterate()) == [short]
     assert first in simulation.running
     simulation.run()
+
+
+def test_who_is_put_off_takes_the_pages_of_a_lower_class_before_that_decodes() -> None:
+    simulation = Simulation(6, PAGE_TOKENS, max_num_seqs=8)
+    lower = simulation.add(13, 8, priority=1)
+    simulation.iterate()
+    urgent = simulation.add(16, 2)
+    simulation.put_off = frozenset({urgent.request.request_id})
+    plan = simulation.iterate()
+    assert (plan.preempted, plan.decodes, admitted(plan)) == ((lower,), (), [urgent])
+    simulation.run()
+
+
+def test_nobody_who_is_put_off_is_admitted_behind_a_preemption() -> None:
+    """A victim's pages are for who took them."""
+    simulation = Simulation(10, PAGE_TOKENS, max_num_seqs=2)
+    put_off, first, victim = simulation.add(3, 1), simulation.add(15, 20), simulation.add(17, 20)
+    simulation.put_off = frozenset({put_off.request.request_id})
+    while not simulation.plan().preempted:
+        simulation.iterate()
+    assert put_off in simulation.waiting
+    plan = simulation.iterate()
+    assert (plan.preempted, plan.decodes, admitted(plan)) == ((victim,), (first,), [])
+    simulation.run()

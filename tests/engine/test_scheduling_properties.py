@@ -163,10 +163,11 @@ loads = st.builds(
     overlap=st.booleans(),
     load_iterations=st.integers(0, 4),
     kinds=st.lists(loads, min_size=1, max_size=4),
+    patience=st.sampled_from([0, 0, 5, 40]),
     seed=st.integers(0, 2**32 - 1),
 )
-@example(0, 5, 10, 1, False, 0, [Load(0, None, (16, 24), (8, 12), 1), Load(0, None, (1, 4), (8, 12), 3)], 0)
-@example(0, 1, 0, 1, False, 1, [Load(0, "a", (16, 24), (8, 12), 1), Load(0, None, (1, 4), (1, 12), 1)], 0)
+@example(0, 5, 10, 1, False, 0, [Load(0, None, (16, 24), (8, 12), 1), Load(0, None, (1, 4), (8, 12), 3)], 0, 0)
+@example(0, 1, 0, 1, False, 1, [Load(0, "a", (16, 24), (8, 12), 1), Load(0, None, (1, 4), (1, 12), 1)], 0, 0)
 @settings(max_examples=80, deadline=None)
 def test_nobody_starves_however_many_arrive_later(
     spare_pages: int,
@@ -176,10 +177,12 @@ def test_nobody_starves_however_many_arrive_later(
     overlap: bool,
     load_iterations: int,
     kinds: list[Load],
+    patience: int,
     seed: int,
 ) -> None:
     """Sequences arrive without end, of all classes, and more than can be served. Each of the highest class is done
-    within a number of iterations that follows from who lived when it came, and not from those who came later."""
+    within a number of iterations that follows from who lived when it came, and not from those who came later; or in
+    ``patience`` iterations, for which it may be put off now and then."""
     simulation = Simulation(
         LONGEST // PAGE_TOKENS + spare_pages,
         PAGE_TOKENS,
@@ -193,6 +196,7 @@ def test_nobody_starves_however_many_arrive_later(
     highest = min(kind.priority for kind in kinds)
     waiting: dict[Load, list[Sequence]] = {kind: [] for kind in kinds}
     due: dict[Sequence, int] = {}
+    came: dict[Sequence, int] = {}
     for iteration in range(1000):
         for kind, sequences in waiting.items():
             sequences[:] = [sequence for sequence in sequences if sequence in simulation.waiting]
@@ -201,8 +205,12 @@ def test_nobody_starves_however_many_arrive_later(
                 # Those who come while its adapter is read may pass it and take all seats once.
                 num_before = num_live + (max_num_seqs if load_iterations else 0)
                 sequences.append(kind.add(simulation, draw))
+                came[sequences[-1]] = iteration
                 if kind.priority == highest:
-                    due[sequences[-1]] = iteration + (num_before + 1) * LONGEST + load_iterations
+                    due[sequences[-1]] = iteration + (num_before + 1) * LONGEST + load_iterations + patience
+        live = [*simulation.running, *simulation.waiting]
+        patient = [sequence for sequence in live if came[sequence] + patience > iteration]
+        simulation.put_off = frozenset(each.request.request_id for each in patient if draw.random() < 0.5)
         simulation.iterate()
         for sequence in simulation.finished:
             due.pop(sequence, None)

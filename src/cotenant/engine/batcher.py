@@ -10,10 +10,10 @@ class (``scheduler/turns.py`` says whose, and for how long at most):
   as they are, and its prefill starts after them.
 - When a running sequence needs a page and none is free, the last in order is preempted (it may be the one that asks).
   A waiting sequence may preempt too, for pages or for an adapter slot, but only sequences of a lower class than its.
-- Nobody overtakes a sequence that waits for pages, so a long prompt is not passed for ever by short ones. Nor one that
-  was preempted while its newest token was on the way: it can be admitted when that is known. A sequence that waits for
-  an adapter slot is overtaken by sequences of the base model only: they cannot keep its slot taken. One whose adapter
-  is still being read is overtaken by all others.
+- Nobody but those it is put off for overtakes a sequence that waits for pages, so a long prompt is not passed for ever
+  by short ones. Nor one that was preempted while its newest token was on the way: it can be admitted when that is
+  known. A sequence that waits for an adapter slot is overtaken by sequences of the base model only: they cannot keep
+  its slot taken. One whose adapter is still being read is overtaken by all others.
 
 Why nobody starves: take the first in order of all that live. It stays first, because new arrivals of its class or a
 lower one come after it. If it is put off, that ends, and from then on:
@@ -32,7 +32,8 @@ it in order and those who ran when it came, and not on how many arrive later. Th
 towards lower ones: while higher classes arrive without a pause and take all pages, seats or budget, a lower class waits
 for as long as they do. That is what a priority means here.
 
-A plan is empty only when nothing is live, or when all that could run waits for a token on its way or for its adapter.
+A plan is empty only when nothing is live, or when all that could run waits for a token on its way or for its adapter,
+or comes behind one that does.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class _Planner:
         put_off: Container[str],
     ) -> None:
         self._put_off = put_off
-        self._last: list[tuple[Sequence, bool]] = []  # those put off of the class in hand, and whether they wait
+        self._behind: list[tuple[Sequence, bool]] = []  # those put off of the class in hand, and whether they wait
         self._pool = pool
         self._limits = limits
         self._ready = ready
@@ -196,7 +197,8 @@ class _Planner:
             while head is not None and self._admitting and head.key < sequence.key:
                 self._in_turn(head, waits=True)
                 head = next(queue, None)
-            self._end_class_before(sequence)
+            if self._behind:
+                self._end_class_before(sequence)
             if (self._spent and sequence in self._spent) or (self._preempted and sequence in self._preempted):
                 continue
             if sequence.is_decoding:
@@ -206,7 +208,7 @@ class _Planner:
         while head is not None and self._admitting:
             self._in_turn(head, waits=True)
             head = next(queue, None)
-        self._serve_last()
+        self._serve_behind()
         return BatchPlan(
             tuple(self._decodes),
             tuple(self._chunks),
@@ -237,24 +239,25 @@ class _Planner:
         """The next in order; ``waits``: it does not run yet."""
         self._end_class_before(sequence)
         if sequence.request.request_id in self._put_off:
-            self._last.append((sequence, waits))
+            self._behind.append((sequence, waits))
         else:
             self._serve(sequence, waits=waits)
 
     def _end_class_before(self, sequence: Sequence) -> None:
-        if self._last and sequence.request.priority > self._last[0][0].request.priority:
-            self._serve_last()
+        """Who is put off comes before all lower classes, their decodes too: it may take their pages."""
+        if self._behind and sequence.request.priority > self._behind[0][0].request.priority:
+            self._serve_behind()
 
-    def _serve_last(self) -> None:
-        last, self._last = self._last, []
-        for sequence, waits in last:
+    def _serve_behind(self) -> None:
+        behind, self._behind = self._behind, []
+        for sequence, waits in behind:
             self._serve(sequence, waits=waits)
 
     def _serve(self, sequence: Sequence, *, waits: bool) -> None:
-        if waits and self._admitting:
-            self._consider_waiting(sequence)
-        elif not waits and sequence not in self._preempted:
+        if not waits:  # nor preempted: victims are of a lower class, or come behind whoever takes their pages
             self._add_chunk(sequence, sequence.num_computed)
+        elif self._admitting:
+            self._consider_waiting(sequence)
 
     # Running sequences.
 
