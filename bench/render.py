@@ -278,7 +278,7 @@ SECTIONS = (
         "first version's first cells, the conversation at four times and at twice its rate, ran on a machine that had "
         "compiled nothing yet: their batches with prompts took up to 4% more of the time than in the second's, with "
         "and without a job, and those of the later cells as much. That first tokens came later at four times the rate "
-        "may be due to that; it was not measured again. Simulated, nobody is put off there.",
+        "may be due to that; it was not measured again.",
     ),
     Section(
         "colocate_static_h100.json",
