@@ -131,11 +131,14 @@ def test_a_request_whose_adapter_is_being_read_holds_nobody_up(small, refs, monk
     others = [small.request(small.prompt(5), 3, adapter=ref) for ref in (None, refs[0])]
     for request in (slow_one, *others):
         engine.add(request)
+    assert [view.waits_for_adapter for view in engine.views()] == [True, False, False]
     finished: set[str] = set()
     for _ in range(50):
         finished |= {output.request_id for output in engine.step() if output.finish_reason}
     assert finished == {request.request_id for request in others}
     disk.set()
+    engine.wait_for_adapters(refs[1:2])
+    assert [view.waits_for_adapter for view in engine.views()] == [False]
     (outputs,) = run(small, engine).values()
     assert small.tokens(outputs) == alone(small, slow_one.prompt, refs[1], 3)
 

@@ -478,6 +478,33 @@ def test_prompts_that_begin_alike_share_pages(small) -> None:
     assert first
 
 
+def test_what_is_cached_of_a_waiting_prompt_is_no_work(small) -> None:
+    """It is looked up anew as pages come and go; of a running one, what was computed is none either."""
+    engine = small.engine(num_pages=16, max_num_seqs=1, max_num_batched_tokens=16)
+    prompt = small.prompt(30)  # seven pages and two tokens more
+    first, second, own = (small.request(prompt, 2, request_id=name) for name in ("first", "second", "own"))
+    engine.add(first)
+    engine.add(second)
+    engine.add(replace(own, uses_prefix_cache=False))
+
+    def num_left() -> dict[str, int]:
+        return {view.request_id: view.num_prompt_tokens_left for view in engine.views()}
+
+    assert num_left() == {"first": 30, "second": 30, "own": 30}
+    engine.step()
+    assert num_left() == {"first": 14, "second": 14, "own": 30}
+    while num_left().get("first") is not None:
+        engine.step()
+    assert num_left() == {"second": 2, "own": 30}
+    pool = engine._cache.pool
+    pool.allocate(999, pool.num_free - 6)  # one of the seven is evicted
+    assert num_left() == {"second": 6, "own": 30}
+    pool.free(999)
+    assert small.tokens(small.run(engine)["second"]) == small.greedy(prompt, 2)
+    repeated = [small.request(prompt, 2)]
+    assert small.tokens(small.run(engine, repeated)[repeated[0].request_id]) == small.greedy(prompt, 2)
+
+
 def test_a_request_may_leave_the_prefix_cache_alone(small) -> None:
     """It finds nothing there, leaves nothing there, and is not counted."""
     engine = small.engine(page_tokens=4)

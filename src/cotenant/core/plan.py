@@ -80,8 +80,9 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     """A live request as a policy sees it.
 
     ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
-    that it may have (None: not known). ``has_begun``: a batch has had some of its prompt. ``priority``: lower is served
-    earlier.
+    that it may have (None: not known). ``num_prompt_tokens_left``: those that are to be computed; what the prefix cache
+    has of them is not. ``has_begun``: a batch has had some of its prompt. ``priority``: lower is served earlier.
+    ``waits_for_adapter``: it cannot run before its adapter has been read.
 
     One of each request is made in every iteration, so it is of the kind that costs least.
     """
@@ -94,6 +95,7 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     max_tokens: int | None = None
     has_begun: bool = False
     priority: int = 0
+    waits_for_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,15 @@ class LiveSequences:
         """All live requests in the order in which they are served."""
         if not len(self.waiting):  # as it is most often, and merging costs more than views do
             return tuple([sequence.view() for sequence in self.running])
+        in_use = self.adapters_in_use()
         order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
-        return tuple([sequence.view() for sequence in order])
+        return tuple([self._waiting_view(each, in_use) if each.seat is None else each.view() for each in order])
+
+    def _waiting_view(self, sequence: Sequence, in_use: set[AdapterRef]) -> RequestView:
+        adapter = sequence.request.adapter
+        if adapter is not None and not self._adapters.cache.is_ready(adapter, in_use):
+            return sequence.view(waits_for_adapter=True)
+        return sequence.view(self._num_matched(sequence) * self._tables.page_tokens)
 
     def decodes(self) -> BatchShape:
         """The running sequences that decode next: what a batch has of them unless pages run out."""
@@ -174,11 +181,27 @@ class LiveSequences:
     def match(self, sequence: Sequence) -> tuple[int, ...]:
         """The cached pages that hold the beginning of a waiting sequence; its last token is always computed. Its
         adapter is ready."""
+        return self._cache.pool.match(self._matchable_keys(sequence))
+
+    def _num_matched(self, sequence: Sequence) -> int:
+        """About how many pages ``match`` returns: it is asked in every iteration, so what was found stays found until
+        the last of it is evicted, which goes first of a prompt's pages."""
+        keys, pool = self._matchable_keys(sequence), self._cache.pool
+        num_matched = min(sequence.num_matched, len(keys))
+        while num_matched and not pool.holds(keys[num_matched - 1]):
+            num_matched -= 1
+        while num_matched < len(keys) and pool.holds(keys[num_matched]):
+            num_matched += 1
+        sequence.num_matched = num_matched
+        return num_matched
+
+    def _matchable_keys(self, sequence: Sequence) -> list[bytes]:
+        """Of the pages of a waiting sequence that may be cached."""
         self._renew_keys(sequence)
         if sequence.prefix is None:
-            return ()
+            return []
         num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._tables.page_tokens
-        return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, num_keys))
+        return sequence.prefix.keys(sequence.tokens, num_keys)
 
     def register_pages(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence's first ``num_tokens`` tokens are computed: others may use the pages that they fill."""

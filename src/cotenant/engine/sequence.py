@@ -33,6 +33,7 @@ class Sequence:
     num_pending: int = 0
     prefix: PrefixKeys | None = None  # None: it shares no pages
     num_registered: int = 0  # pages whose content others may use
+    num_matched: int = 0  # pages that were cached for it when that was looked up last, while it waits
     seat: int | None = None
     adapter: LoraAdapter | None = None
     was_admitted: bool = False
@@ -89,15 +90,17 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def view(self) -> RequestView:
-        """What a policy sees; prompt tokens left include those that are recomputed after preemption."""
+    def view(self, num_cached: int = 0, *, waits_for_adapter: bool = False) -> RequestView:
+        """What a policy sees; prompt tokens left include those that are recomputed after preemption, and not the
+        ``num_cached`` ones that are cached for it."""
         return RequestView(
             request_id=self.request.request_id,
             arrival_s=self.request.arrival_s,
             first_token_s=self.first_token_s,
             num_generated=self.num_generated - self.num_pending,
-            num_prompt_tokens_left=0 if self.is_decoding else self.num_left,
+            num_prompt_tokens_left=0 if self.is_decoding else self.num_left - num_cached,
             max_tokens=self.request.sampling.max_tokens,
             has_begun=self.was_admitted,
             priority=self.request.priority,
+            waits_for_adapter=waits_for_adapter,
         )

@@ -138,6 +138,10 @@ class PagePool:
         for page in self._owned.get(owner, ()):
             self._unregister(page)
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a page with the content that ``key`` names is there."""
+        return key in self._page_of
+
     def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
         """The pages of the longest prefix of ``keys`` that is registered. Changes nothing."""
         pages: list[int] = []
