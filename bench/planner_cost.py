@@ -41,7 +41,7 @@ from cotenant.scheduler import Policy
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
-from cotenant.scheduler.turns import put_off
+from cotenant.scheduler.turns import Turns, take_turns
 
 NUM_LAYERS = 32
 NUM_REQUESTS = 32
@@ -96,7 +96,7 @@ def main() -> None:
             "batch_ms": partial(predictor.batch_ms, BATCH),
             "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
             "prompt_budget": partial(_budget_next, predictor, cycle(DECODES), (*snapshot.requests, WAITING)),
-            "put_off": partial(_turns_next, predictor, cycle(DECODES)),
+            "take_turns": partial(_turns_next, predictor, cycle(DECODES)),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
@@ -121,8 +121,8 @@ def _budget_next(predictor: LatencyPredictor, batches: Iterator[BatchShape], req
     return prompt_budget(predictor, next(batches), requests, SLO, NOW_S, 4096, 8)
 
 
-def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> frozenset[str]:
-    return put_off(predictor, next(batches), CROWD, SLO, NOW_S, 1024)
+def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> Turns:
+    return take_turns(predictor, next(batches), CROWD, SLO, NOW_S, 1024)
 
 
 def _within_a_layer(snapshot: Snapshot) -> Snapshot:

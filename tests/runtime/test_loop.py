@@ -35,6 +35,7 @@ from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy, create_policy
 from cotenant.scheduler.answers import AnswerLengths
 from cotenant.scheduler.margin import Margin
+from cotenant.scheduler.turns import Turns
 from cotenant.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -403,38 +404,66 @@ def test_all_is_answered_when_the_host_runs_ahead(policy: str, tpot_ms: float, t
     assert engine.kv_cache_usage == 0
 
 
-def test_chunks_are_sized_by_what_the_batch_in_flight_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def taught(token_ms: float) -> LatencyPredictor:
+    """What it costs a token of a prompt."""
+    predictor = LatencyPredictor("test", "test")
+    for count in (10, 20, 40, 60):
+        for _ in range(8):
+            batch = BatchShape(0, 0, count, count, 0, causal_pairs(count))
+            predictor.observe(IterationRecord(batch, Mode.NONE, token_ms * count, token_ms * count))
+    return predictor
+
+
+def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     aheads: list[InFlight | None] = []
-    sized = loop_module.prompt_budget
+    begins_ms: list[float] = []
+    sized, take_turns = loop_module.prompt_budget, loop_module.take_turns
 
     def noted(*args: Any, **named: Any) -> int:
         aheads.append(named["ahead"])
         return sized(*args, **named)
 
+    def turns(*args: Any) -> Turns:
+        begins_ms.append(args[-1])
+        return take_turns(*args)
+
     monkeypatch.setattr(loop_module, "prompt_budget", noted)
+    monkeypatch.setattr(loop_module, "take_turns", turns)
     requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]
-    loop, _ = small_loop(tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True)
+    loop, _ = small_loop(
+        tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True, predictor=taught(1.0)
+    )
     loop.run()
     assert aheads[0] is None
     in_flight = [ahead for ahead in aheads if ahead is not None]
     assert in_flight
     assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in in_flight)
+    waits_ms = [time_ms for time_ms, ahead in zip(begins_ms, aheads, strict=True) if ahead is not None]
+    assert max(waits_ms) > 30.0, "the next batch begins when that has ended, which takes about 60 ms"
 
 
 @pytest.mark.parametrize("sizes_chunks", [False, True])
 def test_a_prompt_that_would_make_others_late_comes_behind_them(sizes_chunks: bool, tmp_path: Path) -> None:
     """At 20 ms a token the 60 are late in any case, and the 30 that came later need not be, of 1 s each."""
-    predictor = LatencyPredictor("test", "test")
-    for count in (10, 20, 40, 60):
-        for _ in range(8):
-            batch = BatchShape(0, 0, count, count, 0, causal_pairs(count))
-            predictor.observe(IterationRecord(batch, Mode.NONE, 20.0 * count, 20.0 * count))
     lengths = {"long": 60, "short": 20, "shorter": 10}
     channel = Channel(*(AddRequest(request(name, [5] * length, 2)) for name, length in lengths.items()))
-    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=predictor)
+    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=taught(20.0))
     loop.run()
     first = next(message for message in channel.sent if isinstance(message, Outputs))
     assert {output.request_id for output in first.outputs} == {"short", "shorter"}
+
+
+@pytest.mark.parametrize("sizes_chunks", [False, True])
+def test_a_batch_ends_in_time_for_the_first_of_its_prompts(sizes_chunks: bool, tmp_path: Path) -> None:
+    """At 20 ms a token it has time for 22 of the 40, half of its target of 1 s being over."""
+    soon = replace(request("soon", [5] * 10, 2), arrival_s=time.time() - 0.5)
+    channel = Channel(AddRequest(soon), AddRequest(request("other", [6] * 30, 2)))
+    loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=taught(20.0))
+    loop.run()
+    first = next(message for message in channel.sent if isinstance(message, Outputs))
+    assert [output.request_id for output in first.outputs] == ["soon"]
 
 
 class Behind(Policy):

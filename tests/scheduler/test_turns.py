@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo, causal_pairs
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.turns import put_off
+from cotenant.scheduler.turns import Turns, take_turns
 
 NOW_S, SLO, TOKEN_MS = 100.0, Slo(500.0, 40.0), 0.1
 IN_TIME_S = 0.95 * SLO.ttft_ms / 1e3
@@ -48,18 +50,19 @@ def views(prompts: list[Prompt]) -> tuple[RequestView, ...]:
     return tuple(sorted(found, key=lambda view: (view.priority, view.arrival_s)))
 
 
-def last(requests: tuple[RequestView, ...], ahead: InFlight | None = None) -> frozenset[str]:
-    return put_off(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, ahead)
+def turns(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> Turns:
+    return take_turns(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, begins_ms)
+
+
+def last(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> frozenset[str]:
+    return turns(requests, begins_ms).put_off
 
 
 def num_late(requests: tuple[RequestView, ...]) -> int:
     """Served in this order, at what the predictor makes of a token."""
     total = min(BUDGET, sum(request.num_prompt_tokens_left for request in requests))
-    batch_ms = PREDICTOR.batch_ms(BatchShape(0, 0, total, total, 0, causal_pairs(total)), cautious=False)
-    assert batch_ms is not None
-    ends_s = itertools.accumulate(
-        (request.num_prompt_tokens_left * batch_ms / total / 1e3 for request in requests), initial=NOW_S
-    )
+    token_s = batch_ms(total) / total / 1e3
+    ends_s = itertools.accumulate((request.num_prompt_tokens_left * token_s for request in requests), initial=NOW_S)
     next(ends_s)
     return sum(end_s > request.arrival_s + IN_TIME_S for end_s, request in zip(ends_s, requests, strict=True))
 
@@ -77,6 +80,59 @@ def test_as_few_are_late_as_in_any_order(found: list[Prompt]) -> None:
     assert len(late) == num_late(tuple(behind)), "nobody is put off who would be in time at the end"
 
 
+def batch_ms(num_tokens: int) -> float:
+    shape = BatchShape(0, 0, num_tokens, num_tokens, 0, causal_pairs(num_tokens))
+    predicted_ms = PREDICTOR.batch_ms(shape, cautious=False)
+    assert predicted_ms is not None
+    return predicted_ms
+
+
+def served(requests: tuple[RequestView, ...]) -> Iterator[tuple[float, str]]:
+    """When the first token of each comes, by batches that take turns, as (seconds, its id)."""
+    now_s = NOW_S
+    while requests:
+        late, room = take_turns(PREDICTOR, BatchShape(), requests, SLO, now_s, BUDGET)
+        assert 0 < room <= BUDGET
+        left: dict[str, int] = {}
+        for request in sorted(requests, key=lambda each: (each.priority, each.request_id in late)):
+            left[request.request_id] = max(0, request.num_prompt_tokens_left - room)
+            room -= request.num_prompt_tokens_left - left[request.request_id]
+        now_s += batch_ms(sum(each.num_prompt_tokens_left - left[each.request_id] for each in requests)) / 1e3
+        yield from ((now_s, request_id) for request_id, num_left in left.items() if num_left == 0)
+        requests = tuple(
+            msgspec.structs.replace(each, num_prompt_tokens_left=left[each.request_id])
+            for each in requests
+            if left[each.request_id]
+        )
+
+
+@given(st.lists(prompts, min_size=2, max_size=8))
+@settings(deadline=None)
+def test_who_is_not_put_off_is_in_time_though_first_tokens_come_at_the_ends_of_batches(found: list[Prompt]) -> None:
+    requests = views(found)
+    late = last(requests)
+    arrivals_s = {request.request_id: request.arrival_s for request in requests}
+    for at_s, request_id in served(requests):
+        assert request_id in late or at_s <= arrivals_s[request_id] + SLO.ttft_ms / 1e3
+
+
+def test_a_batch_ends_where_those_in_time_have_no_more_time() -> None:
+    """Late ones, those of a lower class and those in time themselves fill it as far as that."""
+    soon = Prompt(300.0, 1000)  # 175 ms are left: 1,750 tokens
+    for other in (Prompt(290.0, 3000), Prompt(0.0, 3000), Prompt(0.0, 3000, 1)):
+        assert turns(views([soon, other])).budget == pytest.approx(1750, rel=0.02)
+    assert turns(views([Prompt(300.0, 1700), Prompt(295.0, 90)])).budget == pytest.approx(1790, rel=0.03)
+    assert turns(views([Prompt(0.0, 1000), Prompt(0.0, 2000)])).budget == BUDGET
+    assert turns(views([Prompt(300.0, 1740), Prompt(0.0, 3000)])).budget in range(1740, 1780), "no fewer than its own"
+
+
+def test_who_waits_for_its_adapter_is_no_work() -> None:
+    reading = RequestView("reading", NOW_S - 0.1, num_prompt_tokens_left=4000, waits_for_adapter=True)
+    others = views([Prompt(50.0, 2000), Prompt(10.0, 2000)])
+    assert last((reading, *others)) == frozenset()
+    assert last((msgspec.structs.replace(reading, waits_for_adapter=False), *others)) == {"reading"}
+
+
 def test_nobody_is_put_off_where_all_are_in_time() -> None:
     assert last(views([Prompt(0.0, 2000), Prompt(10.0, 2000), Prompt(200.0, 500)])) == frozenset()
 
@@ -85,10 +141,10 @@ def test_one_long_prompt_waits_for_those_that_it_would_make_late() -> None:
     assert last(views([Prompt(10.0, 3000), *[Prompt(5.0, 400)] * 5])) == {"0"}
 
 
-def test_there_is_less_time_while_a_batch_is_in_flight() -> None:
+def test_there_is_less_time_where_the_next_batch_begins_later() -> None:
     requests = views([Prompt(10.0, 3000), Prompt(5.0, 1500)])
     assert last(requests) == frozenset()
-    assert last(requests, InFlight(predicted_ms=50.0)) == {"0"}
+    assert last(requests, begins_ms=50.0) == {"0"}
 
 
 def test_of_equal_prompts_who_came_last_waits() -> None:
@@ -106,7 +162,7 @@ def test_decodes_beside_prompts_and_their_adapters_take_time() -> None:
 
     def beside(num_adapters: int, tokens: int) -> frozenset[str]:
         decodes, requests = BatchShape(8, 8000, num_adapters=num_adapters), views([Prompt(5.0, tokens)] * 2)
-        return put_off(predictor, decodes, requests, SLO, NOW_S, BUDGET)
+        return take_turns(predictor, decodes, requests, SLO, NOW_S, BUDGET).put_off
 
     assert last(views([Prompt(5.0, 2310)] * 2)) == frozenset()
     assert beside(0, 2200) == frozenset()
@@ -143,5 +199,7 @@ def test_each_class_is_judged_behind_the_ones_before_it() -> None:
 def test_where_nobody_knows_what_prompts_take_all_come_in_order() -> None:
     unknown = LatencyPredictor("simulated", "model")
     requests = views([Prompt(10.0, 30_000), Prompt(5.0, 400)])
-    assert put_off(unknown, BatchShape(), requests, SLO, NOW_S, BUDGET) == frozenset()
-    assert put_off(PREDICTOR, BatchShape(64, 64_000), requests, SLO, NOW_S, 64) == frozenset(), "no room for a token"
+    in_order = Turns(frozenset(), BUDGET)
+    assert take_turns(unknown, BatchShape(), requests, SLO, NOW_S, BUDGET) == in_order
+    no_room = take_turns(PREDICTOR, BatchShape(64, 64_000), requests, SLO, NOW_S, 64)
+    assert no_room == Turns(frozenset(), 64), "no room for a token"

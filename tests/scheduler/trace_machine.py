@@ -27,9 +27,10 @@ from cotenant.core.plan import (
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
+from cotenant.scheduler.base import flight_ms
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
-from cotenant.scheduler.turns import put_off
+from cotenant.scheduler.turns import take_turns
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
 # Of each policy that shares in space.
@@ -188,12 +189,13 @@ class TraceMachine(Machine):
                 self._answers.short, in_flight,
             )  # fmt: skip
             room = budget - len(decodes)
-        late = put_off(
+        turns = take_turns(
             self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, room + len(decodes),
-            in_flight,
+            0.0 if in_flight is None else flight_ms(self.predictor, in_flight) or 0.0,
         )  # fmt: skip
+        room = turns.budget - len(decodes)
         chunks: list[tuple[_Request, int]] = []
-        for request in sorted(live, key=lambda request: request.name in late):
+        for request in sorted(live, key=lambda request: request.name in turns.put_off):
             if request.num_left and room > 0:
                 chunks.append((request, min(room, request.num_left)))
                 room -= chunks[-1][1]

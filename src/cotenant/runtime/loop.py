@@ -22,11 +22,12 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
+from cotenant.scheduler.base import flight_ms
 from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
-from cotenant.scheduler.turns import put_off
+from cotenant.scheduler.turns import take_turns
 from cotenant.wire.messages import (
     AbortRequests,
     AdapterFailed,
@@ -233,8 +234,17 @@ class WorkerLoop:
                 self._predictor, decodes, requests, self._slo, now_s, budget, self._answers.short,
                 ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
             )  # fmt: skip
-            self._engine.limit_tokens(budget)
-        self._engine.put_off(put_off(self._predictor, decodes, requests, self._slo, now_s, budget, in_flight))
+        begins_ms = self._begins_ms(in_flight)
+        turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms)
+        self._engine.limit_tokens(turns.budget)
+        self._engine.put_off(turns.put_off)
+
+    def _begins_ms(self, in_flight: InFlight | None) -> float:
+        """From now until the next batch can begin, as far as is known."""
+        wait_ms = self._executor.wait_ms
+        if in_flight is None:
+            return max(wait_ms, self._executor.begins_after_ms)  # which is measured with what it waits for
+        return wait_ms + (flight_ms(self._predictor, in_flight) or 0.0)
 
     def _aim(self, step_ms: float, *, comes_in: bool) -> None:
         """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""

@@ -1,9 +1,12 @@
-"""Whose prompts wait for others', where not all first tokens can be in time.
+"""Whose prompts wait for others', and where a batch ends, so that as many first tokens as can be are in time.
 
 In the order of arrival one long prompt makes all those late that came behind it. Moore's algorithm ("An n job, one
 machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968) makes as few late as
 can be, where all may be put off: take them in the order of their deadlines and, whenever one would be late, put the
 longest off that was taken so far. Nobody is put off where all are in time, and nobody for ever.
+
+It knows of jobs one after the other. In a batch all first tokens come at its end: so it takes no more prompt tokens
+than those have time for that end with it.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape, InFlight, RequestView, Slo, causal_pairs
+from cotenant.core.plan import BatchShape, RequestView, Slo, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import flight_ms
 
 # A first token counts as in time by so much of its target: the rest is for what the worker cannot see.
 _IN_TIME = 0.95
@@ -22,35 +26,50 @@ _IN_TIME = 0.95
 _MOST_TARGETS = 4.0
 
 
-def put_off(
+class Turns(NamedTuple):
+    """``put_off``: ids of requests whose prompts are to wait for the others' of their class: they are late, for others'
+    sake or in any case. ``budget``: tokens of the next batch at most, with its decodes."""
+
+    put_off: frozenset[str]
+    budget: int
+
+
+def take_turns(
     predictor: LatencyPredictor,
     decodes: BatchShape,
     requests: tuple[RequestView, ...],
     slo: Slo,
     now_s: float,
     budget: int,
-    ahead: InFlight | None = None,
-) -> frozenset[str]:
-    """Those of ``requests``, which are in the order in which they are served, whose prompts are to wait for the others'
-    of their class: they are late, for others' sake or in any case.
+    begins_ms: float = 0.0,
+) -> Turns:
+    """The turns of the prompts of ``requests``, which are in the order in which they are served.
 
-    ``budget``: tokens of the next batch at most, with its ``decodes``; ``ahead``: the batch in flight.
+    ``budget``: tokens of the next batch at most, with its ``decodes``; ``begins_ms``: from now until it begins.
     """
-    waiting = [request for request in requests if request.num_prompt_tokens_left]
+    waiting = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
     if len(waiting) < 2:
-        return frozenset()
+        return Turns(frozenset(), budget)
     num_left = sum(each.num_prompt_tokens_left for each in waiting)
     token_ms = _token_ms(predictor, decodes, min(num_left, budget - decodes.num_decode))
     if token_ms is None:
-        return frozenset()
-    found: list[str] = []
-    ahead_ms = 0.0 if ahead is None else flight_ms(predictor, ahead) or 0.0
-    free_s = now_s + ahead_ms / 1e3  # when the device is done with the batch in flight, and the classes before
-    for _, group in groupby(waiting, key=lambda request: request.priority):
-        of_class = list(group)
-        found += _late(of_class, slo, now_s, free_s, token_ms / 1e3)
-        free_s += sum(each.num_prompt_tokens_left for each in of_class) * token_ms / 1e3
-    return frozenset(found)
+        return Turns(frozenset(), budget)
+    judge = _Judge(slo, now_s, now_s + begins_ms / 1e3, token_ms / 1e3)
+    classes = [list(group) for _, group in groupby(waiting, key=attrgetter("priority"))]
+    late: set[str] = set()
+    begin_s = judge.begin_s
+    for of_class in classes:
+        late.update(judge.late(of_class, begin_s))
+        begin_s += sum([each.num_prompt_tokens_left for each in of_class]) * judge.token_s
+    num_tokens = judge.num_tokens(_in_turn(classes, late), late, budget - decodes.num_decode)
+    return Turns(frozenset(late), decodes.num_decode + num_tokens)
+
+
+def _in_turn(classes: list[list[RequestView]], late: set[str]) -> Iterator[RequestView]:
+    """As they are served."""
+    for requests in classes:
+        yield from (request for request in requests if request.request_id not in late)
+        yield from (request for request in requests if request.request_id in late)
 
 
 def _token_ms(predictor: LatencyPredictor, decodes: BatchShape, count: int) -> float | None:
@@ -63,23 +82,54 @@ def _token_ms(predictor: LatencyPredictor, decodes: BatchShape, count: int) -> f
     return None if batch_ms is None else batch_ms / count
 
 
-def _late(requests: list[RequestView], slo: Slo, now_s: float, free_s: float, token_s: float) -> Iterator[str]:
-    """``put_off`` of one class, for which the device is free at ``free_s``."""
-    taken: list[tuple[int, int, str]] = []  # a heap of those in time: the longest first, of equal ones who came last
-    patience_s, target_s = _MOST_TARGETS * slo.ttft_ms / 1e3, _IN_TIME * slo.ttft_ms / 1e3
-    for place, request in enumerate(requests):
-        num_left = request.num_prompt_tokens_left
-        free_s += num_left * token_s
-        # Who had its first token, and is computed again, has its others to give.
-        if request.first_token_s is not None or now_s - request.arrival_s > patience_s:
-            continue
-        this, due_s = (-num_left, -place, request.request_id), request.arrival_s + target_s
-        if free_s <= due_s:
-            heapq.heappush(taken, this)
-            continue
-        longest = min([this, *taken[:1]])
-        # Behind one that must not wait it may be late even so: then nobody is put off for it.
-        helps = free_s + longest[0] * token_s <= due_s
-        late = heapq.heappushpop(taken, this) if helps else this
-        free_s += late[0] * token_s
-        yield late[-1]
+class _Judge(NamedTuple):
+    """Tells whose first tokens are in time where prompts begin at ``begin_s`` and a token of them takes ``token_s``."""
+
+    slo: Slo
+    now_s: float
+    begin_s: float
+    token_s: float
+
+    @property
+    def target_s(self) -> float:
+        return _IN_TIME * self.slo.ttft_ms / 1e3
+
+    @property
+    def patient_since_s(self) -> float:
+        """Who came before this has waited for long enough."""
+        return self.now_s - _MOST_TARGETS * self.slo.ttft_ms / 1e3
+
+    def late(self, requests: list[RequestView], free_s: float) -> Iterator[str]:
+        """Those of one class that are put off, where the device is free for it at ``free_s``."""
+        token_s, target_s, patient_since_s = self.token_s, self.target_s, self.patient_since_s
+        taken: list[tuple[int, int, str]] = []  # a heap of those in time: the longest first, of equal ones the last
+        for place, request in enumerate(requests):
+            num_left, arrival_s = request.num_prompt_tokens_left, request.arrival_s
+            free_s += num_left * token_s
+            # Who had its first token, and is computed again, has its others to give.
+            if request.first_token_s is not None or arrival_s < patient_since_s:
+                continue
+            this, due_s = (-num_left, -place, request.request_id), arrival_s + target_s
+            if free_s <= due_s:
+                heapq.heappush(taken, this)
+                continue
+            longest = min([this, *taken[:1]])
+            # Behind one that must not wait it may be late even so: then nobody is put off for it.
+            helps = free_s + longest[0] * token_s <= due_s
+            late = heapq.heappushpop(taken, this) if helps else this
+            free_s += late[0] * token_s
+            yield late[-1]
+
+    def num_tokens(self, order: Iterator[RequestView], late: set[str], most: int) -> int:
+        """Prompt tokens for the next batch, which takes them in this order: as many as leave those in time that end
+        with it, and ``most`` at most."""
+        num_tokens = 0
+        for request in order:
+            num_tokens += request.num_prompt_tokens_left
+            if num_tokens >= most:
+                break
+            is_due = request.first_token_s is None and request.arrival_s >= self.patient_since_s
+            if is_due and request.request_id not in late:
+                time_s = request.arrival_s + self.target_s - self.begin_s
+                most = min(most, max(num_tokens, int(time_s / self.token_s)))
+        return most
