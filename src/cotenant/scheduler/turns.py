@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from cotenant.core.plan import BatchShape, RequestView, Slo, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.shapes import TILE
 
 # A first token counts as in time by so much of its target: the rest is for what the worker cannot see.
 _IN_TIME = 0.95
@@ -61,8 +62,7 @@ def take_turns(
     for of_class in classes:
         late.update(judge.late(of_class, begin_s))
         begin_s += sum([each.num_prompt_tokens_left for each in of_class]) * judge.token_s
-    num_tokens = judge.num_tokens(_in_turn(classes, late), late, budget - decodes.num_decode)
-    return Turns(frozenset(late), decodes.num_decode + num_tokens)
+    return Turns(frozenset(late), judge.budget(_in_turn(classes, late), late, decodes.num_decode, budget))
 
 
 def _in_turn(classes: list[list[RequestView]], late: set[str]) -> Iterator[RequestView]:
@@ -120,10 +120,10 @@ class _Judge(NamedTuple):
             free_s += late[0] * token_s
             yield late[-1]
 
-    def num_tokens(self, order: Iterator[RequestView], late: set[str], most: int) -> int:
-        """Prompt tokens for the next batch, which takes them in this order: as many as leave those in time that end
-        with it, and ``most`` at most."""
-        num_tokens = 0
+    def budget(self, order: Iterator[RequestView], late: set[str], num_decode: int, most: int) -> int:
+        """Tokens of the next batch, which takes prompts in this order: as many as leave those in time that end with it,
+        and ``most`` at most. In whole tiles, for a batch that ends within one takes as long as one that fills it."""
+        num_tokens = num_decode
         for request in order:
             num_tokens += request.num_prompt_tokens_left
             if num_tokens >= most:
@@ -131,5 +131,6 @@ class _Judge(NamedTuple):
             is_due = request.first_token_s is None and request.arrival_s >= self.patient_since_s
             if is_due and request.request_id not in late:
                 time_s = request.arrival_s + self.target_s - self.begin_s
-                most = min(most, max(num_tokens, int(time_s / self.token_s)))
+                tokens = num_decode + int(time_s / self.token_s)
+                most = min(most, max(num_tokens, tokens // TILE * TILE or tokens))
         return most
