@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotenant.bench.colocate_text import comparison_lines
 from cotenant.bench.comparison import compare
 
 ALONE = 100.0
@@ -148,6 +149,29 @@ def test_two_gpus_as_measured_are_no_rival_on_one() -> None:
     assert two["separate_meets_slo"], "its server does, if not the one in one process"
     only = compared(cell("adaptive", 75.0), cell("separate", 120.0), cell("mps-60", 50.0))
     assert only["ratios"]["best_other"] == {"policy": "mps-60", "ratio": 1.5}
+
+
+def test_errors_of_prediction_are_means_over_all_iterations() -> None:
+    def errors(alone: float, count: int, **more: dict[str, float]) -> dict[str, Any]:
+        return {"prediction_error": {"alone": {"mean": alone, "p95": 0.5, "iterations": count}, "co_run": None, **more}}
+
+    comparison = compared(
+        cell("inference-only", 0.0) | errors(0.01, 1000),
+        cell("adaptive", 60.0) | errors(0.08, 10, co_run={"mean": 0.02, "p95": 0.5, "iterations": 300}),
+        cell("harli", 60.0) | errors(0.5, 1000),
+        cell("adaptive", 60.0, tpot_ms=40.0) | errors(0.02, 50) | {"attainment": 0.5},
+        cell("adaptive", 60.0, tpot_ms=25.0),
+    )
+    assert comparison["prediction"] == {
+        "inference-only": {"alone": {"mean": 0.01, "iterations": 1000}},
+        "adaptive": {"alone": {"mean": 0.03, "iterations": 60}, "co_run": {"mean": 0.02, "iterations": 300}},
+    }
+    assert (
+        "Mean error of prediction, over all iterations: inference-only alone 1.0% of 1000, adaptive alone 3.0% of 60, "
+        "adaptive with training 2.0% of 300."
+    ) in comparison_lines(comparison)
+    del comparison["prediction"]
+    assert not any("prediction" in line for line in comparison_lines(comparison)), "of an earlier version"
 
 
 _POLICIES = ("adaptive", "harli", "static", "inference-only")

@@ -61,7 +61,19 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
     lines += _ratio_lines(comparison["ratios"])
     lines.append(_places_line(f"{SUBJECT} misses an SLO that inference-only meets", comparison["misses"]))
     lines.append(_places_line(f"{SUBJECT} is more than {TOLERANCE:.0%} behind the best other", comparison["behind"]))
+    lines += _prediction_lines(comparison.get("prediction", {}))
     return lines + _two_gpus_lines(comparison["two_gpus"])
+
+
+def _prediction_lines(policies: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """``policies``: see ``compare``; a report of an earlier version has none."""
+    names = {"alone": "alone", "co_run": "with training"}
+    parts = [
+        f"{policy} {names[kind]} {errors['mean']:.1%} of {errors['iterations']}"
+        for policy, kinds in policies.items()
+        for kind, errors in kinds.items()
+    ]
+    return [f"Mean error of prediction, over all iterations: {', '.join(parts)}."] if parts else []
 
 
 def _ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -28,7 +28,8 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     policies that train were measured; 0 counts where the SLO is missed.
     ``ratios``: of ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the
     run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
-    is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``."""
+    is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``. ``prediction``: the mean
+    absolute errors, each iteration of all cells counting as much, of `inference-only` and ``adaptive``."""
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     alone = report["train_alone_tokens_per_s"]
     places = [_place(cells, slo_attainment, alone) for cells in by_place(report["cells"])]
@@ -45,6 +46,7 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
         "misses": [place["place"] for place in places if _misses(place)],
         "behind": [place["place"] for place in places if _is_behind(place)],
         "two_gpus": _two_gpus(places, alone),
+        "prediction": {policy: _prediction(policy, report["cells"]) for policy in (REFERENCE, SUBJECT)},
     }
 
 
@@ -123,6 +125,19 @@ def _ratios(averages: Mapping[str, float | None]) -> dict[str, dict[str, Any]]:
         key: {"policy": name, "ratio": None if name is None else _ratio(measured[SUBJECT], others[name])}
         for key, name in named.items()
     }
+
+
+def _prediction(policy: str, cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """Its batches' alone and with training, those that there were."""
+    found = {}
+    measured = [cell.get("prediction_error") or {} for cell in cells if cell["policy"] == policy]
+    for kind in ("alone", "co_run"):
+        errors = [each[kind] for each in measured if each.get(kind)]
+        count = sum(each["iterations"] for each in errors)
+        if count:
+            mean = sum(each["mean"] * each["iterations"] for each in errors) / count
+            found[kind] = {"mean": round(mean, 4), "iterations": count}
+    return found
 
 
 def _misses(place: Mapping[str, Any]) -> bool:
