@@ -16,15 +16,14 @@ _ABOVE = (
     "A LoRA job (rank 16, sequences of 2,048) beside Azure's conversation and code traces of 2023 on one H200, "
     "the shapes of Llama-3.1-8B in bf16, under `adaptive`, which is the default. Targets are TTFT 500 ms and the "
     "TPOT that each row names, for 99% of the requests. The job's speed is a share of what it has with the GPU to "
-    "itself. Rows are the places where serving alone meets the SLO; those of fewer than 100 requests state no "
-    "p99, and there one that is late decides. Behind it: [the "
+    "itself. Rows are the places where serving alone meets the SLO. Behind it: [the "
     "grid](#on-a-gpu-the-grid-of-targets-rates-and-traces), with the other policies and the command."
 )
 _BELOW = (
-    "Later versions were measured on an H100, whose memory has two thirds of the bandwidth: [the same "
-    "grid](#on-a-gpu-the-grid-on-an-h100-since-training-goes-on-beside-a-batch-when-somebody-comes) in shorter "
-    "cells, and [one target of it](#on-a-gpu-one-target-of-the-grid-with-enough-requests-in-each-cell-for-a-p99) "
-    "with more requests. What bounds the job's speed: [the board's power](#on-a-gpu-steady-sequences-again), "
+    "Earlier versions were measured on an H100, whose memory has two thirds of the bandwidth: [most of the "
+    "grid](#on-a-gpu-the-grid-on-an-h100-since-training-goes-on-beside-a-batch-when-somebody-comes) with fewer "
+    "requests, and [one target of it](#on-a-gpu-one-target-of-the-grid-with-enough-requests-in-each-cell-for-a-p99) "
+    "with as many. What bounds the job's speed: [the board's power](#on-a-gpu-steady-sequences-again), "
     "which both tenants share, prompts, which leave nothing unused, and [what reading the weights "
     "costs](#on-a-gpu-what-reading-the-weights-costs-in-energy)."
 )
