@@ -505,6 +505,14 @@ def test_what_is_cached_of_a_waiting_prompt_is_no_work(small) -> None:
     assert small.tokens(small.run(engine, repeated)[repeated[0].request_id]) == small.greedy(prompt, 2)
 
 
+@pytest.mark.parametrize("length", [32, 33, 64, 70, 97])
+def test_all_that_is_cached_of_a_long_prompt_is_no_work(small, length: int) -> None:
+    engine = small.engine(page_tokens=1, num_pages=200)
+    small.run(engine, [small.request(small.prompt(length), 1)])
+    engine.add(small.request((*small.prompt(length), 1, 2, 3), 1))
+    assert engine.views()[0].num_prompt_tokens_left == 3
+
+
 def test_a_request_may_leave_the_prefix_cache_alone(small) -> None:
     """It finds nothing there, leaves nothing there, and is not counted."""
     engine = small.engine(page_tokens=4)

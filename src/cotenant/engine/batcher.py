@@ -18,8 +18,8 @@ class (``scheduler/turns.py`` says whose, and for how long at most):
 Why nobody starves: take the first in order of all that live. It stays first, because new arrivals of its class or a
 lower one come after it. If it is put off, that ends, and from then on:
 
-- It runs: its decode takes pages from all others if need be; its prefill gets a token at least, since the budget is no
-  smaller than the number of seats. It is never preempted, for victims come from the end of the order.
+- It runs: its decode takes pages from all others if need be; its prefill gets a token at least, since the budget is
+  larger than the number of decodes. It is never preempted, for victims come from the end of the order.
   ``OnlineEngine.add`` refused it if the whole pool would not be enough.
 - It waits for a seat, budget or pages: nobody else is admitted. Of those who run, the first in order gets on as above,
   so one after the other they end, or are preempted, until there is room.

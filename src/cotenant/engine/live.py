@@ -20,6 +20,8 @@ from cotenant.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
+_KEYS_AT_ONCE = 32
+
 
 class LiveSequences:
     """From ``add`` to ``remove`` a sequence is in one of the two queues: without a seat, a page or an adapter in
@@ -181,27 +183,32 @@ class LiveSequences:
     def match(self, sequence: Sequence) -> tuple[int, ...]:
         """The cached pages that hold the beginning of a waiting sequence; its last token is always computed. Its
         adapter is ready."""
-        return self._cache.pool.match(self._matchable_keys(sequence))
+        self._renew_keys(sequence)
+        if sequence.prefix is None:
+            return ()
+        return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, self._num_matchable(sequence)))
 
     def _num_matched(self, sequence: Sequence) -> int:
         """About how many pages ``match`` returns: it is asked in every iteration, so what was found stays found until
-        the last of it is evicted, which goes first of a prompt's pages."""
-        keys, pool = self._matchable_keys(sequence), self._cache.pool
-        num_matched = min(sequence.num_matched, len(keys))
-        while num_matched and not pool.holds(keys[num_matched - 1]):
-            num_matched -= 1
-        while num_matched < len(keys) and pool.holds(keys[num_matched]):
-            num_matched += 1
-        sequence.num_matched = num_matched
-        return num_matched
-
-    def _matchable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Of the pages of a waiting sequence that may be cached."""
+        the last of it is evicted, which goes first of a prompt's pages; and no more keys are made than it takes."""
         self._renew_keys(sequence)
         if sequence.prefix is None:
-            return []
-        num_keys = (len(sequence.tokens) - sequence.num_pending - 1) // self._tables.page_tokens
-        return sequence.prefix.keys(sequence.tokens, num_keys)
+            return 0
+        pool, most = self._cache.pool, self._num_matchable(sequence)
+        found = min(sequence.num_matched, most)
+        while True:
+            keys = sequence.prefix.keys(sequence.tokens, min(most, found + _KEYS_AT_ONCE))
+            while found and not pool.holds(keys[found - 1]):
+                found -= 1
+            while found < len(keys) and pool.holds(keys[found]):
+                found += 1
+            if found < len(keys) or found == most:
+                sequence.num_matched = found
+                return found
+
+    def _num_matchable(self, sequence: Sequence) -> int:
+        """Pages of a waiting sequence that may be cached."""
+        return (len(sequence.tokens) - sequence.num_pending - 1) // self._tables.page_tokens
 
     def register_pages(self, sequence: Sequence, num_tokens: int) -> None:
         """The sequence's first ``num_tokens`` tokens are computed: others may use the pages that they fill."""
