@@ -426,9 +426,11 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
         return sized(*args, **named)
 
     def turns(*args: Any) -> Turns:
-        begins_ms.append(args[-1])
+        begins_ms.append(args[-2])
         return take_turns(*args)
 
+    monkeypatch.setattr(Executor, "wait_ms", 7.0)
+    monkeypatch.setattr(Executor, "begins_after_ms", 11.0)
     monkeypatch.setattr(loop_module, "prompt_budget", noted)
     monkeypatch.setattr(loop_module, "take_turns", turns)
     requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]
@@ -442,6 +444,8 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
     assert all(ahead.batch.num_decode or ahead.batch.prefill_tokens for ahead in in_flight)
     waits_ms = [time_ms for time_ms, ahead in zip(begins_ms, aheads, strict=True) if ahead is not None]
     assert max(waits_ms) > 30.0, "the next batch begins when that has ended, which takes about 60 ms"
+    assert min(waits_ms) >= 7.0, "and tasklets"
+    assert begins_ms[0] == 11.0
 
 
 @pytest.mark.parametrize("sizes_chunks", [False, True])

@@ -194,14 +194,14 @@ def test_fineinfer_holds_arrivals_while_their_target_allows(waited_ms: float, is
 
 @pytest.mark.parametrize(("num_prompts", "is_held"), [(1, True), (3, True), (4, False)])
 def test_fineinfer_counts_all_prompts_that_it_holds(num_prompts: int, is_held: bool) -> None:
-    """70 of 100 ms are aimed at: three batches of 20 ms and a tasklet of 2 ms. A batch has 100 tokens, 40 of which
-    are cached: they take no time, and no place in another batch."""
+    """70 of 100 ms are aimed at: three batches of 20 ms and a tasklet of 2 ms. A batch has 60 tokens to compute, and 40
+    that are cached, which no request has left."""
     predictor = taught_predictor(2.0, 1.0, 2.0)
     batch = BatchShape(prefill_tokens=60, prefill_context_tokens=100)
     for _ in range(20):
         predictor.observe(IterationRecord(batch, Mode.NONE, 20.0, 20.0))
-    waiting = [RequestView(f"w{place}", 100.0, num_prompt_tokens_left=60) for place in range(num_prompts - 1)]
-    requests = (RequestView("first", 100.0, num_prompt_tokens_left=100), *waiting)
+    waiting = [RequestView(f"w{place}", 100.0, num_prompt_tokens_left=60) for place in range(num_prompts)]
+    requests = tuple(waiting)
     decided = create_policy("fineinfer", predictor).plan(Snapshot(100.0, Slo(100.0, 20.0), batch, requests, JOB))
     assert (decided.run_online, decided.num_tasklets) == ((False, 1) if is_held else (True, 0))
 

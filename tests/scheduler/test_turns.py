@@ -50,8 +50,8 @@ def views(prompts: list[Prompt]) -> tuple[RequestView, ...]:
     return tuple(sorted(found, key=lambda view: (view.priority, view.arrival_s)))
 
 
-def turns(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> Turns:
-    return take_turns(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, begins_ms)
+def turns(requests: tuple[RequestView, ...], begins_ms: float = 0.0, num_seats: int | None = None) -> Turns:
+    return take_turns(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, begins_ms, num_seats)
 
 
 def last(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> frozenset[str]:
@@ -129,6 +129,41 @@ def test_a_batch_ends_where_those_in_time_have_no_more_time() -> None:
     assert turns(views([Prompt(300.0, 1400), Prompt(295.0, 120)])).budget == 13 * 128
     assert turns(views([Prompt(0.0, 1000), Prompt(0.0, 2000)])).budget == BUDGET
     assert turns(views([Prompt(300.0, 1700), Prompt(0.0, 3000)])).budget == 1700, "no fewer than its own"
+
+
+def test_a_batch_has_less_time_where_it_begins_later() -> None:
+    assert turns(views([Prompt(300.0, 1000), Prompt(0.0, 3000)]), begins_ms=50.0).budget == 9 * 128
+
+
+def test_decodes_are_of_the_budget_and_take_time() -> None:
+    predictor = taught()
+    for tokens in range(0, BUDGET, 128):
+        batch = BatchShape(64, 64_000, tokens, tokens, 0, causal_pairs(tokens))
+        for _ in range(8):
+            predictor.observe(IterationRecord(batch, Mode.NONE, 20.0 + TOKEN_MS * tokens, 20.0 + TOKEN_MS * tokens))
+    requests = views([Prompt(345.0, 500), Prompt(0.0, 2500)])  # 130 ms for 1,219 tokens at 0.1066 ms: in all 1,283
+    assert take_turns(predictor, BatchShape(64, 64_000), requests, SLO, NOW_S, BUDGET).budget == 10 * 128
+    requests = views([Prompt(345.0, 1219), Prompt(0.0, 1781)])
+    assert take_turns(predictor, BatchShape(64, 64_000), requests, SLO, NOW_S, BUDGET).budget == 64 + 1219
+
+
+def test_less_than_a_tile_is_as_much_as_there_is_time_for() -> None:
+    assert turns(views([Prompt(470.0, 10), Prompt(0.0, 3000)])).budget == pytest.approx(50, abs=2)
+
+
+def test_who_is_late_or_must_not_wait_bounds_no_batch() -> None:
+    lower = Prompt(0.0, 900, 1)
+    assert turns(views([Prompt(600.0, 100), Prompt(0.0, 3000), lower])).budget == BUDGET
+    assert turns(views([Prompt(2100.0, 100), Prompt(0.0, 3000), lower])).budget == BUDGET
+    again = RequestView("again", NOW_S - 2.0, NOW_S - 0.5, 3, num_prompt_tokens_left=100)
+    assert turns((again, *views([Prompt(0.0, 3000), lower]))).budget == BUDGET
+
+
+def test_who_gets_no_seat_bounds_no_batch() -> None:
+    again = RequestView("again", NOW_S - 0.31, NOW_S - 0.2, 3, num_prompt_tokens_left=1000, has_begun=True)
+    requests = (again, *views([Prompt(305.0, 100), Prompt(300.0, 100), Prompt(0.0, 3000)]))
+    budgets = [turns(requests, num_seats=num_seats).budget for num_seats in (0, 1, 2)]
+    assert budgets == [BUDGET, 13 * 128, 13 * 128], "who has begun needs none"
 
 
 def test_who_waits_for_its_adapter_is_no_work() -> None:

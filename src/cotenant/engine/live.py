@@ -189,8 +189,8 @@ class LiveSequences:
         return self._cache.pool.match(sequence.prefix.keys(sequence.tokens, self._num_matchable(sequence)))
 
     def _num_matched(self, sequence: Sequence) -> int:
-        """About how many pages ``match`` returns: it is asked in every iteration, so what was found stays found until
-        the last of it is evicted, which goes first of a prompt's pages; and no more keys are made than it takes."""
+        """About how many pages ``match`` returns. It is asked in every iteration, so what was found counts until the
+        last of it is gone, though one before it may go first; and no more keys are made than it takes."""
         self._renew_keys(sequence)
         if sequence.prefix is None:
             return 0

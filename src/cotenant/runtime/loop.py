@@ -235,7 +235,8 @@ class WorkerLoop:
                 ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
             )  # fmt: skip
         begins_ms = self._begins_ms(in_flight)
-        turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms)
+        num_seats = self._engine.max_num_seqs - self._engine.num_running
+        turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms, num_seats)
         self._engine.limit_tokens(turns.budget)
         self._engine.put_off(turns.put_off)
 

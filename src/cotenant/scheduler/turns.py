@@ -43,10 +43,12 @@ def take_turns(
     now_s: float,
     budget: int,
     begins_ms: float = 0.0,
+    num_seats: int | None = None,
 ) -> Turns:
     """The turns of the prompts of ``requests``, which are in the order in which they are served.
 
-    ``budget``: tokens of the next batch at most, with its ``decodes``; ``begins_ms``: from now until it begins.
+    ``budget``: tokens of the next batch at most, with its ``decodes``; ``begins_ms``: from now until it begins;
+    ``num_seats``: how many can begin with it (None: all).
     """
     waiting = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
     if len(waiting) < 2:
@@ -62,7 +64,10 @@ def take_turns(
     for of_class in classes:
         late.update(judge.late(of_class, begin_s))
         begin_s += sum([each.num_prompt_tokens_left for each in of_class]) * judge.token_s
-    return Turns(frozenset(late), judge.budget(_in_turn(classes, late), late, decodes.num_decode, budget))
+    order = _in_turn(classes, late)
+    if num_seats is not None:
+        order = _seated(order, num_seats)
+    return Turns(frozenset(late), judge.budget(order, late, decodes.num_decode, budget))
 
 
 def _in_turn(classes: list[list[RequestView]], late: set[str]) -> Iterator[RequestView]:
@@ -70,6 +75,15 @@ def _in_turn(classes: list[list[RequestView]], late: set[str]) -> Iterator[Reque
     for requests in classes:
         yield from (request for request in requests if request.request_id not in late)
         yield from (request for request in requests if request.request_id in late)
+
+
+def _seated(order: Iterator[RequestView], num_seats: int) -> Iterator[RequestView]:
+    """Without those that have no seat yet and get none."""
+    for request in order:
+        if not request.has_begun:
+            num_seats -= 1
+        if request.has_begun or num_seats >= 0:
+            yield request
 
 
 def _token_ms(predictor: LatencyPredictor, decodes: BatchShape, count: int) -> float | None:

@@ -43,6 +43,5 @@ class FineInferPolicy(Policy):
         if batch_ms is None or batch.prefill_tokens == 0:
             return batch_ms
         num_tokens = sum(request.num_prompt_tokens_left for request in snapshot.requests)
-        # Its prompts have just begun: with the tokens that are cached for them, these are the batch's.
-        num_beyond = max(0, num_tokens - batch.prefill_context_tokens)
+        num_beyond = max(0, num_tokens - batch.prefill_tokens)
         return batch_ms * (1.0 + num_beyond / batch.prefill_tokens)
