@@ -215,8 +215,8 @@ SECTIONS = (
         "to 16,294 tokens/s: policies are compared by harvest. On each GPU `adaptive` came first of those that train, "
         "and explored partitions that the others then knew. Beside a job few batches have the device alone, most of "
         "them with prompts, so a cell's prediction error alone rests on few, down to 18. Since then batches that end "
-        "early for their first tokens' sake end with a tile; the rest is as it is now. What these figures do not "
-        "show: much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
+        "early for their first tokens' sake end with a tile, and nobody without a seat ends one. What these figures "
+        "do not show: much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
     ),
     Section(
         "colocate_grid_h100.json",
