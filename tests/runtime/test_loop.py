@@ -419,6 +419,7 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
 ) -> None:
     aheads: list[InFlight | None] = []
     begins_ms: list[float] = []
+    seats: list[int] = []
     sized, take_turns = loop_module.prompt_budget, loop_module.take_turns
 
     def noted(*args: Any, **named: Any) -> int:
@@ -427,6 +428,7 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
 
     def turns(*args: Any) -> Turns:
         begins_ms.append(args[-2])
+        seats.append(args[-1])
         return take_turns(*args)
 
     monkeypatch.setattr(Executor, "wait_ms", 7.0)
@@ -446,6 +448,7 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
     assert max(waits_ms) > 30.0, "the next batch begins when that has ended, which takes about 60 ms"
     assert min(waits_ms) >= 7.0, "and tasklets"
     assert begins_ms[0] == 11.0
+    assert (seats[0], min(seats)) == (8, 0), "of those that are free, 12 having come"
 
 
 @pytest.mark.parametrize("sizes_chunks", [False, True])
