@@ -58,6 +58,13 @@ def last(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> frozenset
     return turns(requests, begins_ms).put_off
 
 
+def batch_ms(num_tokens: int) -> float:
+    shape = BatchShape(0, 0, num_tokens, num_tokens, 0, causal_pairs(num_tokens))
+    predicted_ms = PREDICTOR.batch_ms(shape, cautious=False)
+    assert predicted_ms is not None
+    return predicted_ms
+
+
 def num_late(requests: tuple[RequestView, ...]) -> int:
     """Served in this order, at what the predictor makes of a token."""
     total = min(BUDGET, sum(request.num_prompt_tokens_left for request in requests))
@@ -78,13 +85,6 @@ def test_as_few_are_late_as_in_any_order(found: list[Prompt]) -> None:
     behind = sorted(requests, key=lambda request: request.request_id in late)
     assert num_late(tuple(behind)) == min(map(num_late, itertools.permutations(requests)))
     assert len(late) == num_late(tuple(behind)), "nobody is put off who would be in time at the end"
-
-
-def batch_ms(num_tokens: int) -> float:
-    shape = BatchShape(0, 0, num_tokens, num_tokens, 0, causal_pairs(num_tokens))
-    predicted_ms = PREDICTOR.batch_ms(shape, cautious=False)
-    assert predicted_ms is not None
-    return predicted_ms
 
 
 def served(requests: tuple[RequestView, ...]) -> Iterator[tuple[float, str]]:

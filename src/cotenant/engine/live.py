@@ -20,7 +20,7 @@ from cotenant.engine.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
-_KEYS_AT_ONCE = 32
+_KEYS_AT_ONCE = 32  # are made of a waiting prompt while its pages are looked up
 
 
 class LiveSequences:

@@ -57,7 +57,8 @@ def take_turns(
     token_ms = _token_ms(predictor, decodes, min(num_left, budget - decodes.num_decode))
     if token_ms is None:
         return Turns(frozenset(), budget)
-    judge = _Judge(slo, now_s, now_s + begins_ms / 1e3, token_ms / 1e3)
+    target_s = slo.ttft_ms / 1e3
+    judge = _Judge(now_s + begins_ms / 1e3, token_ms / 1e3, _IN_TIME * target_s, now_s - _MOST_TARGETS * target_s)
     classes = [list(group) for _, group in groupby(waiting, key=attrgetter("priority"))]
     late: set[str] = set()
     begin_s = judge.begin_s
@@ -97,25 +98,17 @@ def _token_ms(predictor: LatencyPredictor, decodes: BatchShape, count: int) -> f
 
 
 class _Judge(NamedTuple):
-    """Tells whose first tokens are in time where prompts begin at ``begin_s`` and a token of them takes ``token_s``."""
+    """Tells whose first tokens are in time where prompts begin at ``begin_s`` and a token of them takes ``token_s``:
+    within ``target_s``. Who came before ``patient_since_s`` has waited for long enough."""
 
-    slo: Slo
-    now_s: float
     begin_s: float
     token_s: float
-
-    @property
-    def target_s(self) -> float:
-        return _IN_TIME * self.slo.ttft_ms / 1e3
-
-    @property
-    def patient_since_s(self) -> float:
-        """Who came before this has waited for long enough."""
-        return self.now_s - _MOST_TARGETS * self.slo.ttft_ms / 1e3
+    target_s: float
+    patient_since_s: float
 
     def late(self, requests: list[RequestView], free_s: float) -> Iterator[str]:
         """Those of one class that are put off, where the device is free for it at ``free_s``."""
-        token_s, target_s, patient_since_s = self.token_s, self.target_s, self.patient_since_s
+        _, token_s, target_s, patient_since_s = self
         taken: list[tuple[int, int, str]] = []  # a heap of those in time: the longest first, of equal ones the last
         for place, request in enumerate(requests):
             num_left, arrival_s = request.num_prompt_tokens_left, request.arrival_s
