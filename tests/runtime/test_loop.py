@@ -454,9 +454,9 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
 @pytest.mark.parametrize("sizes_chunks", [False, True])
 def test_a_prompt_that_would_make_others_late_comes_behind_them(sizes_chunks: bool, tmp_path: Path) -> None:
     """At 20 ms a token the 60 are late in any case, and the 30 that came later need not be, of 1 s each."""
-    lengths = {"long": 60, "short": 20, "shorter": 10}
-    channel = Channel(*(AddRequest(request(name, [5] * length, 2)) for name, length in lengths.items()))
+    lengths, channel = {"long": 60, "short": 20, "shorter": 10}, Channel()
     loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=taught(20.0))
+    channel.inbox += [AddRequest(request(name, [5] * length, 2)) for name, length in lengths.items()]
     loop.run()
     first = next(message for message in channel.sent if isinstance(message, Outputs))
     assert {output.request_id for output in first.outputs} == {"short", "shorter"}
@@ -465,9 +465,10 @@ def test_a_prompt_that_would_make_others_late_comes_behind_them(sizes_chunks: bo
 @pytest.mark.parametrize("sizes_chunks", [False, True])
 def test_a_batch_ends_in_time_for_the_first_of_its_prompts(sizes_chunks: bool, tmp_path: Path) -> None:
     """At 20 ms a token it has time for 22 of the 40, half of its target of 1 s being over."""
-    soon = replace(request("soon", [5] * 10, 2), arrival_s=time.time() - 0.5)
-    channel = Channel(AddRequest(soon), AddRequest(request("other", [6] * 30, 2)))
+    channel = Channel()
     loop, _ = small_loop(tmp_path, channel, "inference-only", sizes_chunks=sizes_chunks, predictor=taught(20.0))
+    soon = replace(request("soon", [5] * 10, 2), arrival_s=time.time() - 0.5)
+    channel.inbox += [AddRequest(soon), AddRequest(request("other", [6] * 30, 2))]
     loop.run()
     first = next(message for message in channel.sent if isinstance(message, Outputs))
     assert [output.request_id for output in first.outputs] == ["soon"]
