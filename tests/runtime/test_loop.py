@@ -343,6 +343,20 @@ def test_the_margin_hears_how_long_the_steps_are_that_prompts_join(
     assert all(step_ms > 0 for step_ms in margin.steps_ms)
 
 
+def test_a_policy_is_told_what_prompts_take_off_what_was_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    margins = noted_margins(monkeypatch)
+    loop, policy = small_loop(tmp_path, Channel(AddRequest(request("r", [5, 6, 7], 24))), Watching())
+    (margin,) = margins
+    monkeypatch.setattr(margin, "aim", lambda now_s: margin.value - 0.25)
+    loop.run()
+    seen = [snapshot for snapshot in policy.seen if snapshot.requests]
+    assert seen
+    assert all(snapshot.taken_off == pytest.approx(0.25) for snapshot in seen)
+    assert all(snapshot.margin + snapshot.taken_off <= 0.98 for snapshot in seen)
+
+
 class AheadDevice(CpuDevice):
     """A CPU whose batches are launched a step ahead, as on a device that runs behind the host."""
 

@@ -315,3 +315,45 @@ def test_some_take_the_same_time_in_every_iteration_whatever_there_is_to_give(po
         assert waited_for.num_tasklets == beside_prompts.num_tasklets == 0
     else:
         assert waited_for.num_tasklets == 8 >= beside_prompts.num_tasklets
+
+
+def beside(step_ms: float) -> LatencyPredictor:
+    """Knows a step in a partition, too."""
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    for _ in range(20):
+        tasklets = ((TaskletRun(BACKWARD, 4), step_ms),)
+        predictor.observe(
+            IterationRecord(DECODE, Mode.SPATIAL, step_ms, step_ms, partition=IN_SPACE[0], beside=tasklets)
+        )
+    return predictor
+
+
+# A long answer, one that ends with this token, and a short one, which may.
+@pytest.mark.parametrize(("num_generated", "max_tokens"), [(100, None), (100, 101), (4, None)])
+@pytest.mark.parametrize(
+    ("margin", "taken_off", "step_ms", "trains"),
+    # Tokens have come at 14 ms each, of 20. Aimed at half of that, a step of 8 ms makes up for too little of what the
+    # request is late; by what was learned it is early, and 12 ms are more than a step may take for now.
+    [(0.5, 0.0, 8.0, False), (0.5, 0.4, 8.0, True), (0.5, 0.4, 12.0, False)],
+)
+def test_what_is_taken_off_for_now_holds_for_the_steps_to_come(
+    margin: float, taken_off: float, step_ms: float, trains: bool, num_generated: int, max_tokens: int | None
+) -> None:
+    first_s = 100.0 - 0.014 * num_generated
+    request = RequestView("r", 98.0, first_s, num_generated, max_tokens=max_tokens, has_begun=True)
+    snapshot = Snapshot(
+        100.0, Slo(100.0, 20.0), DECODE, (request,), JOB, margin=margin, taken_off=taken_off, partitions=IN_SPACE
+    )
+    decided = create_policy("adaptive", beside(step_ms)).plan(snapshot)
+    assert decided.run_online
+    assert (decided.partition is not None) == trains
+    assert (decided.num_tasklets > 0) == trains
+
+
+def test_who_is_late_for_what_was_learned_makes_up_for_it_at_what_was_learned() -> None:
+    """Not at the little by which a step is shorter than what is left of the target for now."""
+    request = RequestView("r", 98.0, 100.0 - 0.019 * 100, 100, has_begun=True)
+    snapshot = Snapshot(
+        100.0, Slo(100.0, 20.0), DECODE, (request,), JOB, margin=0.5, taken_off=0.4, partitions=IN_SPACE
+    )
+    assert create_policy("adaptive", beside(9.5)).plan(snapshot).partition is not None

@@ -35,7 +35,7 @@ from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
 # Of each policy that shares in space.
 PARTITIONS = {
-    "adaptive": (Partition(32, 100), Partition(48, 84), Partition(64, 68)),
+    "adaptive": (Partition(32, 100), Partition(48, 84), Partition(64, 68), Partition(80, 52)),
     "harli": (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
 }
 MOST_TOKENS = 4096  # of a batch
@@ -209,7 +209,8 @@ class TraceMachine(Machine):
         self._begin_margin(batch)
         snapshot = Snapshot(
             self._now_s, self._slo, batch, views, JobView("job", self._upcoming()), partitions=self._partitions,
-            margin=self.margin, num_ending=sum(count == request.num_left for request, count in chunks),
+            margin=self.margin, taken_off=self._margin.value - self.margin,
+            num_ending=sum(count == request.num_left for request, count in chunks),
             in_flight=in_flight, least_answer=self._answers.least,
         )  # fmt: skip
         return _Next(self._policy.plan(snapshot), batch, decodes, chunks)

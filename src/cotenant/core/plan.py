@@ -128,11 +128,11 @@ class InFlight:
 class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked; with it end
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
-    what came of requests so far. ``idle_s``: how long no request has been live. ``largest_gap_s``: between two batches
-    while requests were live, so far. ``partitions``: those that ``batch`` can have. ``in_flight``: the batch before it,
-    if that has not landed: this one begins as it ends. ``wait_ms``: until tasklets have ended that this one waits
-    for or, if there is one in flight, that one; as far as is known. ``least_answer``: tokens that hardly any answer has
-    fewer of; 0: not known."""
+    what came of requests so far; ``taken_off``: what prompts take off it for now. ``idle_s``: how long no request has
+    been live. ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that
+    ``batch`` can have. ``in_flight``: the batch before it, if that has not landed: this one begins as it ends.
+    ``wait_ms``: until tasklets have ended that this one waits for or, if there is one in flight, that one; as far as is
+    known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known."""
 
     now_s: float
     slo: Slo
@@ -141,6 +141,7 @@ class Snapshot:
     job: JobView | None = None
     can_fuse: bool = False
     margin: float = FIRST_MARGIN
+    taken_off: float = 0.0
     idle_s: float = math.inf
     largest_gap_s: float = 0.0
     partitions: tuple[Partition, ...] = ()

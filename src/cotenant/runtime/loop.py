@@ -209,6 +209,7 @@ class WorkerLoop:
             step_ms = self._predictor.batch_ms(self._engine.decodes())
             if step_ms is not None:
                 self._aim(step_ms, comes_in=comes_in)
+        margin = self.margin
         return Snapshot(
             now_s=now_s,
             slo=self._slo,
@@ -216,7 +217,8 @@ class WorkerLoop:
             requests=requests,
             job=self._training.view(),
             can_fuse=self._can_fuse,
-            margin=self.margin,
+            margin=margin,
+            taken_off=self._margin.value - margin,
             idle_s=0.0 if requests else now_s - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),

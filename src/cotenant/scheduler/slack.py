@@ -13,6 +13,8 @@ from cotenant.core.plan import RequestView, Slo
 # The share of a target that is aimed at where no margin is learned. The rest covers what the worker cannot see (HTTP,
 # the client) and the error of its predictions.
 SAFETY = 0.7
+# Of the target, for a token that is the last: the rest is for what the worker cannot see, for nothing else is to come.
+_LAST_SHARE = 0.95
 _SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 
 
@@ -59,16 +61,22 @@ def token_slack_ms(
 ) -> float:
     """How long this iteration's tokens may take, and with them ``num_ahead`` batches in flight, for the requests that
     may end with them: nothing makes up later for what they are late. Any request may while it is short, but for those
-    that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``)."""
-    target_s, num_next = margin * slo.tpot_ms / 1e3, num_ahead + 1
-    due_s = [
-        request.first_token_s + (num_generated + num_ahead) * target_s
-        for request in requests
-        # Not a function of its own: this is asked of each request at each iteration.
-        if (
-            least - num_next <= (num_generated := request.num_generated) < _SHORT
-            or ((max_tokens := request.max_tokens) is not None and num_generated + num_next >= max_tokens)
-        )
-        and request.first_token_s is not None
-    ]
-    return (min(due_s) - now_s) * 1e3 if due_s else math.inf
+    that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``). A longer one is held to
+    the target at the last token that it may have, whatever the margin is, for that is for what may still come."""
+    target_s, last_target_s = margin * slo.tpot_ms / 1e3, _LAST_SHARE * slo.tpot_ms / 1e3
+    first_due_s = math.inf
+    for request in requests:  # of each, at each iteration: so no function of its own
+        first_token_s, max_tokens = request.first_token_s, request.max_tokens
+        num_before = request.num_generated + num_ahead  # this iteration's token
+        if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
+            continue
+        is_last = max_tokens is not None and num_before + 1 == max_tokens
+        if request.num_generated < _SHORT and (is_last or num_before + 1 >= least):
+            due_s = first_token_s + num_before * target_s
+        elif is_last:
+            due_s = first_token_s + num_before * last_target_s
+        else:
+            continue
+        if due_s < first_due_s:
+            first_due_s = due_s
+    return (first_due_s - now_s) * 1e3

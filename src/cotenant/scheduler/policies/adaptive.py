@@ -90,10 +90,7 @@ class _Choice:
         # Until this batch begins.
         ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
         self._ahead_ms = snapshot.wait_ms + ahead_ms
-        begin_s = snapshot.now_s + self._ahead_ms / 1e3
-        self._slack_ms = decode_slack_ms(
-            snapshot.requests, snapshot.slo, begin_s, step_ms, snapshot.margin, self._num_ahead
-        )
+        self._slack_ms = self._slack_at(snapshot.margin)
         self._behind = fill(self._costs, job.upcoming, self._behind_ms(self._slack_ms))
         speed = self._behind.alone_ms / self._behind.added_ms if self._behind.added_ms > 0 else 1.0
         most_ms = snapshot.slo.max_gap_ms - step_ms
@@ -143,17 +140,28 @@ class _Choice:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
         return make, filling.alone_ms or None, filling.added_ms + self._leaving_ms
 
+    def _slack_at(self, margin: float) -> float:
+        """The requests' slack behind this batch, in milliseconds, with that share of the TPOT target aimed at."""
+        snapshot = self._snapshot
+        begin_s = snapshot.now_s + self._ahead_ms / 1e3
+        return decode_slack_ms(snapshot.requests, snapshot.slo, begin_s, self._step_ms, margin, self._num_ahead)
+
     def _fitting(self, found: list[Beside]) -> list[Beside]:
         """Of the steps in partitions those that make no request too late."""
         snapshot, slo = self._snapshot, self._snapshot.slo
+        # What prompts take off the margin for now is of no account for the tokens that there are: each request would be
+        # late for them at once. Those to come are held to it: no step takes longer, but by what slack there is even so.
+        learned = snapshot.margin + snapshot.taken_off
         # Behind a step, tasklets delay the next token; beside it, this one.
         token_ms = token_slack_ms(
-            snapshot.requests, slo, snapshot.now_s, snapshot.margin, self._num_ahead, snapshot.least_answer
+            snapshot.requests, slo, snapshot.now_s, learned, self._num_ahead, snapshot.least_answer
         )
         # Nor more than an equal share of that: what is in flight may take longer than it was to.
         most_ms = min(token_ms - self._ahead_ms, token_ms / (1 + self._num_ahead), slo.max_gap_ms)
-        target_ms = snapshot.margin * slo.tpot_ms
-        in_time_ms = self._step_ms + self._slack_ms
+        target_ms, in_time_ms = learned * slo.tpot_ms, self._step_ms + self._slack_ms
+        if snapshot.taken_off > 0.0:
+            most_ms = min(most_ms, max(snapshot.margin * slo.tpot_ms, in_time_ms))
+            in_time_ms = self._step_ms + self._slack_at(learned)
 
         def fits(shared: Beside) -> bool:
             step_ms = shared.step_ms
