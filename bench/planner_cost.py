@@ -66,7 +66,7 @@ CROWD = tuple(
     for index in range(64)
 )
 PARTITION = Partition(48, 84)
-PARTITIONS = (Partition(32, 100), Partition(40, 92), PARTITION, Partition(64, 68))
+PARTITIONS = (Partition(32, 100), PARTITION, Partition(64, 68), Partition(80, 52))
 # Llama-3.1-8B in bf16.
 SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)
 
