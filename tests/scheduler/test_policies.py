@@ -357,3 +357,19 @@ def test_who_is_late_for_what_was_learned_makes_up_for_it_at_what_was_learned() 
         100.0, Slo(100.0, 20.0), DECODE, (request,), JOB, margin=0.5, taken_off=0.4, partitions=IN_SPACE
     )
     assert create_policy("adaptive", beside(9.5)).plan(snapshot).partition is not None
+
+
+@pytest.mark.parametrize(("num_left", "taken_off", "trains"), [(1, 0.0, True), (1, 0.4, False), (6, 0.4, True)])
+def test_the_end_of_a_training_step_is_run_whatever_it_costs_but_in_a_crowd(
+    num_left: int, taken_off: float, trains: bool
+) -> None:
+    """Requests have no slack, and a step that takes 6 ms longer is too much for 2 ms of training."""
+    request = RequestView("r", 98.0, 100.0 - 0.019 * 100, 100, has_begun=True)
+    job = JobView("job", in_turn(TaskletRun(BACKWARD, num_left)))
+    snapshot = Snapshot(
+        100.0, Slo(100.0, 20.0), DECODE, (request,), job, margin=0.5, taken_off=taken_off, partitions=IN_SPACE
+    )
+    if not taken_off:
+        snapshot = replace(snapshot, margin=0.9)
+    decided = create_policy("adaptive", beside(8.0)).plan(snapshot)
+    assert (decided.partition is not None) == trains

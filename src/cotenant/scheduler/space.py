@@ -54,7 +54,7 @@ class Beside(NamedTuple):
     """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
     ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was; a prior alone would keep
-    what it thinks little of from ever being tried."""
+    what it thinks little of from ever being tried. ``is_all``: no tasklet is left then."""
 
     partition: Partition
     step_ms: float
@@ -63,6 +63,7 @@ class Beside(NamedTuple):
     rest_ms: float = 0.0
     rest_alone_ms: float = 0.0
     is_known: bool = False
+    is_all: bool = False
 
     @property
     def most_beside(self) -> int:
@@ -84,6 +85,7 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     num_tasklets, used_ms, _, alone_ms, stopped_at, next_cost = take(upcoming, known_ms, table)
     rest_ms, rest_alone_ms, is_known = 0.0, 0.0, True
+    is_all = next_cost is None and stopped_at is None
     if next_cost is not None:
         each_ms, _, each_alone_ms = next_cost
         alone_ms += (known_ms - used_ms) / each_ms * each_alone_ms
@@ -91,7 +93,7 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
         rest_ms, rest_alone_ms = 0.5 * each_ms, 0.5 * each_alone_ms
     elif stopped_at is not None:
         is_known = num_tasklets > 0
-    return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known)
+    return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known, is_all)
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0, hold_ms: float = 0.0) -> Plan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
@@ -33,9 +35,16 @@ _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
-# What makes a plan; how far this gets training (time that it would take alone; None: not known yet, and so worth
-# trying); what it adds to a step with all SMs, with what it costs that the host does not run ahead.
-_Candidate = tuple[Callable[[], Plan], float | None, float]
+
+class _Candidate(NamedTuple):
+    """What makes a plan; how far this gets training (time that it would take alone; None: not known yet, and so worth
+    trying); what it adds to a step with all SMs, with what it costs that the host does not run ahead; whether nothing
+    is left of the training step."""
+
+    make: Callable[[], Plan]
+    gained_ms: float | None
+    added_ms: float
+    is_all: bool = False
 
 
 class AdaptivePolicy(Policy):
@@ -106,13 +115,20 @@ class _Choice:
     def best(self) -> Plan | None:
         """None: nothing that is worth its slack."""
         best, best_score = None, -self._price * self._changing_ms(None)
-        for make, gained_ms, added_ms in self._candidates():
-            if gained_ms is None:
-                return make()
-            score = gained_ms - self._price * added_ms
+        last, least_ms = None, math.inf
+        for candidate in self._candidates():
+            if candidate.gained_ms is None:
+                return candidate.make()
+            score = candidate.gained_ms - self._price * candidate.added_ms
             if score > best_score:
-                best, best_score = make, score
-        return None if best is None else best()
+                best, best_score = candidate, score
+            if candidate.is_all and candidate.added_ms < least_ms:
+                last, least_ms = candidate, candidate.added_ms
+        if best is None and self._snapshot.taken_off == 0.0:
+            # The end of a training step has to be run at some time, whatever that costs: until then nothing else is.
+            # Where prompts crowd it waits: in simulated overload more first tokens would be late for it.
+            best = last
+        return None if best is None else best.make()
 
     def _candidates(self) -> Iterator[_Candidate]:
         snapshot, upcoming = self._snapshot, self._job.upcoming
@@ -129,16 +145,22 @@ class _Choice:
         fitting = self._fitting(in_each(self._costs, snapshot.partitions, upcoming, self._step_ms))
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:
-            yield partial(in_space, min(unknown, key=lambda each: each.step_ms)), None, 0.0
+            yield _Candidate(partial(in_space, min(unknown, key=_step_ms)), None, 0.0)
         elif fitting:
             shared = max(fitting, key=self._worth)
-            added_ms = shared.step_ms - self._step_ms + self._changing_ms(shared.partition)
-            yield partial(in_space, shared), shared.alone_ms, added_ms
+            yield self._in_space(shared)
             yield from self._in_space_and_time(shared)
+            whole = [each for each in fitting if each.is_all]
+            if whole and not shared.is_all:
+                yield self._in_space(min(whole, key=_step_ms))
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
-        return make, filling.alone_ms or None, filling.added_ms + self._leaving_ms
+        return _Candidate(make, filling.alone_ms or None, filling.added_ms + self._leaving_ms, filling.is_all)
+
+    def _in_space(self, shared: Beside) -> _Candidate:
+        added_ms = shared.step_ms - self._step_ms + self._changing_ms(shared.partition)
+        return _Candidate(partial(in_space, shared), shared.alone_ms, added_ms, shared.is_all)
 
     def _slack_at(self, margin: float) -> float:
         """The requests' slack behind this batch, in milliseconds, with that share of the TPOT target aimed at."""
@@ -191,7 +213,7 @@ class _Choice:
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms, self._hold_ms)
-            yield make, gained_ms, added_ms + rest.added_ms + self._leaving_ms
+            yield _Candidate(make, gained_ms, added_ms + rest.added_ms + self._leaving_ms, rest.is_all)
 
     def _behind_ms(self, slack_ms: float) -> float:
         """Of this slack, what tasklets behind a batch may take."""
@@ -205,3 +227,7 @@ class _Choice:
         """Whether a batch is in flight on other SMs."""
         in_flight = self._snapshot.in_flight
         return in_flight is not None and in_flight.partition != partition
+
+
+def _step_ms(shared: Beside) -> float:
+    return shared.step_ms
