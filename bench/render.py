@@ -212,11 +212,13 @@ SECTIONS = (
         "prompts take 85% of the time, it has 3.4% for `harli`'s 7.7: while prompts crowd it leaves running requests "
         "what the next burst needs (`scheduler/crowding.py`), and has 99.6% in time there, `harli` 99.2. Requests "
         "that were live at the end of a cell had the device to themselves from there on. Training alone ran at 16,132 "
-        "to 16,294 tokens/s: policies are compared by harvest. On each GPU `adaptive` came first of those that train, "
-        "and explored partitions that the others then knew. Beside a job few batches have the device alone, most of "
-        "them with prompts, so a cell's prediction error alone rests on few, down to 18. Since then batches that end "
-        "early for their first tokens' sake end with a tile, and nobody without a seat ends one. What these figures "
-        "do not show: much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
+        "to 16,294 tokens/s: policies are compared by harvest. On each GPU `adaptive` came first of those that "
+        "train, and explored partitions that the others then knew. Beside a job few batches have the device alone, "
+        "most of them with prompts, so a cell's prediction error alone rests on few, down to 18. Since then batches"
+        " that end early for their first tokens' sake end with a tile, and nobody without a seat ends one; where "
+        "prompts crowd `adaptive` trains on at a lower pace, an answer's last token is held to the target alone, "
+        "and a partition of 80 SMs has taken the place of one of 40. What these figures do not show: much of what "
+        "`adaptive` goes by was chosen by simulating these seconds of the conversation.",
     ),
     Section(
         "colocate_grid_h100.json",
