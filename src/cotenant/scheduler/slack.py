@@ -70,13 +70,9 @@ def token_slack_ms(
         num_before = request.num_generated + num_ahead  # this iteration's token
         if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
             continue
-        is_last = max_tokens is not None and num_before + 1 == max_tokens
-        if request.num_generated < _SHORT and (is_last or num_before + 1 >= least):
-            due_s = first_token_s + num_before * target_s
-        elif is_last:
-            due_s = first_token_s + num_before * last_target_s
-        else:
-            continue
-        if due_s < first_due_s:
-            first_due_s = due_s
+        is_short = request.num_generated < _SHORT
+        if num_before + 1 == max_tokens or (is_short and num_before + 1 >= least):
+            due_s = first_token_s + num_before * (target_s if is_short else last_target_s)
+            if due_s < first_due_s:
+                first_due_s = due_s
     return (first_due_s - now_s) * 1e3

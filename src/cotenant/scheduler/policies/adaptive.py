@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple
 
 from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
@@ -145,14 +146,14 @@ class _Choice:
         fitting = self._fitting(in_each(self._costs, snapshot.partitions, upcoming, self._step_ms))
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:
-            yield _Candidate(partial(in_space, min(unknown, key=_step_ms)), None, 0.0)
+            yield _Candidate(partial(in_space, min(unknown, key=attrgetter("step_ms"))), None, 0.0)
         elif fitting:
             shared = max(fitting, key=self._worth)
             yield self._in_space(shared)
             yield from self._in_space_and_time(shared)
             whole = [each for each in fitting if each.is_all]
             if whole and not shared.is_all:
-                yield self._in_space(min(whole, key=_step_ms))
+                yield self._in_space(min(whole, key=attrgetter("step_ms")))
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
@@ -227,7 +228,3 @@ class _Choice:
         """Whether a batch is in flight on other SMs."""
         in_flight = self._snapshot.in_flight
         return in_flight is not None and in_flight.partition != partition
-
-
-def _step_ms(shared: Beside) -> float:
-    return shared.step_ms

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, iteration_target_ms, plan_or_step_ms, serving_alone
 from cotenant.scheduler.filling import Costs
-from cotenant.scheduler.space import Beside, in_each, in_space
+from cotenant.scheduler.space import in_each, in_space
 
 
 class HarliPolicy(Policy):
@@ -32,8 +34,5 @@ class HarliPolicy(Policy):
         fitting = [each for each in found if each.is_known and each.step_ms <= target_ms]
         if not unknown and not fitting:
             return serving_alone(self._predictor, snapshot)
-        return in_space(min(unknown, key=_step_ms) if unknown else max(fitting, key=_step_ms))
-
-
-def _step_ms(found: Beside) -> float:
-    return found.step_ms
+        by_step = attrgetter("step_ms")
+        return in_space(min(unknown, key=by_step) if unknown else max(fitting, key=by_step))
