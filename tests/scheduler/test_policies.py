@@ -360,16 +360,31 @@ def test_who_is_late_for_what_was_learned_makes_up_for_it_at_what_was_learned() 
 
 
 @pytest.mark.parametrize(("num_left", "taken_off", "trains"), [(1, 0.0, True), (1, 0.4, False), (6, 0.4, True)])
-def test_the_end_of_a_training_step_is_run_whatever_it_costs_but_in_a_crowd(
+def test_the_end_of_a_training_step_is_run_whatever_it_costs_unless_prompts_come(
     num_left: int, taken_off: float, trains: bool
 ) -> None:
     """Requests have no slack, and a step that takes 6 ms longer is too much for 2 ms of training."""
     request = RequestView("r", 98.0, 100.0 - 0.019 * 100, 100, has_begun=True)
     job = JobView("job", in_turn(TaskletRun(BACKWARD, num_left)))
     snapshot = Snapshot(
-        100.0, Slo(100.0, 20.0), DECODE, (request,), job, margin=0.5, taken_off=taken_off, partitions=IN_SPACE
-    )
-    if not taken_off:
-        snapshot = replace(snapshot, margin=0.9)
+        100.0, Slo(100.0, 20.0), DECODE, (request,), job,
+        margin=0.9 - taken_off, taken_off=taken_off, partitions=IN_SPACE,
+    )  # fmt: skip
     decided = create_policy("adaptive", beside(8.0)).plan(snapshot)
     assert (decided.partition is not None) == trains
+
+
+def test_the_end_of_a_training_step_is_run_in_a_partition_that_gets_to_it() -> None:
+    """A shorter step is worth more, though not what it costs, and leaves some of the last tasklet."""
+    shorter, longer = Partition(80, 52), Partition(64, 68)
+    predictor = taught_predictor(2.0, 1.0, 2.0)
+    for partition, step_ms in ((shorter, 6.0), (longer, 8.0)):
+        for _ in range(20):
+            tasklet = ((TaskletRun(BACKWARD, 1), 3.5),)
+            predictor.observe(
+                IterationRecord(DECODE, Mode.SPATIAL, step_ms, step_ms, partition=partition, beside=tasklet)
+            )
+    request = RequestView("r", 98.0, 100.0 - 0.019 * 100, 100, has_begun=True)
+    job = JobView("job", in_turn(TaskletRun(BACKWARD, 2)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (request,), job, margin=0.9, partitions=(longer, shorter))
+    assert create_policy("adaptive", predictor).plan(snapshot).partition == longer
