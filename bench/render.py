@@ -214,8 +214,8 @@ SECTIONS = (
         "that were live at the end of a cell had the device to themselves from there on. Training alone ran at 16,132 "
         "to 16,294 tokens/s: policies are compared by harvest. On each GPU `adaptive` came first of those that "
         "train, and explored partitions that the others then knew. Beside a job few batches have the device alone, "
-        "most of them with prompts, so a cell's prediction error alone rests on few, down to 18. Since then batches"
-        " that end early for their first tokens' sake end with a tile, and nobody without a seat ends one; where "
+        "most of them with prompts, so a cell's prediction error alone rests on few, down to 18. Since then batches "
+        "that end early for their first tokens' sake end with a tile, and nobody without a seat ends one; where "
         "prompts crowd `adaptive` trains on at a lower pace, an answer's last token is held to the target alone, "
         "and a partition of 80 SMs has taken the place of one of 40. What these figures do not show: much of what "
         "`adaptive` goes by was chosen by simulating these seconds of the conversation.",

@@ -127,7 +127,7 @@ class _Choice:
                 last, least_ms = candidate, candidate.added_ms
         if best is None and self._snapshot.taken_off == 0.0:
             # The end of a training step has to be run at some time, whatever that costs: until then nothing else is.
-            # Where prompts crowd it waits: in simulated overload more first tokens would be late for it.
+            # While prompts take something off it waits: in simulated overload more first tokens would be late for it.
             best = last
         return None if best is None else best.make()
 
