@@ -130,11 +130,11 @@ def test_fused_tasklets_count_against_the_plan(bench: Bench) -> None:
 
 
 def test_the_devices_time_of_a_fused_batch_is_that_of_all_its_layers(bench: Bench) -> None:
-    bench.engine.add(request("r", [5] * 40, 30))
+    bench.engine.add(request("r", [5] * 40, 60))
     bench.run(Plan())
     time_of = bench.executor.device_time = DeviceTime()
     shares: list[float] = []  # of what the host measures
-    for _ in range(12):
+    for _ in range(48):
         before_ms = time_of.decode_shared_ms
         plan = Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)
         record = bench.executor.execute(plan, bench.emitted.extend, lambda: False)
