@@ -488,7 +488,9 @@ def test_what_is_cached_of_a_waiting_prompt_is_no_work(small) -> None:
     engine.add(replace(own, uses_prefix_cache=False))
 
     def num_left() -> dict[str, int]:
-        return {view.request_id: view.num_prompt_tokens_left for view in engine.views()}
+        views = engine.views()
+        assert all(view.num_computed == 30 - view.num_prompt_tokens_left for view in views if not view.num_generated)
+        return {view.request_id: view.num_prompt_tokens_left for view in views}
 
     assert num_left() == {"first": 30, "second": 30, "own": 30}
     engine.step()

@@ -217,6 +217,18 @@ def test_of_a_long_prompt_a_token_costs_more(predictor: LatencyPredictor, limit_
     assert true_ms(with_prompts(decodes, (tokens, 0))) == pytest.approx(limit_ms, rel=0.035)
 
 
+@pytest.mark.parametrize("num_computed", [1000, 3000])
+@pytest.mark.parametrize("limit_ms", [45.0, 60.0, 100.0])
+def test_of_a_prompt_that_is_half_done_a_token_costs_more(
+    predictor: LatencyPredictor, limit_ms: float, num_computed: int
+) -> None:
+    """It attends to those before it: sized as a fresh one, a chunk of it would take longer than it may."""
+    decodes = BatchShape(20, 20_000)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed)
+    assert tokens is not None
+    assert true_ms(with_prompts(decodes, (tokens, num_computed))) == pytest.approx(limit_ms, rel=0.04)
+
+
 def after_training(rng: random.Random, num_since: int) -> float:
     """So many times as long prompts take: the tasklet in flight has some SMs, and clocks are low."""
     return rng.uniform(0.94, 1.06) * (1.1, 1.05, 1.0)[min(num_since, 2)]

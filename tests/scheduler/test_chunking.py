@@ -1,9 +1,11 @@
 """Prompt chunks follow the slack of those who are running."""
 
+import itertools
+
 import pytest
 from msgspec.structs import replace
 
-from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo
+from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, RequestView, Slo, causal_pairs
 from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE
@@ -229,3 +231,28 @@ def test_training_leaves_prompts_a_little_more_where_steps_are_long_against_the_
     assert step_limit_ms((answer,), SLO, 100.0, LONG) > 400 * 0.1, (
         "what training left in each token is there for prompts"
     )
+
+
+def test_what_a_prompt_has_computed_takes_time_of_the_chunk_that_attends_to_it() -> None:
+    """But of that of others behind it: a chunk that ends the prompt soon has few tokens that do."""
+    predictor, decodes = LatencyPredictor("test", "test"), BatchShape(8, 4000)
+    for tokens, computed in itertools.product((0, 256, 512, 1024, 2048), (0, 1000, 4000)):
+        pairs = causal_pairs(tokens, computed)
+        shape = BatchShape(8, 4000, tokens, tokens + computed if tokens else 0, prefill_pairs=pairs if tokens else 0)
+        took_ms = 8.0 + 0.022 * tokens + 1e-6 * shape.prefill_pairs
+        for _ in range(4):
+            predictor.observe(IterationRecord(shape, Mode.NONE, took_ms, took_ms))
+
+    def budget(num_left: int, num_computed: int) -> int:
+        views = (
+            running(num_generated=20, elapsed_ms=700),  # 80 ms
+            RequestView("p", 99.9, None, num_prompt_tokens_left=num_left, num_computed=num_computed),
+            RequestView("q", 99.9, None, num_prompt_tokens_left=4000),
+        )
+        return prompt_budget(predictor, decodes, views, SLO, 100.0, 8192, LONG)
+
+    fresh, half_done = budget(4000, 0), budget(4000, 4000)
+    for tokens, computed in ((fresh - 8, 0), (half_done - 8, 4000)):
+        took_ms = 8.0 + 0.022 * tokens + 1e-6 * causal_pairs(tokens, computed)
+        assert took_ms == pytest.approx(80.0, rel=0.05)
+    assert half_done < budget(256, 4000) <= fresh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from functools import cache
 
 import pytest
@@ -20,9 +21,10 @@ Load = tuple[float, int, int, float]
 
 
 @cache
-def outcome(policy: str, load: Load, target_ms: float) -> tuple[float, float]:
+def outcome(policy: str, load: Load, target_ms: float, seed: int = 1) -> tuple[float, float]:
     """Attainment and harvest."""
-    return TraceMachine(policy, Slo(500.0, target_ms), PARTITIONS.get(policy, ()), arrivals(*load)).run_trace()
+    slo, partitions = Slo(500.0, target_ms), PARTITIONS.get(policy, ())
+    return TraceMachine(policy, slo, partitions, arrivals(*load, seed)).run_trace()
 
 
 @pytest.mark.parametrize("target_ms", [10.0, 15.0, 40.0])
@@ -109,11 +111,18 @@ def test_training_goes_on_beside_requests_that_are_late_where_steps_leave_little
 
 
 @pytest.mark.parametrize(("rate", "target_ms"), [(22.0, 25.0), (24.0, 40.0)])
-def test_where_prompts_fill_the_device_training_makes_few_late_that_would_not_be(rate: float, target_ms: float) -> None:
-    """Serving alone is late for one or two of a hundred. By the margin's learning alone it were 2 or 3 more."""
-    load = (rate, 1200, 200, 30.0)
-    assert outcome("inference-only", load, target_ms)[0] < 0.99
-    assert outcome("adaptive", load, target_ms)[0] > outcome("inference-only", load, target_ms)[0] - 0.01
+def test_where_prompts_fill_the_device_training_makes_no_more_late_than_others(rate: float, target_ms: float) -> None:
+    """Serving alone is late for one to sixteen of a hundred, by how the requests fall: so on average of four draws."""
+
+    def mean(policy: str) -> float:
+        load = (rate, 1200, 200, 30.0)
+        return statistics.fmean(outcome(policy, load, target_ms, seed)[0] for seed in (1, 2, 3, 4))
+
+    alone, attainment = mean("inference-only"), mean("adaptive")
+    assert alone < 0.99
+    assert attainment > alone - 0.03
+    assert attainment > mean("harli")
+    assert attainment > mean("llmstation")
 
 
 @pytest.mark.parametrize("policy", ["inference-only", "adaptive"])
@@ -134,10 +143,12 @@ def test_one_long_prompt_does_not_make_all_late_that_came_behind_it(policy: str)
 
 def test_answers_of_a_word_or_two_teach_how_closely_they_may_be_aimed_at() -> None:
     """A prompt that comes in between makes them late, and they have no tokens to make up for it."""
-    machine = TraceMachine("adaptive", Slo(500.0, 40.0), PARTITIONS["adaptive"], arrivals(*WORDS))
-    attainment, harvest = machine.run_trace()
-    assert attainment > 0.98, "while it is being learned"
-    later = machine.done[len(machine.done) // 2 :]
-    assert sum(request.meets(Slo(500.0, 40.0)) for request in later) >= 0.99 * len(later)
-    assert machine.margin < 0.85
-    assert harvest > 0.5
+    slo, later = Slo(500.0, 40.0), []
+    for seed in (1, 2, 3):
+        machine = TraceMachine("adaptive", slo, PARTITIONS["adaptive"], arrivals(*WORDS, seed))
+        attainment, harvest = machine.run_trace()
+        assert attainment > 0.98, "while it is being learned"
+        assert machine.margin < 0.85
+        assert harvest > 0.5
+        later += machine.done[len(machine.done) // 2 :]
+    assert sum(request.meets(slo) for request in later) >= 0.99 * len(later)

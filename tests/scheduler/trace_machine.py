@@ -1,6 +1,7 @@
 """Requests that come by themselves, with prompts, on the machine of fixed latencies.
 
-A batch takes what its parts take: weights, sequences, context and prompt tokens, about as Llama-3.1-8B on an H200.
+A batch takes what its parts take: weights, sequences, context, prompt tokens and what each of those attends to, about
+as Llama-3.1-8B on an H200.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARTITIONS = {
     "harli": (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
 }
 MOST_TOKENS = 4096  # of a batch
-_WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS = 4.3, 0.02, 2.35e-5, 0.0235
+_WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS, _PAIR_MS = 4.3, 0.02, 2.35e-5, 0.0225, 1.0e-6
 
 
 class Arrival(NamedTuple):
@@ -48,9 +49,9 @@ class Arrival(NamedTuple):
     num_tokens: int  # of its answer
 
 
-def arrivals(rate: float, num_prompt: int, num_tokens: int, seconds: float) -> list[Arrival]:
+def arrivals(rate: float, num_prompt: int, num_tokens: int, seconds: float, seed: int = 1) -> list[Arrival]:
     """So many a second, with prompts and answers of half to one and a half of these lengths."""
-    rng, at_s, found = random.Random(1), 0.0, []
+    rng, at_s, found = random.Random(seed), 0.0, []
     while at_s < seconds:
         at_s += rng.expovariate(rate)
         prompt, answer = (max(1, round(mean * rng.uniform(0.5, 1.5))) for mean in (num_prompt, num_tokens))
@@ -77,7 +78,10 @@ class _Request:
     def view(self) -> RequestView:
         first_s = self.token_s[0] if self.token_s else None
         has_begun = self.num_left < self.arrival.num_prompt
-        return RequestView(self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None, has_begun)
+        return RequestView(
+            self.name, self.arrival_s, first_s, len(self.token_s), self.num_left, None, has_begun,
+            num_computed=self.arrival.num_prompt - self.num_left,
+        )  # fmt: skip
 
     def meets(self, slo: Slo) -> bool:
         num_gaps = len(self.token_s) - 1
@@ -139,7 +143,7 @@ class TraceMachine(Machine):
     def _alone_ms(self, batch: BatchShape) -> float:
         if batch.empty:
             return 0.0
-        prompts_ms = _PROMPT_MS * batch.prefill_tokens
+        prompts_ms = _PROMPT_MS * batch.prefill_tokens + _PAIR_MS * batch.prefill_pairs
         return _WEIGHTS_MS + _SEQUENCE_MS * batch.num_decode + _CONTEXT_MS * batch.context_tokens + prompts_ms
 
     def _serve(self) -> float:

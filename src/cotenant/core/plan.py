@@ -81,8 +81,9 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
 
     ``first_token_s`` is None until its first token. ``num_generated`` counts tokens that were sent, of ``max_tokens``
     that it may have (None: not known). ``num_prompt_tokens_left``: those that are to be computed; what the prefix cache
-    has of them is not. ``has_begun``: a batch has had some of its prompt. ``priority``: lower is served earlier.
-    ``waits_for_adapter``: it cannot run before its adapter has been read, nor is it known till then what is cached.
+    has of them is not. ``num_computed``: tokens before those, which they attend to. ``has_begun``: a batch has had some
+    of its prompt. ``priority``: lower is served earlier. ``waits_for_adapter``: it cannot run before its adapter has
+    been read, nor is it known till then what is cached.
 
     One of each request is made in every iteration, so it is of the kind that costs least.
     """
@@ -96,6 +97,7 @@ class RequestView(msgspec.Struct, frozen=True, gc=False):
     has_begun: bool = False
     priority: int = 0
     waits_for_adapter: bool = False
+    num_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,4 +103,5 @@ class Sequence:
             has_begun=self.was_admitted,
             priority=self.request.priority,
             waits_for_adapter=waits_for_adapter,
+            num_computed=self.num_computed + num_cached,
         )

@@ -45,21 +45,21 @@ class BatchTimes:
         known_ms = self._modelled_ms(batch)
         return known_ms if record is None else less(record.latency_ms(cautious=cautious), known_ms)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float) -> int | None:
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
         probe = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
-        tokens = self._tokens_within(decodes, limit_ms, probe)
+        tokens = self._tokens_within(decodes, limit_ms, probe, num_computed)
         if tokens is None or tokens <= probe:
             return tokens
         # Attention grows with the square: of so long a prompt a token costs more.
-        longer = self._tokens_within(decodes, limit_ms, tokens)
+        longer = self._tokens_within(decodes, limit_ms, tokens, num_computed)
         return tokens if longer is None else longer
 
-    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int) -> int | None:
+    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int, num_computed: int) -> int | None:
         """By what a token of so long a prompt costs."""
         num_decode, context, num_adapters = decodes.num_decode, decodes.context_tokens, decodes.num_adapters
-        pairs = causal_pairs(prompt_tokens)
-        with_prompt = BatchShape(num_decode, context, prompt_tokens, prompt_tokens, num_adapters, pairs)
+        attended, pairs = prompt_tokens + num_computed, causal_pairs(prompt_tokens, num_computed)
+        with_prompt = BatchShape(num_decode, context, prompt_tokens, attended, num_adapters, pairs)
         shapes = [decodes, with_prompt]
         times_ms = [self._reached_ms(decodes), self.models.line_ms(with_prompt)]  # of decodes it is the line's
         is_line = None not in times_ms
