@@ -26,7 +26,7 @@ def crowding(ttft_ms: float, prompt_share: float) -> tuple[Crowding, float]:
 
 @pytest.mark.parametrize(
     ("ttft_ms", "prompt_share", "most"),
-    [(490.0, 0.1, 1.0), (60.0, 0.95, 1.0), (210.0, 0.5, 0.8), (400.0, 0.9, 0.6), (5000.0, 0.99, 0.6)],
+    [(350.0, 0.1, 1.0), (35.0, 0.95, 1.0), (190.0, 0.5, 0.75), (400.0, 0.9, 0.5), (5000.0, 0.99, 0.5)],
 )
 def test_both_have_to_be_high(ttft_ms: float, prompt_share: float, most: float) -> None:
     """A long prompt that comes alone is late without any crowd; a full device whose first tokens are early has room."""
@@ -38,7 +38,7 @@ def test_it_is_over_soon() -> None:
     found, now_s = crowding(450.0, 0.9)
     values = [found.most(now_s + after_s) for after_s in (0.0, 2.0, 4.0, 10.0)]
     assert values == sorted(values)
-    assert (values[0], values[-1]) == (0.6, 1.0)
+    assert (values[0], values[-1]) == (0.5, 1.0)
 
 
 def full(ttft_ms: float) -> Crowding:
@@ -53,10 +53,10 @@ def full(ttft_ms: float) -> Crowding:
     ("then_ms", "after_s", "most"),
     # The one in time after it tells nothing; it fades by half in 10 s; one that is late again counts from then on; none
     # counts for more than its whole target.
-    [(10.0, 0.0, 0.8), (10.0, 10.0, 1.0), (200.0, 10.0, 0.6), (5000.0, 10.0, 0.6)],
+    [(10.0, 0.0, 0.75), (10.0, 10.0, 0.966), (200.0, 10.0, 0.5), (5000.0, 10.0, 0.5)],
 )
 def test_the_worst_of_the_latest_first_tokens_counts(then_ms: float, after_s: float, most: float) -> None:
-    found = full(105.0)
+    found = full(95.0)
     found.first_token(then_ms, 100.0 + after_s)
     found.prompts_took(1e6, 100.0 + after_s)
     assert found.most(100.0 + after_s) == pytest.approx(most, abs=0.001)
@@ -65,10 +65,10 @@ def test_the_worst_of_the_latest_first_tokens_counts(then_ms: float, after_s: fl
 def test_a_first_token_that_is_ten_times_too_late_is_over_as_soon_as_others() -> None:
     found = full(5000.0)
     found.prompts_took(1e6, 120.0)
-    assert found.most(120.0) == pytest.approx(0.711, abs=0.001), "a quarter is left of it"
+    assert found.most(120.0) == pytest.approx(0.614, abs=0.001), "a quarter is left of it"
 
 
-@pytest.mark.parametrize(("step_ms", "most"), [(4.0, 0.6), (20.0, 0.7), (30.0, 0.85), (40.0, 1.0), (60.0, 1.0)])
+@pytest.mark.parametrize(("step_ms", "most"), [(4.0, 0.5), (20.0, 0.7), (30.0, 0.85), (40.0, 1.0), (60.0, 1.0)])
 def test_no_more_is_taken_off_than_a_share_of_what_steps_leave(step_ms: float, most: float) -> None:
     """Requests that are served alone get little further ahead."""
     margin, now_s = Margin(SLO), 100.0
@@ -112,7 +112,7 @@ def test_the_margin_goes_by_it_and_learns_nothing_in_a_crowd() -> None:
     answer(margin, "unknown", math.nan, now_s)
     assert (margin.aim(now_s), margin.has_learned) == (margin.value, True)
     answer(margin, "late", now_s - 0.45, now_s)
-    assert margin.aim(now_s) == pytest.approx(0.6)
+    assert margin.aim(now_s) == pytest.approx(0.5)
     before = margin.value
     answer(margin, "fast", now_s, now_s + 0.1)
     answer(margin, "slow", now_s, now_s + 0.1, crowded_tpot_s=0.05)

@@ -359,19 +359,17 @@ def test_who_is_late_for_what_was_learned_makes_up_for_it_at_what_was_learned() 
     assert create_policy("adaptive", beside(9.5)).plan(snapshot).partition is not None
 
 
-@pytest.mark.parametrize(("num_left", "taken_off", "trains"), [(1, 0.0, True), (1, 0.4, False), (6, 0.4, True)])
-def test_the_end_of_a_training_step_is_run_whatever_it_costs_unless_prompts_come(
-    num_left: int, taken_off: float, trains: bool
-) -> None:
-    """Requests have no slack, and a step that takes 6 ms longer is too much for 2 ms of training."""
+@pytest.mark.parametrize("taken_off", [0.0, 0.4])
+def test_the_end_of_a_training_step_is_run_whatever_it_costs(taken_off: float) -> None:
+    """Requests have no slack, and a step that takes 6 ms longer is too much for 2 ms of training. Where prompts crowd,
+    too: else a job might stand at its step's end for as long as they do."""
     request = RequestView("r", 98.0, 100.0 - 0.019 * 100, 100, has_begun=True)
-    job = JobView("job", in_turn(TaskletRun(BACKWARD, num_left)))
+    job = JobView("job", in_turn(TaskletRun(BACKWARD, 1)))
     snapshot = Snapshot(
         100.0, Slo(100.0, 20.0), DECODE, (request,), job,
         margin=0.9 - taken_off, taken_off=taken_off, partitions=IN_SPACE,
     )  # fmt: skip
-    decided = create_policy("adaptive", beside(8.0)).plan(snapshot)
-    assert (decided.partition is not None) == trains
+    assert create_policy("adaptive", beside(8.0)).plan(snapshot).partition is not None
 
 
 def test_the_end_of_a_training_step_is_run_in_a_partition_that_gets_to_it() -> None:

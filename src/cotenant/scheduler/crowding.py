@@ -17,10 +17,10 @@ from cotenant.predictor.predictor import LatencyPredictor
 _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
 # The product of both shares from which less may be aimed at, and from which no less may. Chosen on simulated
 # conversations, between plenty of room and a device that prompts alone fill.
-_BEGINS_AT, _ENDS_AT = 0.12, 0.3
+_BEGINS_AT, _ENDS_AT = 0.08, 0.3
 # So much of the target at most, and of what a decode step leaves of it: where that is little, serving alone gets
 # requests ahead but slowly.
-_MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.4, 0.6
+_MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.5, 0.6
 
 
 def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:

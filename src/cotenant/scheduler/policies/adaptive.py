@@ -125,9 +125,8 @@ class _Choice:
                 best, best_score = candidate, score
             if candidate.is_all and candidate.added_ms < least_ms:
                 last, least_ms = candidate, candidate.added_ms
-        if best is None and self._snapshot.taken_off == 0.0:
+        if best is None:
             # The end of a training step has to be run at some time, whatever that costs: until then nothing else is.
-            # While prompts take something off it waits: in simulated overload more first tokens would be late for it.
             best = last
         return None if best is None else best.make()
 
