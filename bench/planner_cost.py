@@ -4,9 +4,11 @@ prompts, most of which are late, and one of the predictor.
 The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
 as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
-made anew for each plan, as it mostly is. "256 requests": instead of 32. "records": each shape was measured beside the
-batch. "models": others were, so that linear models answer. "prior": one other shape of each was, once, so that the
-roofline answers. "of prompts", and a chunk's size: each call is about another batch, as each iteration's is.
+made anew for each plan, as it mostly is. "256 requests": instead of 32. "a crowd": prompts take something off what is
+aimed at. "half done": the first prompt has less than a chunk to go, behind much that is computed, and another has the
+rest. "records": each shape was measured beside the batch. "models": others were, so that linear models answer. "prior":
+one other shape of each was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about
+another batch, as each iteration's is.
 
     python bench/planner_cost.py
 """
@@ -61,6 +63,7 @@ PROMPTS = tuple(
 )
 DECODES = tuple(replace(BATCH) for _ in range(2))
 WAITING = RequestView("waiting", NOW_S, num_prompt_tokens_left=2000)
+HALF_DONE = RequestView("half done", NOW_S, num_prompt_tokens_left=300, num_computed=3000)
 CROWD = tuple(
     RequestView(f"w{index}", NOW_S - 0.4 + index / 1000, num_prompt_tokens_left=200 + 37 * index % 2000)
     for index in range(64)
@@ -81,6 +84,9 @@ def main() -> None:
         ", much slack": [_snapshot(num_generated=1000)],
         ", within a layer": [_within_a_layer(snapshot) for _ in range(256)],
         ", 256 requests": [_snapshot(num_generated=105, num_requests=256)],
+        ", 256 requests, a crowd": [
+            replace(_snapshot(num_generated=105, num_requests=256), margin=snapshot.margin - 0.3, taken_off=0.3)
+        ],
     }
     predictors = {"records": _with_records(), "models": _with_models(), "prior": _with_prior()}
     for known, predictor in predictors.items():
@@ -96,6 +102,9 @@ def main() -> None:
             "batch_ms": partial(predictor.batch_ms, BATCH),
             "batch_ms of prompts": partial(_ask_next, predictor, cycle(PROMPTS)),
             "prompt_budget": partial(_budget_next, predictor, cycle(DECODES), (*snapshot.requests, WAITING)),
+            "prompt_budget, half done": partial(
+                _budget_next, predictor, cycle(DECODES), (*snapshot.requests, HALF_DONE, WAITING)
+            ),
             "take_turns": partial(_turns_next, predictor, cycle(DECODES)),
             "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
