@@ -95,6 +95,18 @@ def test_one_that_cannot_make_up_for_the_prompts_that_are_there_counts_from_its_
     assert limit_ms(replace(first, max_tokens=None), prompts_ms=160.0) == 120.0
 
 
+def test_where_prompts_have_no_time_it_gives_half_of_what_it_can_make_up_for() -> None:
+    first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)
+
+    def limit_ms(one: RequestView, num_ahead: int = 0) -> float:
+        return step_limit_ms((one,), SLO, 100.0, LONG, 0.0, num_ahead, step_ms=8.0, prompts_ms=0.0)
+
+    assert limit_ms(first) == pytest.approx(8.0 + (39.0 - 8.0 + 4 * 31.0) / 2)
+    assert limit_ms(replace(first, num_generated=2), num_ahead=1) == pytest.approx(117.0), "its slack is more than that"
+    assert limit_ms(replace(first, first_token_s=99.8)) == 120.0, "it is late whatever comes"
+    assert limit_ms(replace(first, max_tokens=20)) == 120.0, "half of it is more than the longest gap"
+
+
 def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() -> None:
     predictor, decodes = taught(), BatchShape(8, 4000)
     first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)
@@ -103,11 +115,11 @@ def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() ->
         prompt = RequestView("p", 100.0 - waited_s, num_prompt_tokens_left=4000)  # four steps, 100 ms beside others
         return prompt_budget(predictor, decodes, (one, *[prompt] * num_prompts), SLO, 100.0, 4096, LONG)
 
-    small, large = 1280, 4096
+    small, half, large = 1280, 3072, 4096
     assert budget(1, 0.0) == large, "it can make up for one"
     assert budget(2, 0.0) == small
-    assert budget(2, 0.25) == large, "the second one would be late"
-    assert (budget(3, 0.0), budget(4, 0.0)) == (small, large)
+    assert budget(2, 0.25) == half, "the second one would be late"
+    assert (budget(3, 0.0), budget(4, 0.0)) == (small, half)
     assert budget(2, 0.0, replace(first, max_tokens=None)) == large, "its answer is long"
 
 

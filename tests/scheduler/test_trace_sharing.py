@@ -70,13 +70,13 @@ def test_chunks_one_after_the_other_leave_short_answers_in_time(target_ms: float
 
 
 @cache
-def bursts() -> tuple[Arrival, ...]:
-    """Four long prompts at once, a line each."""
+def bursts(size: int = 4) -> tuple[Arrival, ...]:
+    """So many long prompts at once, a line each."""
     rng = random.Random(3)
     return tuple(
         Arrival(1.5 * burst + 0.001 * place, rng.randint(1000, 2500), rng.randint(5, 12))
         for burst in range(40)
-        for place in range(4)
+        for place in range(size)
     )
 
 
@@ -87,6 +87,16 @@ def test_who_is_first_of_a_burst_is_in_time_as_the_others_are(policy: str, targe
     target = Slo(500.0, target_ms)
     attainment, _ = TraceMachine(policy, target, PARTITIONS.get(policy, ()), bursts()).run_trace()
     assert attainment >= 0.985, "0.76, 0.92 and 0.981 where a request counts from half of a short answer on"
+
+
+@pytest.mark.parametrize(("target_ms", "least"), [(15.0, 0.88), (25.0, 0.99)])
+@pytest.mark.parametrize("policy", ["inference-only", "adaptive"])
+def test_where_a_burst_takes_all_the_time_there_is_its_first_are_not_given_up(
+    policy: str, target_ms: float, least: float
+) -> None:
+    target = Slo(500.0, target_ms)
+    attainment, _ = TraceMachine(policy, target, PARTITIONS.get(policy, ()), bursts(8)).run_trace()
+    assert attainment >= least, "0.83 and 0.984 where short answers have no say once prompts have no time"
 
 
 def test_first_tokens_come_in_time_where_prompts_take_a_third_of_the_device() -> None:

@@ -27,8 +27,9 @@ _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 _LEFT_FOR_PROMPTS = 0.05
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet, unless the prompts that are there take more than it can make up for. Then it
-# counts, if they have time themselves: this share of the TTFT target.
-_MOST_UNCOUNTED, _IN_TIME = 16, 0.9
+# counts, if they have time themselves: this share of the TTFT target. Where they have none, a step may take half of
+# what it can make up for: the step behind it has prompts, too.
+_MOST_UNCOUNTED, _IN_TIME, _ROOM_SHARE = 16, 0.9, 0.5
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
@@ -59,8 +60,11 @@ def step_limit_ms(
         if request.num_generated < _counts_from(fewest):
             # Until the end of so short an answer, for prompts; negative where it is too late in any case.
             room_ms = slack_ms - step_ms + max(0, fewest - 1 - num_tokens) * (token_ms - step_ms)
-            if not 0.0 <= room_ms < prompts_ms:
+            has_time = prompts_ms > 0.0
+            if room_ms < 0.0 or (has_time and room_ms >= prompts_ms):
                 continue
+            if not has_time:
+                slack_ms = max(slack_ms, step_ms + _ROOM_SHARE * room_ms)
         slacks_ms.append(slack_ms)
     return max(least_ms, min([most_ms, *slacks_ms]))
 
