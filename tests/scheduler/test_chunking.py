@@ -84,15 +84,27 @@ def test_one_that_cannot_make_up_for_the_prompts_that_are_there_counts_from_its_
     def limit_ms(one: RequestView, prompts_ms: float, num_ahead: int = 0) -> float:
         return step_limit_ms((one,), SLO, 100.0, LONG, 0.0, num_ahead, step_ms=8.0, prompts_ms=prompts_ms)
 
-    assert limit_ms(first, prompts_ms=150.0) == 120.0
-    assert limit_ms(first, prompts_ms=160.0) == pytest.approx(39.0)
-    assert limit_ms(first, prompts_ms=160.0, num_ahead=1) == 120.0, (
-        "there is a token more, and no time was taken for it"
-    )
+    assert limit_ms(first, prompts_ms=75.0) == 120.0, "half of that"
+    assert limit_ms(first, prompts_ms=80.0) == pytest.approx(39.0)
+    assert limit_ms(first, prompts_ms=80.0, num_ahead=1) == 120.0, "there is a token more, and no time was taken for it"
     late = replace(first, first_token_s=99.8)
     assert limit_ms(late, prompts_ms=160.0) == 120.0, "whatever comes"
     assert limit_ms(replace(first, max_tokens=20), prompts_ms=160.0) == 120.0
     assert limit_ms(replace(first, max_tokens=None), prompts_ms=160.0) == 120.0
+
+
+def test_one_whose_first_token_is_in_flight_counts_as_if_it_had_it() -> None:
+    one = RequestView("r", 99.0, num_prompt_tokens_left=0, max_tokens=6, has_begun=True)
+
+    def limit_ms(one: RequestView, num_ahead: int = 1) -> float:
+        return step_limit_ms((one,), SLO, 100.0, LONG, 50.0 * num_ahead, num_ahead, step_ms=8.0, prompts_ms=80.0)
+
+    assert limit_ms(one) == pytest.approx(39.0), "from the end of the batch in flight on, which takes it 50 ms"
+    assert limit_ms(one, num_ahead=0) == 120.0
+    assert limit_ms(replace(one, num_prompt_tokens_left=100)) == 120.0
+    assert limit_ms(replace(one, has_begun=False)) == 120.0, "it was not even let in"
+    assert limit_ms(replace(one, max_tokens=1)) == 120.0
+    assert limit_ms(replace(one, max_tokens=None)) == 120.0, "a long one has time"
 
 
 def test_where_prompts_have_no_time_it_gives_half_of_what_it_can_make_up_for() -> None:
@@ -112,14 +124,14 @@ def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() ->
     first = replace(running(num_generated=1, elapsed_ms=0), max_tokens=6)
 
     def budget(num_prompts: int, waited_s: float, one: RequestView = first) -> int:
-        prompt = RequestView("p", 100.0 - waited_s, num_prompt_tokens_left=4000)  # four steps, 100 ms beside others
+        prompt = RequestView("p", 100.0 - waited_s, num_prompt_tokens_left=3000)  # three steps, 75 ms beside others
         return prompt_budget(predictor, decodes, (one, *[prompt] * num_prompts), SLO, 100.0, 4096, LONG)
 
     small, half, large = 1280, 3072, 4096
     assert budget(1, 0.0) == large, "it can make up for one"
     assert budget(2, 0.0) == small
-    assert budget(2, 0.25) == half, "the second one would be late"
-    assert (budget(3, 0.0), budget(4, 0.0)) == (small, half)
+    assert budget(2, 0.3) == half, "the second one would be late"
+    assert (budget(4, 0.0), budget(5, 0.0)) == (small, half)
     assert budget(2, 0.0, replace(first, max_tokens=None)) == large, "its answer is long"
 
 

@@ -26,9 +26,9 @@ _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
 _LEFT_FOR_PROMPTS = 0.05
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
-# catch up: its slack does not count yet, unless the prompts that are there take more than it can make up for. Then it
-# counts, if they have time themselves: this share of the TTFT target. Where they have none, a step may take half of
-# what it can make up for: the step behind it has prompts, too.
+# catch up: its slack does not count yet, unless the prompts that are there take more than this share of what it can
+# make up for: others come behind them. Then it counts, if they have time themselves: this share of the TTFT target.
+# Where they have none, a step may take that share of what it can make up for.
 _MOST_UNCOUNTED, _IN_TIME, _ROOM_SHARE = 16, 0.9, 0.5
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
@@ -47,24 +47,29 @@ def step_limit_ms(
     prompts_ms: float = 0.0,
 ) -> float:
     """How long the next step may take for those who are running. ``short``: tokens of a short answer, see
-    ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight.
-    ``prompts_ms``: what the prompts that are there take beside decode steps of ``step_ms``; 0 if they have no time."""
+    ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight, which
+    bring each a token, or its first. ``prompts_ms``: what the prompts that are there take beside decode steps of
+    ``step_ms``; 0 if they have no time."""
     least_ms, most_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
     slacks_ms = []
     for request in requests:
         num_tokens = request.num_generated + num_ahead
-        if request.first_token_s is None or (request.max_tokens is not None and num_tokens >= request.max_tokens):
-            continue  # it has no token yet, or no more to come
-        slack_ms = (request.first_token_s - now_s) * 1e3 - ahead_ms + num_tokens * token_ms
+        if request.max_tokens is not None and num_tokens >= request.max_tokens:
+            continue  # no more to come
+        slack_ms = num_tokens * token_ms
+        if request.first_token_s is not None:
+            slack_ms += (request.first_token_s - now_s) * 1e3 - ahead_ms
+        elif num_ahead == 0 or request.num_prompt_tokens_left or not request.has_begun:
+            continue  # its first token is not in flight
         fewest = short if request.max_tokens is None else min(short, request.max_tokens)
         if request.num_generated < _counts_from(fewest):
             # Until the end of so short an answer, for prompts; negative where it is too late in any case.
             room_ms = slack_ms - step_ms + max(0, fewest - 1 - num_tokens) * (token_ms - step_ms)
-            has_time = prompts_ms > 0.0
-            if room_ms < 0.0 or (has_time and room_ms >= prompts_ms):
+            has_time, half_ms = prompts_ms > 0.0, _ROOM_SHARE * room_ms
+            if room_ms < 0.0 or (has_time and half_ms >= prompts_ms):
                 continue
             if not has_time:
-                slack_ms = max(slack_ms, step_ms + _ROOM_SHARE * room_ms)
+                slack_ms = max(slack_ms, step_ms + half_ms)
         slacks_ms.append(slack_ms)
     return max(least_ms, min([most_ms, *slacks_ms]))
 
