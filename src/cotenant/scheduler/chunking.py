@@ -65,11 +65,11 @@ def step_limit_ms(
         if request.num_generated < _counts_from(fewest):
             # Until the end of so short an answer, for prompts; negative where it is too late in any case.
             room_ms = slack_ms - step_ms + max(0, fewest - 1 - num_tokens) * (token_ms - step_ms)
-            has_time, half_ms = prompts_ms > 0.0, _ROOM_SHARE * room_ms
-            if room_ms < 0.0 or (has_time and half_ms >= prompts_ms):
+            given_ms = _ROOM_SHARE * room_ms
+            if room_ms < 0.0 or 0.0 < prompts_ms <= given_ms:
                 continue
-            if not has_time:
-                slack_ms = max(slack_ms, step_ms + half_ms)
+            if not prompts_ms:
+                slack_ms = max(slack_ms, step_ms + given_ms)
         slacks_ms.append(slack_ms)
     return max(least_ms, min([most_ms, *slacks_ms]))
 
