@@ -278,14 +278,12 @@ SECTIONS = (
         "`adaptive` missed three in the grid and two in the run below: all are in time since a request has a say in "
         "the size of prompts' chunks from when its first token is in flight, and chunks count what they attend to "
         "(`scheduler/chunking.py`). Below it, of the version before the former, on two cards of one host, the code "
-        "trace with all policies (`--policies inference-only,adaptive,harli,llmstation,chunked,static --time-scale "
-        "1,2,0.5,4 --skip-hopeless` and `--slo-tpot-ms` 40,25 and 15,10): `adaptive` is in time in four of the six "
-        "places where serving alone is, with 2.6 to 5.3% more harvest than the best other in time in three, and in one "
-        "it alone is; at half the rate two of 101 are late at 25 and at 15 ms, where the others lose six or more at 15 "
-        "and were not run at 25. Device time was over before the last cells. Last, in the same version, the "
-        "conversation at four times its rate, twice: two of 257 are late on this card when serving alone, and three or "
-        "four under those that train, all under `static`: none of these meets the SLO. Of those with three late "
-        "`adaptive` has most harvest.",
+        "trace with all policies: `adaptive` is in time in four of the six places where serving alone is, with 2.6 to "
+        "5.3% more harvest than the best other in time in three, and in one it alone is; at half the rate two of 101 "
+        "are late at 25 and at 15 ms, where the others lose six or more at 15 and were not run at 25. Device time was "
+        "over before the last cells. Last, in the same version, the conversation at four times its rate, twice: two of "
+        "257 are late on this card when serving alone, and three or four under those that train, all under `static`: "
+        "none of these meets the SLO. Of those with three late `adaptive` has most harvest.",
     ),
     Section(
         "colocate_crowd_h200.json",
