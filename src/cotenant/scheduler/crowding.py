@@ -18,9 +18,9 @@ _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
 # The product of both shares from which less may be aimed at, and from which no less may. Chosen on simulated
 # conversations, between plenty of room and a device that prompts alone fill.
 _BEGINS_AT, _ENDS_AT = 0.08, 0.3
-# So much of the target at most, and of what a decode step leaves of it: where that is little, serving alone gets
-# requests ahead but slowly.
-_MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.5, 0.6
+# So much of the target at most, and of the square of what a decode step leaves of it: where that is little, serving
+# alone gets requests ahead but slowly, and little is lost to others that come.
+_MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.5, 0.8
 
 
 def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:
@@ -54,7 +54,7 @@ class Crowding:
 
     def most(self, now_s: float) -> float:
         crowded = self._late_at(now_s) * self._busy_at(now_s)
-        most_off = min(_MOST_TAKEN_OFF, _MOST_OF_ROOM * self.room)
+        most_off = min(_MOST_TAKEN_OFF, _MOST_OF_ROOM * self.room**2)
         return 1.0 - most_off * min(1.0, max(0.0, (crowded - _BEGINS_AT) / (_ENDS_AT - _BEGINS_AT)))
 
     def _late_at(self, now_s: float) -> float:
