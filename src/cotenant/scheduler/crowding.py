@@ -19,7 +19,7 @@ _FIRST_HALF_LIFE_S, _BUSY_S = 10.0, 5.0
 # conversations, between plenty of room and a device that prompts alone fill.
 _BEGINS_AT, _ENDS_AT = 0.08, 0.3
 # So much of the target at most, and of the square of what a decode step leaves of it: where that is little, serving
-# alone gets requests ahead but slowly, and little is lost to others that come.
+# alone gets requests ahead but slowly, and takes from training most of the little that it has.
 _MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.5, 0.8
 
 
