@@ -23,26 +23,12 @@ _BELOW = (
     "Earlier versions were measured on an H100, whose memory has two thirds of the bandwidth: [most of the "
     "grid](#on-a-gpu-the-grid-on-an-h100-since-training-goes-on-beside-a-batch-when-somebody-comes) with fewer "
     "requests, and [one target of it](#on-a-gpu-one-target-of-the-grid-with-enough-requests-in-each-cell-for-a-p99) "
-    "with as many. What bounds the job's speed: [the board's power](#on-a-gpu-steady-sequences-again), "
-    "which both tenants share, prompts, which leave nothing unused, and [what reading the weights "
-    "costs](#on-a-gpu-what-reading-the-weights-costs-in-energy)."
+    "with as many. What bounds the job's speed: [the board's power](#on-a-gpu-steady-sequences-again), which both "
+    "tenants share, prompts, which leave nothing unused, and [what reading the weights "
+    "costs](#on-a-gpu-what-reading-the-weights-costs-in-energy). Where the time goes at each place, what would be "
+    "left were decode steps free, and clocks and power stand [in the grid's "
+    "section](#on-a-gpu-the-grid-of-targets-rates-and-traces)."
 )
-_BOUNDS_TITLE = "What bounds the job's speed"
-_BOUNDS = (
-    "Of the same places, as far as all three policies were measured, what of the time goes where. Batches with "
-    "prompts leave nothing unused. The board is at its power limit whenever a job runs, so the clock falls for both "
-    "tenants; that, and smaller chunks where training has spent what requests were ahead, makes these batches take "
-    "more of the time than without a job. Decode steps at the pace of the target, one by one with all SMs, as "
-    "`llmstation` runs them, take a share; what is left then would be the speed of a job that has the GPU in turns "
-    "and loses nothing. Beside steps in partitions a job gets on, but draws power that the steps and the prompts "
-    "lack: `adaptive` has up to 6 points more than that at tight targets, less at loose ones, and at 40 ms and twice "
-    "the rate none. Were steps to cost nothing at all, what prompts leave when serving alone would be the job's."
-)
-_BOUNDS_HEADER = (
-    "load", "TPOT target, ms", "batches with prompts alone", "with a job", "decode steps in turns", "left in turns",
-    "the job's speed", "were steps free", "SM clock alone, MHz", "with a job", "at the power limit",
-)  # fmt: skip
-_TURNS = "llmstation"
 _HEADER = (
     "load", "TPOT target, ms", "in time alone", "in time with a job", "TTFT p50 / p99 alone, ms", "with a job",
     "TPOT p50 / p99 alone, ms", "with a job", "the job's speed", "under the best other policy in time",
@@ -50,13 +36,10 @@ _HEADER = (
 
 
 def in_short(results: Path) -> list[str]:
-    """The section of this name and that of what bounds it, if the grid that they tell of is among the ``results``."""
+    """The section of this name, if the grid that it tells of is among the ``results``."""
     if not (path := results / _GRID).exists():
         return []
-    grid = json.loads(path.read_text(encoding="utf-8"))
-    bounds = _bounds(grid)
-    parts = ["## In short", _ABOVE, _places(grid), _BELOW]
-    return [*parts, f"## {_BOUNDS_TITLE}", _BOUNDS, table(_BOUNDS_HEADER, bounds)] if bounds else parts
+    return ["## In short", _ABOVE, _places(json.loads(path.read_text(encoding="utf-8"))), _BELOW]
 
 
 def _places(result: Result) -> str:
@@ -68,35 +51,6 @@ def _places(result: Result) -> str:
         if alone is not None and ours is not None and place["policies"][REFERENCE]["meets_slo"]:
             rows.append(_row(alone, ours, place))
     return table(_HEADER, rows)
-
-
-def _bounds(result: Result) -> list[list[str]]:
-    """A row for each place where serving alone meets the SLO: where the time goes, alone, in turns and shared."""
-    cells = {(place_key(cell), cell["policy"]): cell for cell in result["cells"] if _has_profile(cell)}
-    rows = []
-    for place in sorted(result["comparison"]["places"], key=lambda each: _order(each["place"])):
-        found = [cells.get((place_key(place["place"]), policy)) for policy in (REFERENCE, SUBJECT, _TURNS)]
-        if place["policies"][REFERENCE]["meets_slo"] and None not in found:
-            rows.append(_bound(*(cell for cell in found if cell is not None)))
-    return rows
-
-
-def _has_profile(cell: Result) -> bool:
-    return bool(cell.get("device_time") and cell.get("utilisation"))
-
-
-def _bound(alone: Result, ours: Result, turns: Result) -> list[str]:
-    prompts, steps = turns["device_time"]["prompts_alone"], turns["device_time"]["decode_alone"]
-    shares = [alone["device_time"]["prompts_alone"], ours["device_time"]["prompts_alone"], steps, 1.0 - prompts - steps]
-    return [
-        load_name(alone),
-        f"{ours['slo']['tpot_ms']:g}",
-        *(f"{share:.1%}" for share in shares),
-        f"**{ours['harvest']:.1%}**",
-        f"{1.0 - alone['device_time']['prompts_alone']:.1%}",
-        *(f"{cell['utilisation']['sm_clock_mhz']:,.0f}" for cell in (alone, ours)),
-        f"{ours['utilisation']['power_limited']:.0%}",
-    ]
 
 
 def contents(titles: Sequence[str]) -> str:

@@ -329,7 +329,6 @@ def test_the_page_begins_with_what_a_job_gets_and_where_the_rest_is(tmp_path: Pa
     (results / "colocate_a_gpu's.json").write_text(json.dumps(grid))
     assert render("--results", str(results), "--target", str(target)).returncode == 0
     short, _, rest = target.read_text().partition("## Contents")
-    assert "## What bounds" not in short, "no profile was measured"
     rows = [line for line in short.splitlines() if line.startswith("| conv")]
     latencies = "5.0 / - | 5.0 / - | 5.0 / 9.2 | 5.0 / 9.2"
     assert rows == [
@@ -343,28 +342,6 @@ def test_the_page_begins_with_what_a_job_gets_and_where_the_rest_is(tmp_path: Pa
 def device_time(*, prompts: float) -> dict[str, float]:
     shares = {"prompts_shared": 0.0, "decode_alone": 0.02, "decode_shared": 0.1, "training_alone": 0.7, "rest": 0.03}
     return {"prompts_alone": prompts, **shares, "training_work": 0.7}
-
-
-def test_what_bounds_a_jobs_speed_is_said_where_it_was_measured(tmp_path: Path) -> None:
-    def cell(policy: str, harvest: float, prompts: float, clock_mhz: float, **more: Any) -> dict[str, Any]:
-        board = {"sm_clock_mhz": clock_mhz, "power_limited": 0.995}
-        return colocate_cell(
-            policy, harvest, 1.0, device_time=device_time(prompts=prompts), utilisation=board, request_rate=2.6, **more
-        )
-
-    cells = [
-        cell("inference-only", 0.0, 0.1, 1900.0),
-        cell("adaptive", 0.8, 0.14, 1550.0),
-        cell("llmstation", 0.7, 0.12, 1600.0),
-    ]
-    without_board = [{**each, "time_scale": 1.0, "utilisation": None} for each in cells]
-    short, results = tmp_path / "page.md", tmp_path / "results"
-    results.mkdir()
-    (results / "colocate_grid_h200.json").write_text(json.dumps(colocated([*cells, *without_board])))
-    assert render("--results", str(results), "--target", str(short)).returncode == 0
-    _, _, bounds = short.read_text().partition("## Contents")[0].partition("## What bounds the job's speed")
-    rows = [line for line in bounds.splitlines() if line.startswith("| conv")]
-    assert rows == ["| conv x 0.5 | 40 | 10.0% | 14.0% | 2.0% | 86.0% | **80.0%** | 90.0% | 1,900 | 1,550 | 100% |"]
 
 
 def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
