@@ -210,16 +210,16 @@ SECTIONS = (
         "Where serving alone misses the SLO nothing else was measured: one place of the 22, the code trace at twice "
         "its rate and 10 ms, whose short answers have no time for a prompt that comes in between. In the 21 others "
         "`adaptive` is in time. 19 of them have all policies. In 17 of these `adaptive` has most harvest of those in "
-        "time, up to 10.5% more than the best other. Under the conversation at twice its rate it is 3.0% behind "
+        "time, up to 10.5% more than the best other. Under the conversation at twice its rate it is 3.01% behind "
         "`harli` at 10 ms, and 2.6% behind `chunked` at 40, in the first cell of its process. All that train share "
-        "how prompts' chunks are sized and how late requests may be, so the others, too, are in time in more places "
-        "than before: `llmstation` in 18 of the 19, `harli` in all, `chunked` in 13, `static` in 7. That is why the "
-        "best other has come closer on average. Requests that were live at the end of a cell had the device to "
-        "themselves from there on. Training alone ran at 16,311 tokens/s on the code trace's card and 16,162 on the "
-        "other's: policies are compared by harvest. Two cards of a kind, both at their power limit, differ by some "
-        "points under every policy. Beside a job few batches have the device alone, most of them with prompts, so a "
-        "cell's prediction error alone rests on few, down to 31. What these figures do not show: much of what "
-        "`adaptive` goes by was chosen by simulating these seconds of the conversation.",
+        "how prompts' chunks are sized and how late requests may be, so others are in time, too: `harli` in all of "
+        "the 19, `llmstation` in 18, `chunked` in 13, `static` in 7. Requests that were live at the end of a cell "
+        "had the device to themselves from there on. Training alone ran at 16,311 tokens/s on the code trace's card "
+        "and 16,162 on the other's: policies are compared by harvest. Two cards of a kind, both at their power "
+        "limit, differ by some points, as steady sequences above show. Beside a job few batches have the device "
+        "alone, most of them with prompts, so a cell's prediction error alone rests on few, down to 31. What these "
+        "figures do not show: much of what `adaptive` goes by was chosen by simulating these seconds of the "
+        "conversation.",
     ),
     Section(
         "colocate_grid_before_h200.json",

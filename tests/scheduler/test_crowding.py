@@ -69,7 +69,7 @@ def test_a_first_token_that_is_ten_times_too_late_is_over_as_soon_as_others() ->
 
 
 @pytest.mark.parametrize(("step_ms", "most"), [(4.0, 0.5), (20.0, 0.8), (30.0, 0.95), (40.0, 1.0), (60.0, 1.0)])
-def test_no_more_is_taken_off_than_a_share_of_what_steps_leave(step_ms: float, most: float) -> None:
+def test_less_is_taken_off_where_steps_leave_little(step_ms: float, most: float) -> None:
     """Requests that are served alone get little further ahead."""
     margin, now_s = Margin(SLO), 100.0
     margin.expect_prompts(1.0, now_s, step_ms)
