@@ -77,6 +77,30 @@ def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: py
         assert len(cell.itl_ms) == sum(at_s <= until_s for at_s in token_s) - 1
 
 
+def test_each_policy_serves_some_of_its_first_trace_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all of them predict from is the same: the one that is measured first would know least."""
+    loads = list[Load]()
+
+    class Kept(Load):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            loads.append(self)
+
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
+    arrivals = [Arrival(0.0, 4, 8), Arrival(0.02, 4, 100), Arrival(0.3, 4, 8)]
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        bench.alone(0.1)
+        monkeypatch.setattr(colocate_bench, "Load", Kept)
+        cells = [
+            bench.trace(policy, Slo(1e9, 1e9), arrivals, 0.4, learning_s=learning_s)
+            for policy, learning_s in (("temporal", 0.1), ("temporal", 0.1), ("multitask", 0.1), ("whole-step", 0.0))
+        ]
+    assert [len(load.answers) for load in loads] == [2, 3, 3, 2, 3, 3]
+    assert [(cell.num_requests, cell.num_failed) for cell in cells] == [(3, 0)] * 4
+    firsts = [load.answers[0].token_s for load in loads]
+    assert all(firsts), "what was to be learned from was served, too"
+
+
 def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """However far the targets are."""
     monkeypatch.setattr(colocate_bench, "ANSWERED_WITHIN_S", 0.1)

@@ -111,6 +111,14 @@ def colocate(
             show_default=False,
         ),
     ] = None,
+    learning_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="Of its first trace, what each policy serves before anything is measured, so that none has to predict "
+            "from less than those after it.",
+        ),
+    ] = 4.0,
     skip_hopeless: Annotated[
         bool,
         typer.Option(help="Begin with inference-only, and measure nothing else where that misses the SLO already."),
@@ -183,7 +191,7 @@ def colocate(
 
     plans: list[SteadyPlan | TracePlan] = [*plan_steady(sizes, context, num_tokens, max_model_len or limit)]
     plans += [
-        plan_trace(name, traces[name], scale, min_requests, cell_seconds)
+        plan_trace(name, traces[name], scale, min_requests, cell_seconds, learning_seconds)
         for name, scale in itertools.product(traces, scales)
     ]
     longest = max(plan.longest for plan in plans)

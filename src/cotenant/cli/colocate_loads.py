@@ -112,11 +112,13 @@ def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | Non
 
 @dataclass(frozen=True, slots=True)
 class TracePlan:
-    """The requests of a trace at a rate. ``parameters``: as its cells have them in the JSON."""
+    """The requests of a trace at a rate. ``parameters``: as its cells have them in the JSON. ``learning_s``: see
+    ``ColocateBench.trace``."""
 
     parameters: dict[str, Any]
     trace: Trace
     time_scale: float
+    learning_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -134,12 +136,18 @@ class TracePlan:
         scale, requests = self.time_scale, self.trace.requests
         arrivals = [Arrival(each.at_s / scale, each.input_len, each.output_len) for each in requests]
         return ColocateLoad(
-            self.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed)
+            self.parameters,
+            lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed, self.learning_s),
         )
 
 
 def plan_trace(
-    name: str, trace: Trace, time_scale: float, min_requests: int, seconds: float | None = None
+    name: str,
+    trace: Trace,
+    time_scale: float,
+    min_requests: int,
+    seconds: float | None = None,
+    learning_s: float = 0.0,
 ) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``.
     ``seconds``: the part of it that is over by then, or by when as many have come."""
@@ -149,7 +157,7 @@ def plan_trace(
         if length_s < end_s - start_s:
             trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
     num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
-    plan = TracePlan({}, trace.repeated(num_runs), time_scale)
+    plan = TracePlan({}, trace.repeated(num_runs), time_scale, learning_s)
     parameters = {
         "load": "trace",
         "trace": name,
