@@ -201,7 +201,9 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     arguments += ["--min-requests", "1", "--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000"]
     arguments += ["--slo-ttft-ms", "60000", "--policies", "multitask,inference-only", "--skip-hopeless"]
     arguments += ["--json", str(path)]
-    assert bench_colocate(*arguments).returncode == 0
+    result = bench_colocate(*arguments)
+    assert result.returncode == 0
+    assert "learning how long things take" in result.stderr
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
     assert found == [
@@ -213,8 +215,10 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
         ([0.0, 0.5], 1.0, 1),
         ([0.0, 1.0], 1.0, 2),
     ]
-    assert bench_colocate(*arguments, "--resume").returncode == 0
+    again = bench_colocate(*arguments, "--resume")
+    assert again.returncode == 0
     assert json.loads(path.read_text()) == report, "nothing was left to measure"
+    assert "learning" not in again.stderr
 
 
 @pytest.mark.parametrize(

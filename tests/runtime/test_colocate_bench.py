@@ -77,13 +77,13 @@ def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: py
         assert len(cell.itl_ms) == sum(at_s <= until_s for at_s in token_s) - 1
 
 
-def test_each_policy_serves_some_of_its_first_trace_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all of them predict from is the same: the one that is measured first would know least."""
+def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come in its time; nothing of it is left for what is measured then."""
     loads = list[Load]()
 
     class Kept(Load):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
             loads.append(self)
 
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
@@ -91,14 +91,13 @@ def test_each_policy_serves_some_of_its_first_trace_before_it_is_measured(monkey
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
         monkeypatch.setattr(colocate_bench, "Load", Kept)
-        cells = [
-            bench.trace(policy, Slo(1e9, 1e9), arrivals, 0.4, learning_s=learning_s)
-            for policy, learning_s in (("temporal", 0.1), ("temporal", 0.1), ("multitask", 0.1), ("whole-step", 0.0))
-        ]
-    assert [len(load.answers) for load in loads] == [2, 3, 3, 2, 3, 3]
-    assert [(cell.num_requests, cell.num_failed) for cell in cells] == [(3, 0)] * 4
-    firsts = [load.answers[0].token_s for load in loads]
-    assert all(firsts), "what was to be learned from was served, too"
+        known = bench.step_ms(1, 8)
+        bench.learn("temporal", Slo(1e9, 1e9), arrivals, 0.1)
+        assert [len(load.answers) for load in loads] == [2]
+        assert bench.step_ms(1, 8) != known, "it is what predictions rest on"
+        cell = bench.trace("temporal", Slo(1e9, 1e9), arrivals, 0.4)
+    assert (cell.num_requests, cell.num_failed) == (3, 0)
+    assert loads[0].answers[0].token_s
 
 
 def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def colocate(
         float,
         typer.Option(
             min=0.0,
-            help="Of its first trace, what each policy serves before anything is measured, so that none has to predict "
+            help="Of the first trace, what each policy serves before anything is measured, so that none has to predict "
             "from less than those after it.",
         ),
     ] = 4.0,
@@ -191,7 +191,7 @@ def colocate(
 
     plans: list[SteadyPlan | TracePlan] = [*plan_steady(sizes, context, num_tokens, max_model_len or limit)]
     plans += [
-        plan_trace(name, traces[name], scale, min_requests, cell_seconds, learning_seconds)
+        plan_trace(name, traces[name], scale, min_requests, cell_seconds)
         for name, scale in itertools.product(traces, scales)
     ]
     longest = max(plan.longest for plan in plans)
@@ -215,6 +215,9 @@ def colocate(
             report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
+            if learning_seconds and (first := next((plan for plan in plans if isinstance(plan, TracePlan)), None)):
+                say_phase("learning how long things take")
+                first.learn(bench, names, slos[0], learning_seconds)
             # A seed for each load: what policies are compared under is the same.
             grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
     report["comparison"] = compare(report, slo_attainment)

@@ -16,6 +16,7 @@ from cotenant.core.plan import Slo
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
     from cotenant.runtime.colocate_cell import Cell
+    from cotenant.runtime.load import Arrival
 
 
 CONTEXT, NUM_TOKENS = 1024, 512  # of steady decoding, where the model takes so many
@@ -112,13 +113,11 @@ def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | Non
 
 @dataclass(frozen=True, slots=True)
 class TracePlan:
-    """The requests of a trace at a rate. ``parameters``: as its cells have them in the JSON. ``learning_s``: see
-    ``ColocateBench.trace``."""
+    """The requests of a trace at a rate. ``parameters``: as its cells have them in the JSON."""
 
     parameters: dict[str, Any]
     trace: Trace
     time_scale: float
-    learning_s: float = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -129,25 +128,27 @@ class TracePlan:
         """Tokens of its longest request."""
         return max(each.input_len + each.output_len for each in self.trace.requests)
 
+    def learn(self, bench: ColocateBench, policies: Sequence[str], slo: Slo, seconds: float) -> None:
+        """Let each of them serve its beginning, so long at most: see ``ColocateBench.learn``."""
+        for policy in policies:
+            bench.learn(policy, slo, self._arrivals(), min(seconds, self.duration_s))
+
     def load(self, bench: ColocateBench, seed: int) -> ColocateLoad:
         """What was planned, to be measured."""
+        arrivals = self._arrivals()
+        return ColocateLoad(
+            self.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed)
+        )
+
+    def _arrivals(self) -> list[Arrival]:
         from cotenant.runtime.load import Arrival
 
         scale, requests = self.time_scale, self.trace.requests
-        arrivals = [Arrival(each.at_s / scale, each.input_len, each.output_len) for each in requests]
-        return ColocateLoad(
-            self.parameters,
-            lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed, self.learning_s),
-        )
+        return [Arrival(each.at_s / scale, each.input_len, each.output_len) for each in requests]
 
 
 def plan_trace(
-    name: str,
-    trace: Trace,
-    time_scale: float,
-    min_requests: int,
-    seconds: float | None = None,
-    learning_s: float = 0.0,
+    name: str, trace: Trace, time_scale: float, min_requests: int, seconds: float | None = None
 ) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``.
     ``seconds``: the part of it that is over by then, or by when as many have come."""
@@ -157,7 +158,7 @@ def plan_trace(
         if length_s < end_s - start_s:
             trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
     num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
-    plan = TracePlan({}, trace.repeated(num_runs), time_scale, learning_s)
+    plan = TracePlan({}, trace.repeated(num_runs), time_scale)
     parameters = {
         "load": "trace",
         "trace": name,

@@ -146,7 +146,6 @@ class ColocateBench:
         self._num_loads = itertools.count()
         self._last_watch: _Watch | None = None
         self._warm: set[Partition] = set()
-        self._have_learned: set[str] = set()  # policies, under a trace
         self._alone_ms: dict[TaskletShape, float] = {}  # of tasklets, without requests
         self.alone_utilisation: dict[str, float] | None = None  # of the device, the last time that training was alone
 
@@ -214,24 +213,21 @@ class ColocateBench:
         self._alone_ms = device_time.tasklets_ms(load.now_s - start_s)
         return tokens_per_s
 
-    def trace(
-        self,
-        policy: str,
-        slo: Slo,
-        arrivals: Sequence[Arrival],
-        duration_s: float,
-        seed: int = 0,
-        learning_s: float = 0.0,
-    ) -> Cell:
-        """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
-        enough others to be judged by; who lacks some then is answered without training, which takes less time.
-
-        ``learning_s``: if it is the policy's first trace, those that come within so long are served before, and nothing
-        of that is measured. What predictions rest on is all policies', and the first would else have the least."""
+    def learn(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float) -> None:
+        """Serve those of these requests that come within ``duration_s``, and measure nothing but what predictions rest
+        on. That is all policies': who is measured first would else have least of it."""
         self._warm_up(policy)
-        if learning_s > 0.0 and policy not in self._have_learned:
-            self._have_learned.add(policy)
-            self._learn_from(policy, slo, arrivals, min(learning_s, duration_s), seed)
+        load = self._load([each for each in arrivals if each.due_s < duration_s], seed=0)
+        watch, loop = self._begin(load, policy, slo)
+        while load.now_s < duration_s:
+            self._iterate(loop, watch)
+        load.abort()
+        self._become_idle(loop, watch)
+
+    def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
+        """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
+        enough others to be judged by; who lacks some then is answered without training, which takes less time."""
+        self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
         account = self._account()
@@ -323,14 +319,6 @@ class ColocateBench:
         while min(len(answer.token_s) for answer in answers) < most:
             self._iterate(loop, watch)
         return start_s, watch.load.now_s
-
-    def _learn_from(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int) -> None:
-        load = self._load([each for each in arrivals if each.due_s < duration_s], seed)
-        watch, loop = self._begin(load, policy, slo)
-        while load.now_s < duration_s:
-            self._iterate(loop, watch)
-        load.abort()
-        self._become_idle(loop, watch)
 
     def _learn(self, loop: WorkerLoop, watch: _Watch) -> None:
         for _ in range(_MOST_LEARNING_TOKENS // _LEARNING_TOKENS):
