@@ -216,8 +216,14 @@ SECTIONS = (
         "compared by harvest. Two cards of a kind, both at their power limit, differ by some points, as steady "
         "sequences above show. Beside a job few batches have the device alone, most of them with prompts, so a "
         "cell's prediction error alone rests on few, down to 23: its p95 is above 10% in 7 of the 24 cells, up to "
-        "19.1% in a first one. That of batches that training shares is 8.5% at most. What these figures do not show: "
-        "much of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
+        "19.1% in a first one. That of batches that training shares is 8.5% at most. The second table says what "
+        "bounds training. Prompts take what they take alone at the clocks that the power limit leaves, and up to 15% "
+        "more under the conversation at 10 and 15 ms, where they go by small chunks. A decode step costs training "
+        "3.0 to 5.9 ms where it takes 4.4 to 5.4 alone (at four times the rate 7.9, 8.1 alone): under the "
+        "conversation at its own rate and 40 ms, 4.5 for 4.7, and 6.2 under `chunked`, so that prompts have 22% of "
+        "the time there and decode steps 11. More is to be had of steps that read fewer bytes or are fewer, of "
+        "prompts that the prefix cache has, and of a board that may draw more. What these figures do not show: much "
+        "of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
     ),
     Section(
         "colocate_grid_h100.json",

@@ -25,8 +25,8 @@ _BELOW = (
     "requests, and [one target of it](#on-a-gpu-one-target-of-the-grid-with-enough-requests-in-each-cell-for-a-p99) "
     "with as many. What bounds the job's speed: [the board's power](#on-a-gpu-steady-sequences-again), which both "
     "tenants share, prompts, which leave nothing unused, and [what reading the weights "
-    "costs](#on-a-gpu-what-reading-the-weights-costs-in-energy). Where the time goes at each place, what would be "
-    "left were decode steps free, and clocks and power stand [in the grid's "
+    "costs](#on-a-gpu-what-reading-the-weights-costs-in-energy). Where the time goes at each place, what a decode "
+    "step costs the job, what would be left were that nothing, and clocks and power stand [in the grid's "
     "section](#on-a-gpu-the-grid-of-targets-rates-and-traces)."
 )
 _HEADER = (

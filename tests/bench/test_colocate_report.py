@@ -57,7 +57,7 @@ def cell(policy: str, scale: float, tpot_ms: float) -> dict[str, Any]:
         "utilisation": {
             "sm": 0.9,
             "memory": 0.4,
-            "sm_clock_mhz": 1440.4,
+            "sm_clock_mhz": 1800.5 if policy == "inference-only" else 1440.4,
             "power_w": 698.6,
             "power_limited": 0.956,
             "power_limit_w": 700.0,
@@ -70,6 +70,8 @@ def cell(policy: str, scale: float, tpot_ms: float) -> dict[str, Any]:
             "training_alone": 0.4,
             "rest": 0.05,
             "training_work": 0.375,
+            "decode_steps_per_s": 50.0,
+            "decode_step_ms": 4.0 if policy == "inference-only" else 6.0,
         },
         "timeline": timeline(),
     }
@@ -136,7 +138,8 @@ def test_what_the_board_draws_is_told_of_training_alone_and_of_each_place(
     rows = power_rows({**report, "train_alone_utilisation": alone})
     assert rows[0] == ["training alone", "-", "701", "700", "96%", "1,512"]
     assert [row[1] for row in rows[1:]] == ["adaptive", "inference-only"] * 4
-    assert all(row[2:] == ["699", "700", "96%", "1,440"] for row in rows[1:])
+    assert all(row[2:5] == ["699", "700", "96%"] for row in rows[1:])
+    assert {(row[1], row[5]) for row in rows[1:]} >= {("adaptive", "1,440"), ("inference-only", "1,800")}
     assert power_rows({**report, "train_alone_utilisation": alone, "runs": [{}, {}]}) == rows[1:]
     text = "".join(written(tmp_path / "report.html", report).itertext())
     assert "What the board draws" in text
@@ -209,8 +212,17 @@ def test_what_the_comparison_says(report: dict[str, Any]) -> None:
 def test_where_the_time_went_and_what_is_the_most_to_be_had(tmp_path: Path, report: dict[str, Any]) -> None:
     root = written(tmp_path / "report.html", report)
     rows = [[cell.text for cell in row] for row in root.iter("tr")]
-    (adaptive,) = (row for row in rows if row[:2] == [f"{HOSTILE} x 1 at 40 ms", "adaptive"] and len(row) == 9)
-    assert adaptive[2:] == ["50.0%", "20.0%", "5.0%", "17.5%", "2.5%", "5.0%", "85.0%"]
-    assert not [row for row in rows if row[1] == "inference-only" and len(row) == 9], "it trains nothing"
+    (adaptive,) = (row for row in rows if row[:2] == [f"{HOSTILE} x 1 at 40 ms", "adaptive"] and len(row) == 12)
+    assert adaptive[2:8] == ["50.0%", "20.0%", "5.0%", "17.5%", "2.5%", "5.0%"]
+    assert adaptive[8:] == ["85.0%", "18.7%", "4.5", "4.0"], "22.5% of the time for 50 steps a second"
+    assert not [row for row in rows if row[1] == "inference-only" and len(row) == 12], "it trains nothing"
     without = [one for one in report["cells"] if one["policy"] != "inference-only"]
-    assert {row[-1] for _, row in loss_rows(without)} == {"-"}
+    assert {(*row[-4:-2], row[-1]) for _, row in loss_rows(without)} == {("-", "-", "-")}
+
+
+def test_what_a_step_costs_is_not_told_where_prompts_are_shared_too(report: dict[str, Any]) -> None:
+    shared = copy.deepcopy(report["cells"])
+    for one in shared:
+        one["device_time"] |= {"prompts_alone": 0.0, "prompts_shared": 0.2}
+    assert {row[-2] for _, row in loss_rows(report["cells"])} != {"-"}
+    assert {row[-2] for _, row in loss_rows(shared)} == {"-"}

@@ -12,12 +12,21 @@ from cotenant.bench.comparison import REFERENCE, by_place
 # its work came through meanwhile. "slower": what tasklets with no batch beside them took beyond their time without
 # requests. "rest": neither batches nor tasklets had the device.
 LOSSES = ("prompts", "decode alone", "while shared", "slower", "rest")
-HEADER = ("harvest", *LOSSES, "harvest if decode cost nothing")
+HEADER = (
+    "harvest",
+    *LOSSES,
+    "harvest if decode cost nothing",
+    "prompts alone at these clocks",
+    "a decode step costs, ms",
+    "takes alone",
+)
 NOTE = (
     "What keeps training from the speed that it has alone, as shares of the time: batches with prompts; decode steps "
     "alone; steps that training shared, less the training that came through meanwhile; tasklets that took longer than "
-    "without requests; the rest, when the device had neither. The last column is the most that is left where nothing "
-    "runs beside prompts: all but the time that they take under inference-only, in the largest chunks that fit."
+    "without requests; the rest, when the device had neither. Then the most that is left where nothing runs beside "
+    "prompts: all but the time that they take under inference-only, in the largest chunks that fit; and that time, had "
+    "the SMs had the clocks there that they have here, by which products of prompts are bound. Last, what a decode "
+    "step costs training, of its time alone and while shared, and what one takes under inference-only."
 )
 
 Cell = Mapping[str, Any]
@@ -47,6 +56,36 @@ def bound(place: Sequence[Cell]) -> float | None:
     return max((1 - time["prompts_alone"] for time in times if time is not None), default=None)
 
 
+def prompts_at_its_clocks(cell: Cell, place: Sequence[Cell]) -> float | None:
+    """What batches with prompts take under ``inference-only`` at this cell's place, had the SMs had the clocks there
+    that they have in this cell. None: the one or the other was not measured."""
+    here = _clock_mhz(cell)
+    for alone in place:
+        there = _clock_mhz(alone)
+        if alone["policy"] == REFERENCE and alone.get("device_time") and here and there:
+            return float(alone["device_time"]["prompts_alone"] * there / here)
+    return None
+
+
+def step_cost_ms(cell: Cell) -> float | None:
+    """Of training's time alone, what a decode step costs it. None where that is not to be told: batches with prompts
+    are shared as well, nothing was trained, or nothing decoded."""
+    lost, time = losses(cell), cell.get("device_time")
+    if lost is None or time is None or time["prompts_shared"] or not time.get("decode_steps_per_s"):
+        return None
+    return float((lost["decode alone"] + lost["while shared"]) * 1e3 / time["decode_steps_per_s"])
+
+
+def _clock_mhz(cell: Cell) -> float | None:
+    return (cell.get("utilisation") or {}).get("sm_clock_mhz")
+
+
+def _step_ms(place: Sequence[Cell]) -> float | None:
+    """Of a decode step under ``inference-only``."""
+    times = [cell.get("device_time") for cell in place if cell["policy"] == REFERENCE]
+    return next((time["decode_step_ms"] for time in times if time and time.get("decode_step_ms")), None)
+
+
 def loss_rows(cells: Sequence[Cell]) -> list[tuple[Cell, list[str]]]:
     """Cells that say where their time went, place by place, each with what stands under ``HEADER`` from the harvest
     on."""
@@ -56,6 +95,8 @@ def loss_rows(cells: Sequence[Cell]) -> list[tuple[Cell, list[str]]]:
         for cell in place:
             lost = losses(cell)
             if lost is not None:
-                shares = [cell["harvest"], *lost.values()]
-                rows.append((cell, [*(f"{share:.1%}" for share in shares), "-" if most is None else f"{most:.1%}"]))
+                shares = [cell["harvest"], *lost.values(), most, prompts_at_its_clocks(cell, place)]
+                times = [step_cost_ms(cell), _step_ms(place)]
+                texts = ["-" if share is None else f"{share:.1%}" for share in shares]
+                rows.append((cell, [*texts, *("-" if time_ms is None else f"{time_ms:.1f}" for time_ms in times)]))
     return rows
