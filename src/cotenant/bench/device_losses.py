@@ -49,22 +49,25 @@ def losses(cell: Cell) -> dict[str, float] | None:
     return dict(zip(LOSSES, values, strict=True))
 
 
-def bound(place: Sequence[Cell]) -> float | None:
+def bound(alone: Cell | None) -> float | None:
     """Harvest if nothing were lost at a place but the time of batches with prompts under ``inference-only``, which
-    takes them in the largest chunks; None if that was not measured. No bound for a policy that trains beside them."""
-    times = [cell.get("device_time") for cell in place if cell["policy"] == REFERENCE]
-    return max((1 - time["prompts_alone"] for time in times if time is not None), default=None)
+    takes them in the largest chunks; ``alone``: its cell, None if there is none. No bound for a policy that trains
+    beside them."""
+    return None if alone is None else 1 - alone["device_time"]["prompts_alone"]
 
 
-def prompts_at_its_clocks(cell: Cell, place: Sequence[Cell]) -> float | None:
-    """What batches with prompts take under ``inference-only`` at this cell's place, had the SMs had the clocks there
-    that they have in this cell. None: the one or the other was not measured."""
-    here = _clock_mhz(cell)
-    for alone in place:
-        there = _clock_mhz(alone)
-        if alone["policy"] == REFERENCE and alone.get("device_time") and here and there:
-            return float(alone["device_time"]["prompts_alone"] * there / here)
-    return None
+def prompts_at_its_clocks(cell: Cell, alone: Cell | None) -> float | None:
+    """What batches with prompts take in ``alone``, under ``inference-only``, had the SMs had the clocks there that they
+    have in this cell of the same place. None: the one or the other was not measured."""
+    here, there = _clock_mhz(cell), _clock_mhz(alone)
+    if alone is None or here is None or there is None:
+        return None
+    return float(alone["device_time"]["prompts_alone"] * there / here)
+
+
+def _clock_mhz(cell: Cell | None) -> float | None:
+    utilisation = None if cell is None else cell.get("utilisation")
+    return None if utilisation is None else utilisation.get("sm_clock_mhz")
 
 
 def step_cost_ms(cell: Cell) -> float | None:
@@ -76,27 +79,18 @@ def step_cost_ms(cell: Cell) -> float | None:
     return float((lost["decode alone"] + lost["while shared"]) * 1e3 / time["decode_steps_per_s"])
 
 
-def _clock_mhz(cell: Cell) -> float | None:
-    return (cell.get("utilisation") or {}).get("sm_clock_mhz")
-
-
-def _step_ms(place: Sequence[Cell]) -> float | None:
-    """Of a decode step under ``inference-only``."""
-    times = [cell.get("device_time") for cell in place if cell["policy"] == REFERENCE]
-    return next((time["decode_step_ms"] for time in times if time and time.get("decode_step_ms")), None)
-
-
 def loss_rows(cells: Sequence[Cell]) -> list[tuple[Cell, list[str]]]:
     """Cells that say where their time went, place by place, each with what stands under ``HEADER`` from the harvest
     on."""
     rows = []
     for place in by_place(cells):
-        most = bound(place)
+        alone = next((each for each in place if each["policy"] == REFERENCE and each.get("device_time")), None)
+        step_ms = None if alone is None else alone["device_time"].get("decode_step_ms") or None
         for cell in place:
             lost = losses(cell)
             if lost is not None:
-                shares = [cell["harvest"], *lost.values(), most, prompts_at_its_clocks(cell, place)]
-                times = [step_cost_ms(cell), _step_ms(place)]
+                shares = [cell["harvest"], *lost.values(), bound(alone), prompts_at_its_clocks(cell, alone)]
+                times = [step_cost_ms(cell), step_ms]
                 texts = ["-" if share is None else f"{share:.1%}" for share in shares]
                 rows.append((cell, [*texts, *("-" if time_ms is None else f"{time_ms:.1f}" for time_ms in times)]))
     return rows
