@@ -29,6 +29,7 @@ from cotenant.cli.colocate_loads import (
     NUM_TOKENS,
     SteadyPlan,
     TracePlan,
+    learn,
     plan_steady,
     plan_trace,
     read_traces,
@@ -215,9 +216,7 @@ def colocate(
             report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
-            if learning_seconds and (first := next((plan for plan in plans if isinstance(plan, TracePlan)), None)):
-                say_phase("learning how long things take")
-                first.learn(bench, names, slos[0], learning_seconds)
+            learn(bench, plans, names, slos[0], learning_seconds)
             # A seed for each load: what policies are compared under is the same.
             grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
     report["comparison"] = compare(report, slo_attainment)

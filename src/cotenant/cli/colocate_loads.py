@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotenant.bench.traces import Trace
 from cotenant.cli.bench_load import part_of_trace
+from cotenant.cli.output import say_phase
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 
@@ -128,19 +129,15 @@ class TracePlan:
         """Tokens of its longest request."""
         return max(each.input_len + each.output_len for each in self.trace.requests)
 
-    def learn(self, bench: ColocateBench, policies: Sequence[str], slo: Slo, seconds: float) -> None:
-        """Let each of them serve its beginning, so long at most: see ``ColocateBench.learn``."""
-        for policy in policies:
-            bench.learn(policy, slo, self._arrivals(), min(seconds, self.duration_s))
-
     def load(self, bench: ColocateBench, seed: int) -> ColocateLoad:
         """What was planned, to be measured."""
-        arrivals = self._arrivals()
+        arrivals = self.arrivals()
         return ColocateLoad(
             self.parameters, lambda policy, slo: bench.trace(policy, slo, arrivals, self.duration_s, seed)
         )
 
-    def _arrivals(self) -> list[Arrival]:
+    def arrivals(self) -> list[Arrival]:
+        """Its requests, when they are due at this rate."""
         from cotenant.runtime.load import Arrival
 
         scale, requests = self.time_scale, self.trace.requests
@@ -169,6 +166,20 @@ def plan_trace(
         "request_rate": round(len(plan.trace.requests) / plan.duration_s, 4),
     }
     return replace(plan, parameters=parameters)
+
+
+def learn(
+    bench: ColocateBench, plans: Sequence[SteadyPlan | TracePlan], policies: Sequence[str], slo: Slo, seconds: float
+) -> None:
+    """Let each of the policies serve the beginning of the first trace, if there is one, so long at most: see
+    ``ColocateBench.learn``."""
+    plan = next((each for each in plans if isinstance(each, TracePlan)), None)
+    if plan is None or not seconds:
+        return
+    say_phase("learning how long things take")
+    arrivals = plan.arrivals()
+    for policy in policies:
+        bench.learn(policy, slo, arrivals, min(seconds, plan.duration_s))
 
 
 def _time_of(trace: Trace, num_requests: int) -> float:
