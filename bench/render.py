@@ -141,7 +141,7 @@ SECTIONS = (
     Section(
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
-        "The same later, each run on another host, whose other GPU had other measurements. Sequences are timed when "
+        "The same later, each run on another host, whose other GPUs had other measurements. Sequences are timed when "
         "`adaptive`'s margin has come to rest. In the first run's version a plan counts what its batch waits for "
         "twice, as its own time and as that of the tasklets which it waits for, and so leaves training less where "
         "each iteration has to meet the target by itself. Since the second a batch's time is from when it has its "
@@ -207,9 +207,9 @@ SECTIONS = (
         "and 10 ms). In the 24 others `adaptive` is in time, `harli` in 22, `llmstation` in 21, `chunked` in 19, "
         "`static` in 8. In 22 of them `adaptive` has most harvest of those in time, by up to 16%. Under the "
         "conversation at twice its rate it is 5.1% behind `harli` at 15 ms and 10.3% at 10. These are the first "
-        "cells of their processes with training, in which prompts take more of the time under `adaptive` than under "
-        "those that were measured after it, and what is predicted rests on least. Each policy had served 4 s of that "
-        "load, but right before its own first cell; since then all do before anything is measured "
+        "cells of their processes with training: what is predicted rests on least there, and prompts take more of "
+        "the time than under `harli`, `llmstation` and `chunked`, which were measured after it. Each policy had "
+        "served 4 s of that load, but right before its own first cell; since then all do before anything is measured "
         "(`--learning-seconds`), and that has not been measured yet. All that train share how prompts' chunks are "
         "sized and how late requests may be. Requests that were live at the end of a cell had the device to "
         "themselves from there on. Training alone ran at 16,281 to 16,586 tokens/s on the four cards: policies are "
@@ -279,16 +279,15 @@ SECTIONS = (
         "colocate_short_h100.json",
         "On a GPU: short answers that prompts come into",
         "101 requests in each cell of the code trace, 257 of the conversation, on H100s. First four places of which "
-        "`adaptive` missed three in the grid before and two in the run below: all are in time since a request has a "
-        "say in the size of prompts' chunks from when its first token is in flight, and chunks count what they "
-        "attend to (`scheduler/chunking.py`). Below it, of the version before the former, on two cards of one host, "
-        "the code trace with all policies: `adaptive` is in time in four of the six places where serving alone is, "
-        "with 2.6 to 5.3% more harvest than the best other in time in three, and in one it alone is; at half the "
-        "rate two of 101 are late at 25 and at 15 ms, where the others lose six or more at 15 and were not run at "
-        "25. Device time was over before the last cells. Last, in the same version, the conversation at four times "
-        "its rate, twice: two of 257 are late on this card when serving alone, and three or four under those that "
-        "train, all under `static`: none of these meets the SLO. Of those with three late `adaptive` has most "
-        "harvest.",
+        "`adaptive` missed two in the run below: all are in time since a request has a say in the size of prompts' "
+        "chunks from when its first token is in flight, and chunks count what they attend to "
+        "(`scheduler/chunking.py`). Below it, of the version before the former, on two cards of one host, the code "
+        "trace with all policies: `adaptive` is in time in four of the six places where serving alone is, with 2.6 "
+        "to 5.3% more harvest than the best other in time in three, and in one it alone is; at half the rate two of "
+        "101 are late at 25 and at 15 ms, where the others lose six or more at 15 and were not run at 25. Device "
+        "time was over before the last cells. Last, in the same version, the conversation at four times its rate, "
+        "twice: two of 257 are late on this card when serving alone, and three or four under those that train, all "
+        "under `static`: none of these meets the SLO. Of those with three late `adaptive` has most harvest.",
     ),
     Section(
         "colocate_crowd_h200.json",
@@ -301,7 +300,7 @@ SECTIONS = (
         "missed, which the order of prompts does not mend. Everywhere else all but one or two are in time. That "
         "first tokens come later under the conversation at four times its rate, where nearly all are in time with "
         "both, goes with how long prompts took, which differs from run to run: 85% of the time, and 82 in the second "
-        "version's. In the grid before it was 81 to 83%.",
+        "version's. In the grid above it is 81 to 83%.",
     ),
     Section(
         "colocate_static_h100.json",
