@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cotenant.bench.colocate_text import table_row
 from cotenant.cli.colocate_grid import Grid
 from cotenant.cli.colocate_loads import ColocateLoad
 from cotenant.core.plan import Slo
@@ -14,26 +17,30 @@ from cotenant.runtime.colocate_cell import Cell
 POLICIES = ("inference-only", "adaptive", "llmstation", "harli", "static")
 
 
+Run = tuple[int, float, str]
+
+
+def load(batch_size: int, runs: list[Run], attained: int = 1) -> ColocateLoad:
+    """One that notes what is measured: in the n-th run training has n tokens/s."""
+
+    def measure(policy: str, slo: Slo) -> Cell:
+        runs.append((batch_size, slo.tpot_ms, policy))
+        return Cell(policy, slo, 1.0, 1, 0, attained, [1.0], [1.0], [1.0], 1.0, train_tokens_per_s=float(len(runs)))
+
+    parameters = {"load": "steady", "batch_size": batch_size, "context": 100, "num_tokens": 10}
+    return ColocateLoad(parameters, measure)
+
+
+def empty_report(num_sms: int | None) -> dict[str, Any]:
+    return {"num_sms": num_sms, "train_alone_tokens_per_s": 100.0, "slo_attainment": 0.99, "cells": []}
+
+
 @pytest.mark.parametrize("num_sms", [None, 132])
 def test_whoever_explores_partitions_does_so_once_before_anything_is_measured(num_sms: int | None) -> None:
     """What is known of latencies is common to all: none is to pay for what the others then know."""
-    runs: list[tuple[int, float, str]] = []
-
-    def load(batch_size: int) -> ColocateLoad:
-        def measure(policy: str, slo: Slo) -> Cell:
-            runs.append((batch_size, slo.tpot_ms, policy))
-            return Cell(policy, slo, 1.0, 1, 0, 1, [1.0], [1.0], [1.0], 1.0, train_tokens_per_s=float(len(runs)))
-
-        parameters = {"load": "steady", "batch_size": batch_size, "context": 100, "num_tokens": 10}
-        return ColocateLoad(parameters, measure)
-
-    loads, slos = [load(8), load(32)], [Slo(500.0, 10.0), Slo(500.0, 40.0)]
-    report: dict[str, Any] = {
-        "num_sms": num_sms,
-        "train_alone_tokens_per_s": 100.0,
-        "slo_attainment": 0.99,
-        "cells": [],
-    }
+    runs: list[Run] = []
+    loads, slos = [load(8, runs), load(32, runs)], [Slo(500.0, 10.0), Slo(500.0, 40.0)]
+    report = empty_report(num_sms)
     grid = Grid([each.parameters for each in loads], slos, POLICIES, skip_hopeless=False)
     grid.measure(report, loads, None)
     explored = 2 if num_sms else 0
@@ -43,3 +50,27 @@ def test_whoever_explores_partitions_does_so_once_before_anything_is_measured(nu
     assert [cell["train_tokens_per_s"] for cell in report["cells"]] == list(range(explored + 1, len(runs) + 1))
     grid.measure(report, loads, None)
     assert len(runs) == explored + len(measured), "nothing is missing"
+
+
+@pytest.mark.parametrize("attained", [0, 1])
+def test_rounds_go_back_and_forth_and_a_cell_is_all_of_them(attained: int, tmp_path: Path) -> None:
+    runs: list[Run] = []
+    loads, report, path = [load(8, runs, attained), load(32, runs, attained)], empty_report(None), tmp_path / "f.json"
+    policies = ("inference-only", "adaptive", "llmstation")
+    grid = Grid([each.parameters for each in loads], [Slo(500.0, 10.0)], policies, skip_hopeless=True, rounds=3)
+    grid.measure(report, loads, path)
+    order = ["inference-only"] * 3
+    if attained:  # else the others have nothing to meet
+        order += ["adaptive", "llmstation", "llmstation", "adaptive", "adaptive", "llmstation"]
+    assert [policy for size, _, policy in runs if size == 8] == order
+    assert [size for size, _, _ in runs] == [8] * len(order) + [32] * len(order)
+    cells = report["cells"][: len(report["cells"]) // 2]
+    assert [cell["policy"] for cell in cells] == list(policies)[: None if attained else 1]
+    assert [cell["num_requests"] for cell in cells] == [3] * len(cells)
+    assert cells[0]["harvest_of_runs"] == [0.01, 0.02, 0.03]
+    assert table_row(cells[0])[4] == "2.0% (1.0% to 3.0%)"
+    if attained:
+        assert cells[1]["harvest_of_runs"] == [0.04, 0.07, 0.08]
+        assert cells[1]["harvest"] == pytest.approx(0.19 / 3, abs=1e-4)
+    assert json.loads(path.read_text())["cells"] == report["cells"]
+    assert not grid.missing(report)

@@ -20,13 +20,14 @@ def load_name(cell: Cell) -> str:
 
 
 def table_row(cell: Cell) -> list[str]:
-    """A cell under ``HEADER``; latencies in milliseconds, a dash for what was not measured or cannot be stated."""
+    """A cell under ``HEADER``; latencies in milliseconds, a dash for what was not measured or cannot be stated. Of
+    several runs it has the least and the most harvest, too."""
     return [
         load_name(cell),
         f"{cell['slo']['tpot_ms']:g}",
         cell["policy"],
         f"{cell['train_tokens_per_s']:.0f}",
-        f"{cell['harvest']:.1%}",
+        _harvest(cell),
         _share(cell["attainment"]),
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
     ]
@@ -108,6 +109,12 @@ def _two_gpus_lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             f"serves{note} and one that trains: {sum(ratios) / len(ratios):.2f} times the training throughput{spread}."
         )
     return lines
+
+
+def _harvest(cell: Cell) -> str:
+    runs = cell.get("harvest_of_runs")
+    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs else ""
+    return f"{cell['harvest']:.1%}{spread}"
 
 
 def _share(value: float | None) -> str:

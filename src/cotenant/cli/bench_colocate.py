@@ -120,6 +120,13 @@ def colocate(
             "from less than those after it.",
         ),
     ] = 4.0,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Measure each policy so many times at a place, in turn, back and forth: a cell is all of its runs.",
+        ),
+    ] = 1,
     skip_hopeless: Annotated[
         bool,
         typer.Option(help="Begin with inference-only, and measure nothing else where that misses the SLO already."),
@@ -205,7 +212,7 @@ def colocate(
         known = {"model": chosen.name, "training": asdict(workload), **settings}
         check_alike(known, before, "--resume: the file of --json")
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
-    grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless)
+    grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)
     report = before
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")

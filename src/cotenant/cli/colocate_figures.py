@@ -15,7 +15,8 @@ MIN_VALUES_FOR_P99 = 100
 
 def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) -> dict[str, Any]:
     """One cell. ``cdf`` has each latency's 101 percentiles; None stands where nothing was measured, and for a p99 of
-    fewer than 100 values."""
+    fewer than 100 values. ``harvest_of_runs``: where there were several."""
+    harvests = [round(speed / alone_tokens_per_s, 4) for speed in cell.trained_in_runs]
     latencies = {"ttft_ms": cell.ttft_ms, "tpot_ms": cell.tpot_ms, "itl_ms": cell.itl_ms}
     return {
         **load,
@@ -30,6 +31,7 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
         "output_tokens_per_s": round(cell.output_tokens_per_s, 2),
         "train_tokens_per_s": round(cell.train_tokens_per_s, 2),
         "harvest": round(cell.train_tokens_per_s / alone_tokens_per_s, 4),
+        **({"harvest_of_runs": harvests} if harvests else {}),
         "iterations": cell.modes,
         "prediction_error": {name: _errors(errors) for name, errors in cell.prediction_errors.items()},
         "utilisation": cell.utilisation,

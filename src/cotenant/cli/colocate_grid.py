@@ -17,20 +17,24 @@ from cotenant.cli.colocate_loads import ColocateLoad
 from cotenant.cli.colocate_parts import Report
 from cotenant.cli.output import write_json
 from cotenant.core.plan import Slo
+from cotenant.runtime.colocate_cell import Cell, pooled
 from cotenant.scheduler.space import sm_shares
+
+_Missing = tuple[int, Slo, str]  # the number of a load, a target, a policy
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """``loads``: their parameters, as cells have them in the JSON. ``skip_hopeless``: where the reference, which comes
-    first, misses the SLO, nothing else is measured."""
+    first, misses the SLO, nothing else is measured. ``rounds``: how many times each policy is measured."""
 
     loads: Sequence[dict[str, Any]]
     slos: Sequence[Slo]
     policies: Sequence[str]
     skip_hopeless: bool
+    rounds: int = 1
 
-    def missing(self, report: Report) -> list[tuple[int, Slo, str]]:
+    def missing(self, report: Report) -> list[_Missing]:
         """Of each load (by its number), target and policy those that the report's cells lack."""
         known = {cell_key(cell) for cell in report["cells"]}
         hopeless = {place_key(cell) for cell in report["cells"] if self.skip_hopeless and _is_hopeless(cell, report)}
@@ -44,8 +48,8 @@ class Grid:
         return [cell for cell in cells if is_missing(*cell)]
 
     def measure(self, report: Report, loads: Sequence[ColocateLoad], json_path: Path | None) -> None:
-        """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell: a
-        long run that is cut off leaves what it has measured.
+        """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell,
+        or where there are several ``rounds`` after each place: a long run that is cut off leaves what it has measured.
 
         What is known of latencies is common to all policies. Those that choose among partitions have the first place
         once before, and nothing is kept of that: else whoever comes first would pay for what the others then know."""
@@ -57,11 +61,27 @@ class Grid:
             index, slo, _ = exploring[0]
             loads[index].measure(policy, slo)
         while missing := self.missing(report):
-            index, slo, policy = missing[0]
-            cells.append(cell_figures(self.loads[index], loads[index].measure(policy, slo), alone))
-            console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
+            together = self._together(missing)
+            index = together[0][0]
+            for cell in self._in_turn(together, loads[index]):
+                cells.append(cell_figures(self.loads[index], cell, alone))
+                console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
             if json_path is not None:
                 write_json(json_path, report, is_compact=True)
+
+    def _together(self, missing: Sequence[_Missing]) -> Sequence[_Missing]:
+        """The next ones: a place's are measured in turn. The reference may make the others needless."""
+        if self.rounds == 1 or (self.skip_hopeless and missing[0][2] == REFERENCE):
+            return missing[:1]
+        return [each for each in missing if each[:2] == missing[0][:2]]
+
+    def _in_turn(self, together: Sequence[_Missing], load: ColocateLoad) -> list[Cell]:
+        """Back and forth, so that no policy is early or late in all rounds: clocks and what is known drift."""
+        runs: dict[str, list[Cell]] = {policy: [] for _, _, policy in together}
+        for number in range(self.rounds):
+            for _, slo, policy in reversed(together) if number % 2 else together:
+                runs[policy].append(load.measure(policy, slo))
+        return [pooled(each) for each in runs.values()]
 
 
 def _is_hopeless(cell: dict[str, Any], report: Report) -> bool:

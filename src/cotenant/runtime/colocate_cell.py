@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from cotenant.core.plan import Slo
-from cotenant.runtime.load import Answer
+
+if TYPE_CHECKING:
+    from cotenant.runtime.load import Answer
 
 ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
 
@@ -21,7 +24,8 @@ class Cell:
     failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
     with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
     ``UtilisationSampler.figures``. ``device_time``: ``DeviceTime.figures``. What has a default is not known of a server
-    and a training process that are seen from outside, but for the tokens trained."""
+    and a training process that are seen from outside, but for the tokens trained. ``trained_in_runs``: tokens/s of
+    each run, where it was measured more than once (``pooled``)."""
 
     policy: str
     slo: Slo
@@ -39,6 +43,52 @@ class Cell:
     timeline: dict[str, Any] = field(default_factory=dict)
     utilisation: dict[str, float] | None = None
     device_time: dict[str, float] | None = None
+    trained_in_runs: tuple[float, ...] = ()
+
+
+def pooled(runs: Sequence[Cell]) -> Cell:
+    """What was measured several times as one: requests, iterations and errors of all runs, speeds and shares of the
+    time on average, and the timeline of the run whose training was the median (of two the faster)."""
+    if len(runs) == 1:
+        return runs[0]
+    shares = [run.duration_s / sum(each.duration_s for each in runs) for run in runs]
+    modes: Counter[str] = Counter()
+    for run in runs:
+        modes.update(run.modes)
+    by_training = sorted(runs, key=lambda run: run.train_tokens_per_s)
+    return replace(
+        runs[0],
+        duration_s=sum(run.duration_s for run in runs),
+        num_requests=sum(run.num_requests for run in runs),
+        num_failed=sum(run.num_failed for run in runs),
+        num_attained=sum(run.num_attained for run in runs),
+        ttft_ms=[value for run in runs for value in run.ttft_ms],
+        tpot_ms=[value for run in runs for value in run.tpot_ms],
+        itl_ms=[value for run in runs for value in run.itl_ms],
+        output_tokens_per_s=_mean([run.output_tokens_per_s for run in runs], shares),
+        train_tokens_per_s=_mean([run.train_tokens_per_s for run in runs], shares),
+        modes=dict(modes),
+        prediction_errors={
+            kind: [error for run in runs for error in run.prediction_errors[kind]] for kind in runs[0].prediction_errors
+        },
+        timeline=by_training[len(runs) // 2].timeline,
+        utilisation=_mean_of_each([run.utilisation for run in runs], shares),
+        device_time=_mean_of_each([run.device_time for run in runs], shares),
+        trained_in_runs=tuple(run.train_tokens_per_s for run in runs),
+    )
+
+
+def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
+    return sum(value * share for value, share in zip(values, shares, strict=True))
+
+
+def _mean_of_each(figures: Sequence[dict[str, float] | None], shares: Sequence[float]) -> dict[str, float] | None:
+    """Under each name, if all runs have it."""
+    known = [each for each in figures if each is not None]
+    if len(known) < len(figures):
+        return None
+    names = [name for name in known[0] if all(name in each for each in known)]
+    return {name: round(_mean([each[name] for each in known], shares), 4) for name in names}
 
 
 def judge(
