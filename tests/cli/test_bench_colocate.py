@@ -168,12 +168,12 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert "load_format 'dummy', not 'auto': they cannot be compared" in real.stderr.replace("\n", " ")
 
 
-def test_a_place_is_measured_in_rounds(tmp_path: Path) -> None:
+def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text(SHORT)
-    path = tmp_path / "colocate.json"
+    path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
     flags = ["--batch-sizes", "", "--trace", str(tmp_path / "short.csv"), "--min-requests", "1", "--rounds", "2"]
     flags += ["--slo-tpot-ms", "10000", "--slo-ttft-ms", "60000", "--policies", "inference-only,multitask"]
-    result = bench_colocate(*small_model(tmp_path), *TRAINING, *flags, "--json", str(path))
+    result = bench_colocate(*small_model(tmp_path), *TRAINING, *flags, "--json", str(path), "--trace-file", str(trace))
     assert result.returncode == 0, result.stderr
     cells = json.loads(path.read_text())["cells"]
     assert [(cell["policy"], cell["num_requests"], cell["num_failed"]) for cell in cells] == [
@@ -181,6 +181,11 @@ def test_a_place_is_measured_in_rounds(tmp_path: Path) -> None:
         ("multitask", 4, 0),
     ]
     assert min(cells[1]["harvest_of_runs"]) <= cells[1]["harvest"] <= max(cells[1]["harvest_of_runs"])
+    events = json.loads(trace.read_text())
+    begun = [event["name"].split(",")[0] for event in events if event["ph"] == "i"]
+    assert begun.count("multitask") >= 3, "the time alone, and each round"
+    assert begun[-1] == "end"
+    assert any(event["name"].startswith("prefill") for event in events)
 
 
 def test_training_plans_no_longer_gap_than_is_allowed(tmp_path: Path) -> None:

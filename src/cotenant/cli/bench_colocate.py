@@ -168,6 +168,12 @@ def colocate(
     html_path: Annotated[
         Path | None, typer.Option("--html", help="Write a report with charts here.", show_default=False)
     ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a Chrome trace of all that is run here, as `cotenant serve` does.", show_default=False
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option(help="Go on where a run was cut off: what the file of --json has is not measured again.")
     ] = False,
@@ -204,6 +210,7 @@ def colocate(
     ]
     longest = max(plan.longest for plan in plans)
     config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names, fuse=fuse)
+    config = replace(config, trace_file=None if trace_file is None else str(trace_file.expanduser().resolve()))
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
         "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,

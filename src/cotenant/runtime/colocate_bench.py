@@ -160,6 +160,8 @@ class ColocateBench:
                 training.publish()
                 time.sleep(0.01)
         self._tenants.latencies.wait()
+        if self._tenants.trace is not None:
+            self._tenants.trace.close()
         self._folder.cleanup()
 
     @property

@@ -73,6 +73,11 @@ class Trace:
             }
         )
 
+    def mark(self, name: str) -> None:
+        """Something begins now, or ends."""
+        now_us = round((time.perf_counter() - self._start_s) * 1e6, 1)
+        self._add({"ph": "i", "pid": _PROCESS, "tid": Track.LOOP, "name": name, "ts": now_us, "s": "p"})
+
     def iteration(self, begins_s: Sequence[float], plan: Plan, record: IterationRecord) -> None:
         """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end."""
         if record.batch.empty and not record.tasklets and not record.beside and record.total_ms < _IDLE_MS:
@@ -126,8 +131,7 @@ class Trace:
     def close(self) -> None:
         """End the array, behind an event after which no comma stands."""
         if not self._is_over:
-            now_us = round((time.perf_counter() - self._start_s) * 1e6, 1)
-            self._add({"ph": "i", "pid": _PROCESS, "tid": Track.LOOP, "name": "end", "ts": now_us, "s": "p"})
+            self.mark("end")
             del self._buffer[-2:]
             self._buffer += b"\n]\n"
         self._write()
