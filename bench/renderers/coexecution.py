@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cotenant.bench import board_power
-from cotenant.bench.colocate_text import comparison_lines, place_name
+from cotenant.bench.colocate_text import comparison_lines, harvest_text, place_name
 from cotenant.bench.comparison import SUBJECT, place_key
 from cotenant.bench.device_losses import HEADER, NOTE, loss_rows
 from renderers.text import Result, machine_text, pair, table
@@ -49,7 +49,7 @@ def _losses(result: Result) -> list[str]:
 def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
     others = [other for other in cells if _held(other) and _place(other) == _place(cell)]
     best = max((other["harvest"] for other in others), default=None)
-    harvest = f"{cell['harvest']:.1%}"
+    harvest = harvest_text(cell)
     return [
         _load(cell),
         f"{cell['slo']['tpot_ms']:g}",

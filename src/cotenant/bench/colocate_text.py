@@ -20,17 +20,23 @@ def load_name(cell: Cell) -> str:
 
 
 def table_row(cell: Cell) -> list[str]:
-    """A cell under ``HEADER``; latencies in milliseconds, a dash for what was not measured or cannot be stated. Of
-    several runs it has the least and the most harvest, too."""
+    """A cell under ``HEADER``; latencies in milliseconds, a dash for what was not measured or cannot be stated."""
     return [
         load_name(cell),
         f"{cell['slo']['tpot_ms']:g}",
         cell["policy"],
         f"{cell['train_tokens_per_s']:.0f}",
-        _harvest(cell),
+        harvest_text(cell),
         _share(cell["attainment"]),
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
     ]
+
+
+def harvest_text(cell: Cell) -> str:
+    """Of several runs with the least and the most."""
+    runs = cell.get("harvest_of_runs")
+    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs else ""
+    return f"{cell['harvest']:.1%}{spread}"
 
 
 def line(cell: Cell) -> str:
@@ -109,12 +115,6 @@ def _two_gpus_lines(entries: Sequence[Mapping[str, Any]]) -> list[str]:
             f"serves{note} and one that trains: {sum(ratios) / len(ratios):.2f} times the training throughput{spread}."
         )
     return lines
-
-
-def _harvest(cell: Cell) -> str:
-    runs = cell.get("harvest_of_runs")
-    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs else ""
-    return f"{cell['harvest']:.1%}{spread}"
 
 
 def _share(value: float | None) -> str:
