@@ -25,7 +25,7 @@ def colocate(results: Sequence[Result]) -> list[str]:
             f"{training['tokens_per_step']:,} tokens a step, rank {training['r']})."
         )
         header = ("load", "TPOT target, ms", "policy", "harvest", "attainment", "TTFT p50 / p99, ms", "TPOT", "ITL",
-                  "prediction error alone, with training")  # fmt: skip
+                  "prediction error (p95) alone, with training")  # fmt: skip
         parts.append(table(header, [_row(cell, result["cells"]) for cell in result["cells"]]))
         if "comparison" in result:
             parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
@@ -62,8 +62,8 @@ def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
 
 
 def _errors(errors: Result) -> str:
-    """Their means."""
-    return ", ".join("-" if each is None else f"{each['mean']:.1%}" for each in errors.values())
+    """Their means, and what one in twenty exceeds."""
+    return ", ".join("-" if each is None else f"{each['mean']:.1%} ({each['p95']:.1%})" for each in errors.values())
 
 
 def _held(cell: Result) -> bool:
