@@ -31,31 +31,27 @@ def load(batch_size: int, runs: list[Run], attained: int = 1) -> ColocateLoad:
     return ColocateLoad(parameters, measure)
 
 
-def empty_report(num_sms: int | None) -> dict[str, Any]:
-    return {"num_sms": num_sms, "train_alone_tokens_per_s": 100.0, "slo_attainment": 0.99, "cells": []}
+def empty_report() -> dict[str, Any]:
+    return {"train_alone_tokens_per_s": 100.0, "slo_attainment": 0.99, "cells": []}
 
 
-@pytest.mark.parametrize("num_sms", [None, 132])
-def test_whoever_explores_partitions_does_so_once_before_anything_is_measured(num_sms: int | None) -> None:
-    """What is known of latencies is common to all: none is to pay for what the others then know."""
+def test_what_is_missing_is_measured_place_by_place() -> None:
     runs: list[Run] = []
-    loads, slos = [load(8, runs), load(32, runs)], [Slo(500.0, 10.0), Slo(500.0, 40.0)]
-    report = empty_report(num_sms)
+    loads, slos, report = [load(8, runs), load(32, runs)], [Slo(500.0, 10.0), Slo(500.0, 40.0)], empty_report()
     grid = Grid([each.parameters for each in loads], slos, POLICIES, skip_hopeless=False)
     grid.measure(report, loads, None)
-    explored = 2 if num_sms else 0
-    assert runs[:explored] == [(8, 10.0, "adaptive"), (8, 10.0, "harli")][:explored]
-    measured = [(size, slo.tpot_ms, policy) for size in (8, 32) for slo in slos for policy in POLICIES]
-    assert runs[explored:] == measured
-    assert [cell["train_tokens_per_s"] for cell in report["cells"]] == list(range(explored + 1, len(runs) + 1))
+    assert runs == [(size, slo.tpot_ms, policy) for size in (8, 32) for slo in slos for policy in POLICIES]
+    assert [cell["train_tokens_per_s"] for cell in report["cells"]] == list(range(1, len(runs) + 1))
+    del report["cells"][3]
     grid.measure(report, loads, None)
-    assert len(runs) == explored + len(measured), "nothing is missing"
+    assert runs[-1] == (8, 10.0, POLICIES[3])
+    assert len(runs) == len(report["cells"]) + 1, "nothing else was missing"
 
 
 @pytest.mark.parametrize("attained", [0, 1])
 def test_rounds_go_back_and_forth_and_a_cell_is_all_of_them(attained: int, tmp_path: Path) -> None:
     runs: list[Run] = []
-    loads, report, path = [load(8, runs, attained), load(32, runs, attained)], empty_report(None), tmp_path / "f.json"
+    loads, report, path = [load(8, runs, attained), load(32, runs, attained)], empty_report(), tmp_path / "f.json"
     policies = ("inference-only", "adaptive", "llmstation")
     grid = Grid([each.parameters for each in loads], [Slo(500.0, 10.0)], policies, skip_hopeless=True, rounds=3)
     grid.measure(report, loads, path)

@@ -119,7 +119,7 @@ def colocate(
             help="Of the first trace, what each policy serves before anything is measured, so that none has to predict "
             "from less than those after it.",
         ),
-    ] = 4.0,
+    ] = 8.0,
     rounds: Annotated[
         int,
         typer.Option(

@@ -18,7 +18,6 @@ from cotenant.cli.colocate_parts import Report
 from cotenant.cli.output import write_json
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_cell import Cell, pooled
-from cotenant.scheduler.space import sm_shares
 
 _Missing = tuple[int, Slo, str]  # the number of a load, a target, a policy
 
@@ -48,18 +47,11 @@ class Grid:
         return [cell for cell in cells if is_missing(*cell)]
 
     def measure(self, report: Report, loads: Sequence[ColocateLoad], json_path: Path | None) -> None:
-        """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell,
-        or where there are several ``rounds`` after each place: a long run that is cut off leaves what it has measured.
-
-        What is known of latencies is common to all policies. Those that choose among partitions have the first place
-        once before, and nothing is kept of that: else whoever comes first would pay for what the others then know."""
+        """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell, or
+        after each place where there are several ``rounds``: a long run that is cut off leaves what it has measured."""
         console = Console()
         cells, alone = report["cells"], report["train_alone_tokens_per_s"]
         console.print(f"training alone: {alone:.0f} tokens/s")
-        exploring = [cell for cell in self.missing(report) if report["num_sms"] and len(sm_shares(cell[2])) > 1]
-        for policy in dict.fromkeys(policy for _, _, policy in exploring):
-            index, slo, _ = exploring[0]
-            loads[index].measure(policy, slo)
         while missing := self.missing(report):
             together = self._together(missing)
             index = together[0][0]

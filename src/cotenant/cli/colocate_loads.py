@@ -13,6 +13,7 @@ from cotenant.cli.bench_load import part_of_trace
 from cotenant.cli.output import say_phase
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
+from cotenant.scheduler.space import sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -171,15 +172,20 @@ def plan_trace(
 def learn(
     bench: ColocateBench, plans: Sequence[SteadyPlan | TracePlan], policies: Sequence[str], slo: Slo, seconds: float
 ) -> None:
-    """Let each of the policies serve the beginning of the first trace, if there is one, so long at most: see
-    ``ColocateBench.learn``."""
-    plan = next((each for each in plans if isinstance(each, TracePlan)), None)
-    if plan is None or not seconds:
-        return
+    """What is known of latencies is common to all policies: who is measured first is not to pay for what the others
+    then know. So each of them serves the beginning of the first trace, so long at most (``ColocateBench.learn``). Where
+    there is no trace, those that choose among partitions have the first load once, and nothing is kept of that."""
     say_phase("learning how long things take")
-    arrivals = plan.arrivals()
-    for policy in policies:
-        bench.learn(policy, slo, arrivals, min(seconds, plan.duration_s))
+    plan = next((each for each in plans if isinstance(each, TracePlan)), None)
+    if plan is None:
+        first, has_sms = plans[0].load(bench, 0), bench.description()["num_sms"] is not None
+        for policy in policies:
+            if has_sms and len(sm_shares(policy)) > 1:
+                first.measure(policy, slo)
+    elif seconds:
+        arrivals = plan.arrivals()
+        for policy in policies:
+            bench.learn(policy, slo, arrivals, min(seconds, plan.duration_s))
 
 
 def _time_of(trace: Trace, num_requests: int) -> float:
