@@ -32,12 +32,23 @@ def test_policies_are_compared_where_serving_alone_is_in_time(tmp_path: Path) ->
     assert "in the 3 others" in result.stdout
 
 
+def test_the_machine_is_as_fast_as_is_said(tmp_path: Path) -> None:
+    """A prompt of 900 tokens is eight tiles: what they add is its time to a first token."""
+    flags = ["--slo-tpot-ms", "40", "--policies", "inference-only", "--requests", "8", "--every", "4"]
+    for more, count in (([], 3), (["--tiles-ms", "2,3"], 3), (["--tiles-ms", "2,100"], 0), (["--weights-ms", "50"], 0)):
+        result = simulate(tmp_path, *flags, *more)
+        assert f"40 ms: {count} windows that inference-only serves in time" in result.stdout, (more, result.stderr)
+
+
 def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for flags, message in (
         (["--policies", "best"], "--policies: 'best' is none of"),
         (["--requests", "25"], "--requests: no window of"),
         (["--requests", "0"], "--requests and --every: must be above 0"),
         (["--every", "0"], "--requests and --every: must be above 0"),
+        (["--tiles-ms", "2"], "--tiles-ms: two numbers or more are needed"),
+        (["--tiles-ms", "2,x"], "--tiles-ms: expected numbers above 0"),
+        (["--weights-ms", "0"], "--weights-ms above 0"),
         (["--time-scale", "fast"], "--time-scale: expected numbers above 0, like 10,40, not 'fast'"),
         (["--slo-tpot-ms", "40,0"], "--slo-tpot-ms: expected numbers above 0"),
     ):

@@ -1,7 +1,7 @@
 """Requests that come by themselves, with prompts, on the machine of fixed latencies.
 
-A batch takes what its parts take: weights, sequences, context, prompt tokens and what each of those attends to, about
-as Llama-3.1-8B on an H200.
+A batch takes what its parts take: weights, sequences, context, prompt tokens and what each of those attends to
+(``Latencies``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,34 @@ PARTITIONS = {
     "harli": (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
 }
 MOST_TOKENS = 4096  # of a batch
-_WEIGHTS_MS, _SEQUENCE_MS, _CONTEXT_MS, _PROMPT_MS, _PAIR_MS = 4.3, 0.02, 2.35e-5, 0.0225, 1.0e-6
+_TILE = 128  # rows
+
+
+class Latencies(NamedTuple):
+    """Milliseconds of what a batch has, alone; about those of Llama-3.1-8B on an H200. ``tiles``: what prompts add by
+    the tiles that the batch's rows fill, decodes included, and as much as the last one each tile after those; where
+    there are none, prompts take ``prompt`` a token. Few rows cost less than that: the weights are read in any case."""
+
+    weights: float = 4.3
+    sequence: float = 0.02
+    context: float = 2.35e-5
+    prompt: float = 0.0225
+    pair: float = 1.0e-6
+    tiles: tuple[float, ...] = ()
+
+    def batch_ms(self, batch: BatchShape) -> float:
+        if batch.empty:
+            return 0.0
+        step_ms = self.weights + self.sequence * batch.num_decode + self.context * batch.context_tokens
+        return step_ms + self._prompts_ms(batch) + self.pair * batch.prefill_pairs
+
+    def _prompts_ms(self, batch: BatchShape) -> float:
+        if not self.tiles or not batch.prefill_tokens:
+            return self.prompt * batch.prefill_tokens
+        num_tiles = -(-(batch.num_decode + batch.prefill_tokens) // _TILE)
+        if num_tiles <= len(self.tiles):
+            return self.tiles[num_tiles - 1]
+        return self.tiles[-1] + (num_tiles - len(self.tiles)) * (self.tiles[-1] - self.tiles[-2])
 
 
 class Arrival(NamedTuple):
@@ -101,8 +128,16 @@ class _Next(NamedTuple):
 class TraceMachine(Machine):
     """``run_trace`` once: the share of requests that met the SLO, and harvest while they came."""
 
-    def __init__(self, policy: str, slo: Slo, partitions: tuple[Partition, ...], load: Sequence[Arrival]) -> None:
+    def __init__(
+        self,
+        policy: str,
+        slo: Slo,
+        partitions: tuple[Partition, ...],
+        load: Sequence[Arrival],
+        latencies: Latencies = Latencies(),
+    ) -> None:
         super().__init__(policy, slo, partitions)
+        self._latencies = latencies
         self._begin_s = self._now_s
         self._coming = deque(load)
         self._live: list[_Request] = []
@@ -141,10 +176,7 @@ class TraceMachine(Machine):
                         )
 
     def _alone_ms(self, batch: BatchShape) -> float:
-        if batch.empty:
-            return 0.0
-        prompts_ms = _PROMPT_MS * batch.prefill_tokens + _PAIR_MS * batch.prefill_pairs
-        return _WEIGHTS_MS + _SEQUENCE_MS * batch.num_decode + _CONTEXT_MS * batch.context_tokens + prompts_ms
+        return self._latencies.batch_ms(batch)
 
     def _serve(self) -> float:
         """An iteration: what it got training, as milliseconds alone."""
