@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--slo-tpot-ms", default="10,15,25,40")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--html", type=Path)
+    parser.add_argument("--trace-file", type=Path, help="one for each target, with its name in it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
     arguments, rest = parser.parse_known_args()
     try:
@@ -37,7 +38,7 @@ def main() -> int:
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     targets = dict.fromkeys(part.strip() for part in arguments.slo_tpot_ms.split(",") if part.strip())
     paths = {each: arguments.json.with_name(f"{arguments.json.stem}-{each}.json") for each in targets}
-    parts = [_part(tpot_ms, path, rest) for tpot_ms, path in paths.items()]
+    parts = [_part(tpot_ms, path, rest, arguments.trace_file) for tpot_ms, path in paths.items()]
     is_whole = run(parts, gpus, arguments.seconds)  # each cell is in its part's file as soon as it is measured
     for part in parts:
         if part.failed:
@@ -49,9 +50,11 @@ def main() -> int:
     return code or int(any(part.failed for part in parts))
 
 
-def _part(tpot_ms: str, path: Path, rest: Sequence[str]) -> Work:
+def _part(tpot_ms: str, path: Path, rest: Sequence[str], trace_file: Path | None) -> Work:
     """The cells of one target, in ``path``."""
     command = [sys.executable, "-m", "cotenant", "bench", "colocate", *rest, "--slo-tpot-ms", tpot_ms]
+    if trace_file is not None:
+        command += ["--trace-file", str(trace_file.with_stem(f"{trace_file.stem}-{tpot_ms}"))]
     return Work(tpot_ms, [*command, "--json", str(path), "--resume"], path.with_suffix(".log"))
 
 

@@ -47,7 +47,7 @@ def _losses(result: Result) -> list[str]:
 
 
 def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
-    others = [other for other in cells if _held(other) and _place(other) == _place(cell)]
+    others = [other for other in cells if _held(other) and place_key(other) == place_key(cell)]
     best = max((other["harvest"] for other in others), default=None)
     harvest = harvest_text(cell)
     return [
@@ -70,14 +70,13 @@ def _held(cell: Result) -> bool:
     return bool(cell["attainment"] is not None and cell["attainment"] >= 0.99)
 
 
-def _place(cell: Result) -> tuple[str, float]:
-    return _load(cell), float(cell["slo"]["tpot_ms"])
-
-
 def _load(cell: Result) -> str:
     if cell["load"] == "steady":
         return f"{cell['batch_size']} sequences of about {cell['context']:,}"
-    return f"{cell.get('trace') or cell['format']} trace, {cell['time_scale']:g} x, {cell['duration_s']:.0f} s"
+    num_runs = len(cell.get("harvest_of_runs", ())) or 1
+    runs = f"{num_runs} runs of " if num_runs > 1 else ""
+    seconds = f"{runs}{cell['duration_s'] / num_runs:.0f} s"
+    return f"{cell.get('trace') or cell['format']} trace, {cell['time_scale']:g} x, {seconds}"
 
 
 def _pair(figures: Result | None) -> str:

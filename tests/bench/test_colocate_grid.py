@@ -27,7 +27,8 @@ def grid(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_target_has_a_process_and_all_one_report(tmp_path: Path) -> None:
     path, page, model = tmp_path / "grid.json", tmp_path / "grid.html", small_model(tmp_path)
-    result = grid(path, "--html", str(page), "--slo-tpot-ms", "0.001,10000", *model, *LOAD, *TRAINING)
+    flags = ["--html", str(page), "--slo-tpot-ms", "0.001,10000", "--trace-file", str(tmp_path / "trace.json")]
+    result = grid(path, *flags, *model, *LOAD, *TRAINING)
     assert result.returncode == 0, result.stderr + (tmp_path / "grid-10000.log").read_text()
     report = json.loads(path.read_text())
     assert [(cell["slo"]["tpot_ms"], cell["attainment"]) for cell in report["cells"]] == [(0.001, 0.0), (10000, 1.0)]
@@ -36,6 +37,7 @@ def test_each_target_has_a_process_and_all_one_report(tmp_path: Path) -> None:
     assert "--slo-tpot-ms 10000 " in second
     assert "averages are over 2 of 2 places" in result.stdout.lower()
     assert page.is_file()
+    assert all((tmp_path / f"trace-{target}.json").is_file() for target in ("0.001", "10000"))
 
 
 def test_a_target_that_fails_is_named(tmp_path: Path) -> None:

@@ -349,9 +349,9 @@ def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     results.mkdir()
     result = colocated(
         [
-            colocate_cell("inference-only", 0.0, 1.0, device_time=device_time(prompts=0.1)),
+            colocate_cell("inference-only", 0.0, 1.0, device_time=device_time(prompts=0.1), harvest_of_runs=[0.0]),
             colocate_cell("adaptive", 0.75, 1.0, device_time=device_time(prompts=0.15)),
-            colocate_cell("static", 0.8, 0.5, device_time=device_time(prompts=0.15), harvest_of_runs=[0.82, 0.78]),
+            colocate_cell("static", 0.8, 0.5, device_time=device_time(prompts=0.15), harvest_of_runs=[0.82, 0.78, 0.8]),
             colocate_cell("temporal", 0.5, 1.0, device_time=device_time(prompts=0.12)),
             colocate_cell("idle", 0.9, None, num_requests=0, time_scale=2.0),
         ]
@@ -362,8 +362,10 @@ def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     page = target.read_text()
     row = "| conv trace, 0.5 x, 60 s | 40 | `adaptive` | **75.0%** | 100.0% of 90 | 5.0 / - | 5.0 / 9.2 | - | "
     assert row + "-, 2.1% (8.0%) |" in page
-    assert "| `static` | 80.0% (78.0% to 82.0%) | 50.0% of 90 |" in page
+    row = "| conv trace, 0.5 x, 3 runs of 20 s | 40 | `static` | 80.0% (78.0% to 82.0%) | 50.0% of 90 |"
+    assert row in page
     assert "| `idle` | 90.0% | - |" in page
+    assert "| `inference-only` | 0.0% | 100.0% of 90 |" in page
     assert "| conv x 0.5 at 40 ms | `adaptive` | 75.0% | 15.0% | 2.0% | 5.0% | 0.0% | 3.0% | 90.0% |" in page
     assert "| conv x 0.5 at 40 ms | `temporal` | 50.0% | 12.0% |" in page, "the best other that meets the SLO"
     assert "| conv x 0.5 at 40 ms | `static` |" not in page

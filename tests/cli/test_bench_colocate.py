@@ -172,8 +172,9 @@ def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> No
     (tmp_path / "short.csv").write_text(SHORT)
     path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
     flags = ["--batch-sizes", "", "--trace", str(tmp_path / "short.csv"), "--min-requests", "1", "--rounds", "2"]
-    flags += ["--slo-tpot-ms", "10000", "--slo-ttft-ms", "60000", "--policies", "inference-only,multitask"]
-    result = bench_colocate(*small_model(tmp_path), *TRAINING, *flags, "--json", str(path), "--trace-file", str(trace))
+    flags += ["--slo-tpot-ms", "10000,10000", "--slo-ttft-ms", "60000", "--policies", "inference-only,multitask"]
+    flags = [*small_model(tmp_path), *TRAINING, *flags, "--json", str(path)]
+    result = bench_colocate(*flags, "--trace-file", str(trace))
     assert result.returncode == 0, result.stderr
     cells = json.loads(path.read_text())["cells"]
     assert [(cell["policy"], cell["num_requests"], cell["num_failed"]) for cell in cells] == [
@@ -182,10 +183,16 @@ def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> No
     ]
     assert min(cells[1]["harvest_of_runs"]) <= cells[1]["harvest"] <= max(cells[1]["harvest_of_runs"])
     events = json.loads(trace.read_text())
-    begun = [event["name"].split(",")[0] for event in events if event["ph"] == "i"]
-    assert begun.count("multitask") >= 3, "the time alone, and each round"
-    assert begun[-1] == "end"
+    marks = [event["name"] for event in events if event["ph"] == "i"]
+    policies = ("inference-only", "multitask", "multitask", "inference-only")
+    measured = ["training alone", *(f"{policy}, TPOT target 10000 ms, 2 requests" for policy in policies)]
+    assert marks[:-1:2] == [f"measured from here: {each}" for each in measured]
+    assert marks[1::2] == ["measured until here"] * len(measured)
+    assert marks[-1] == "end"
     assert any(event["name"].startswith("prefill") for event in events)
+    again = bench_colocate(*flags, "--resume", "--rounds", "3")
+    assert again.returncode == 2
+    assert "--rounds: the file of --json has 2; --resume goes on with as many" in again.stderr.replace("\n", " ")
 
 
 def test_training_plans_no_longer_gap_than_is_allowed(tmp_path: Path) -> None:
@@ -312,6 +319,16 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | No
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", ["short.csv", "colocate.json", "."])
+def test_no_other_file_of_the_run_becomes_its_trace(tmp_path: Path, name: str) -> None:
+    (tmp_path / "short.csv").write_text(SHORT)
+    flags = ["--trace", str(tmp_path / "short.csv"), "--json", str(tmp_path / "colocate.json")]
+    result = bench_colocate("tiny", *TRAINING, *flags, "--trace-file", str(tmp_path / name))
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --trace-file: ")
+    assert (tmp_path / "short.csv").read_text() == SHORT
 
 
 def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:

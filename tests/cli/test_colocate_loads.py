@@ -36,22 +36,30 @@ def trace_plan() -> TracePlan:
     return TracePlan({}, Trace("azure", [TraceRequest(0.0, 20, 5), TraceRequest(12.0, 9, 7)]), time_scale=2.0)
 
 
+def missing(*indices: int, policies: Sequence[str] = POLICIES) -> list[tuple[int, Slo, str]]:
+    return [(index, SLO, policy) for index in indices for policy in policies]
+
+
 @pytest.mark.parametrize(("seconds", "served_s"), [(4.0, 4.0), (60.0, 6.0)])
 def test_each_policy_serves_the_beginning_of_the_first_trace(seconds: float, served_s: float) -> None:
-    bench = Runs(132)
-    learn(bench, [SteadyPlan(8, 100, 10), trace_plan()], POLICIES, SLO, seconds)  # type: ignore[arg-type]
+    bench = Runs(None)
+    learn(bench, [SteadyPlan(8, 100, 10), trace_plan()], missing(0, 1), seconds)  # type: ignore[arg-type]
     assert bench.asked == [(policy, SLO, 2, served_s) for policy in POLICIES]
 
 
-def test_nothing_is_served_where_there_is_no_time() -> None:
+def test_nothing_is_served_where_there_is_no_time(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Runs(132)
-    learn(bench, [trace_plan()], POLICIES, SLO, 0.0)  # type: ignore[arg-type]
+    learn(bench, [trace_plan()], missing(0), 0.0)  # type: ignore[arg-type]
     assert not bench.asked
+    assert "learning" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("num_sms", [None, 132])
-def test_without_a_trace_whoever_explores_partitions_has_the_first_load_once(num_sms: int | None) -> None:
-    bench = Runs(num_sms)
-    learn(bench, [SteadyPlan(8, 100, 10), SteadyPlan(32, 100, 10)], POLICIES, SLO, 4.0)  # type: ignore[arg-type]
-    explorers = ("adaptive", "harli") if num_sms else ()
-    assert bench.asked == [(policy, SLO, 8, 100, 10) for policy in explorers]
+def test_whoever_explores_partitions_has_a_steady_load_that_comes_first_once(num_sms: int | None) -> None:
+    bench, plans = Runs(num_sms), [SteadyPlan(8, 100, 10), SteadyPlan(32, 100, 10), trace_plan()]
+    learn(bench, plans, missing(1, policies=POLICIES[:3]), 4.0)  # type: ignore[arg-type]
+    explored = [("adaptive", SLO, 32, 100, 10)] if num_sms else []
+    assert bench.asked == explored, "of what is missing, nothing is of the trace"
+    learn(bench, plans, missing(0, 2, policies=("harli",)), 4.0)  # type: ignore[arg-type]
+    explored += [("harli", SLO, 8, 100, 10)] if num_sms else []
+    assert bench.asked == [*explored, ("harli", SLO, 2, 4.0)]

@@ -52,9 +52,13 @@ def test_requests_are_of_all_runs_and_speeds_are_means() -> None:
 
 
 def test_shares_are_means_over_the_time_where_all_runs_have_them() -> None:
-    runs = [run(1.0, 1.0, device_time={"rest": 0.4}, utilisation={"sm": 0.2, "power_w": 100.0})]
-    runs.append(run(2.0, 3.0, device_time={"rest": 0.0}, utilisation={"sm": 0.6}))
+    slow, fast = (
+        {"rest": rest, "decode_steps_per_s": per_s, "decode_step_ms": step_ms}
+        for rest, per_s, step_ms in ((0.4, 60.0, 8.0), (0.0, 100.0, 5.0))
+    )
+    runs = [run(1.0, 1.0, device_time=slow, utilisation={"sm": 0.2, "power_w": 100.0})]
+    runs.append(run(2.0, 3.0, device_time=fast, utilisation={"sm": 0.6}))
     cell = pooled(runs)
-    assert cell.device_time == {"rest": 0.1}
+    assert cell.device_time == {"rest": 0.1, "decode_steps_per_s": 90.0, "decode_step_ms": 5.5}, "60 steps and 300"
     assert cell.utilisation == {"sm": 0.5}
     assert pooled([*runs, run(3.0)]).device_time is None

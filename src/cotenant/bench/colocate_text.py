@@ -35,7 +35,7 @@ def table_row(cell: Cell) -> list[str]:
 def harvest_text(cell: Cell) -> str:
     """Of several runs with the least and the most."""
     runs = cell.get("harvest_of_runs")
-    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs else ""
+    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs and max(runs) > 0 else ""
     return f"{cell['harvest']:.1%}{spread}"
 
 

@@ -183,9 +183,9 @@ def colocate(
     share of what it reaches with the device to itself, measured in the same run.
     """
     names = _policies(policies, skip_hopeless)
-    tpots_ms = [_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")]
+    tpots_ms = list(dict.fromkeys(_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")))
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
-    scales = [_positive(part, "time-scale") for part in time_scale.split(",")] if trace else []
+    scales = list(dict.fromkeys(_positive(part, "time-scale") for part in time_scale.split(","))) if trace else []
     chosen, limit = model_to_measure(model, load_format, dtype, device, compress_weights=compress_weights)
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
@@ -194,7 +194,13 @@ def colocate(
         raise InvalidInputError(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
         )
-    check_outputs(json=json_path, html=html_path)
+    check_outputs(json=json_path, html=html_path, **{"trace-file": trace_file})
+    if trace_file is not None and trace_file.resolve() in [
+        each.resolve() for each in (*(trace or []), json_path) if each
+    ]:
+        raise InvalidInputError(
+            f"--trace-file: {trace_file} is another file of this run; name a new one", param="trace-file"
+        )
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -214,10 +220,15 @@ def colocate(
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
         "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,
+        "rounds": rounds,
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
         known = {"model": chosen.name, "training": asdict(workload), **settings}
         check_alike(known, before, "--resume: the file of --json")
+        if before["rounds"] != rounds:
+            raise InvalidInputError(
+                f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
+            )
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)
     report = before
@@ -230,7 +241,7 @@ def colocate(
             report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
-            learn(bench, plans, names, slos[0], learning_seconds)
+            learn(bench, plans, grid.missing(report), learning_seconds)
             # A seed for each load: what policies are compared under is the same.
             grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
     report["comparison"] = compare(report, slo_attainment)

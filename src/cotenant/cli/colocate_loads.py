@@ -170,22 +170,33 @@ def plan_trace(
 
 
 def learn(
-    bench: ColocateBench, plans: Sequence[SteadyPlan | TracePlan], policies: Sequence[str], slo: Slo, seconds: float
+    bench: ColocateBench,
+    plans: Sequence[SteadyPlan | TracePlan],
+    missing: Sequence[tuple[int, Slo, str]],
+    seconds: float,
 ) -> None:
     """What is known of latencies is common to all policies: who is measured first is not to pay for what the others
-    then know. So each of them serves the beginning of the first trace, so long at most (``ColocateBench.learn``). Where
-    there is no trace, those that choose among partitions have the first load once, and nothing is kept of that."""
+    then know. So before the ``missing`` cells are (the number of a plan, a target, a policy), each of their policies
+    serves the beginning of their first trace, so long at most (``ColocateBench.learn``); and of the first load, where
+    that is a steady one, those that choose among partitions have a cell of which nothing is kept."""
+    first, slo, _ = missing[0]
+    policies = list(dict.fromkeys(policy for _, _, policy in missing))
+    if isinstance(plans[first], SteadyPlan) and bench.description()["num_sms"] is not None:
+        load = plans[first].load(bench, first)
+        for policy in policies:
+            if len(sm_shares(policy)) > 1:
+                _say_learning()
+                load.measure(policy, slo)
+    trace = next((plan for plan in (plans[index] for index, _, _ in missing) if isinstance(plan, TracePlan)), None)
+    if trace is not None and seconds:
+        _say_learning()
+        arrivals = trace.arrivals()
+        for policy in policies:
+            bench.learn(policy, slo, arrivals, min(seconds, trace.duration_s))
+
+
+def _say_learning() -> None:
     say_phase("learning how long things take")
-    plan = next((each for each in plans if isinstance(each, TracePlan)), None)
-    if plan is None:
-        first, has_sms = plans[0].load(bench, 0), bench.description()["num_sms"] is not None
-        for policy in policies:
-            if has_sms and len(sm_shares(policy)) > 1:
-                first.measure(policy, slo)
-    elif seconds:
-        arrivals = plan.arrivals()
-        for policy in policies:
-            bench.learn(policy, slo, arrivals, min(seconds, plan.duration_s))
 
 
 def _time_of(trace: Trace, num_requests: int) -> float:

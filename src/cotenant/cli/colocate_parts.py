@@ -38,7 +38,7 @@ def read_report(path: Path) -> Report:
         raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
-    defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False}
+    defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False, "rounds": 1}
     return {**defaults, "load_format": load_format, **report}
 
 

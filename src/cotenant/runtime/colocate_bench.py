@@ -153,16 +153,18 @@ class ColocateBench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        training = self._tenants.training
-        if training.job_id is not None:
-            training.cancel(_JOB_ID)
-            while training.job_id is not None:
-                training.publish()
-                time.sleep(0.01)
-        self._tenants.latencies.wait()
-        if self._tenants.trace is not None:
-            self._tenants.trace.close()
-        self._folder.cleanup()
+        try:
+            training = self._tenants.training
+            if training.job_id is not None:
+                training.cancel(_JOB_ID)
+                while training.job_id is not None:
+                    training.publish()
+                    time.sleep(0.01)
+            self._tenants.latencies.wait()
+        finally:
+            if self._tenants.trace is not None:
+                self._tenants.trace.close()
+            self._folder.cleanup()
 
     @property
     def longest_tasklet_ms(self) -> float:
@@ -203,7 +205,7 @@ class ColocateBench:
             self._iterate(loop, watch)
         gc.collect()
         gc.freeze()  # as in the worker
-        device_time = self._account()
+        device_time = self._account("training alone")
         start_s = load.now_s
         tokens_per_s = 0.0
         with self._sampler() as utilisation:
@@ -213,6 +215,7 @@ class ColocateBench:
                     tokens_per_s = watch.timeline.tokens_per_s(start_s, load.now_s)
         self.alone_utilisation = utilisation.figures
         self._alone_ms = device_time.tasklets_ms(load.now_s - start_s)
+        self._mark("measured until here")
         return tokens_per_s
 
     def learn(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float) -> None:
@@ -232,11 +235,12 @@ class ColocateBench:
         self._warm_up(policy)
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
-        account = self._account()
+        account = self._account(f"{policy}, TPOT target {slo.tpot_ms:g} ms, {len(arrivals)} requests")
         with self._sampler() as utilisation:
             while load.now_s < duration_s:
                 self._iterate(loop, watch)
         device_time = account.figures(load.now_s, self._alone_ms)
+        self._mark("measured until here")
         until_s = duration_s + min(ANSWERED_WITHIN_S, (slo.ttft_ms + ENOUGH_TOKENS * slo.tpot_ms) / 1e3)
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
@@ -256,10 +260,11 @@ class ColocateBench:
         load = self._steady_load(slo, batch_size, context, num_tokens, _MOST_LEARNING_TOKENS, seed)
         watch, loop = self._begin(load, policy, slo)
         self._learn(loop, watch)
-        account = self._account()
+        account = self._account(f"{policy}, TPOT target {slo.tpot_ms:g} ms, {batch_size} x {context}")
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
         device_time = account.figures(end_s - start_s, self._alone_ms)
+        self._mark("measured until here")
         self._end_steady(loop, watch)
         return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
 
@@ -357,8 +362,14 @@ class ColocateBench:
         self._last_watch = watch
         return watch, self._tenants.loop(load, policy, slo, sm_shares(policy) if shares is None else shares)
 
-    def _account(self) -> DeviceTime:
-        """Of what ends from now on."""
+    def _mark(self, text: str) -> None:
+        """In the trace, if there is one."""
+        if self._tenants.trace is not None:
+            self._tenants.trace.mark(text)
+
+    def _account(self, what: str) -> DeviceTime:
+        """Of what ends from now on, which is measured."""
+        self._mark(f"measured from here: {what}")
         device_time = self._tenants.executor.device_time = DeviceTime()
         return device_time
 

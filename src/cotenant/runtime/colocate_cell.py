@@ -73,9 +73,21 @@ def pooled(runs: Sequence[Cell]) -> Cell:
         },
         timeline=by_training[len(runs) // 2].timeline,
         utilisation=_mean_of_each([run.utilisation for run in runs], shares),
-        device_time=_mean_of_each([run.device_time for run in runs], shares),
+        device_time=_pooled_time(runs, shares),
         trained_in_runs=tuple(run.train_tokens_per_s for run in runs),
     )
+
+
+def _pooled_time(runs: Sequence[Cell], shares: Sequence[float]) -> dict[str, float] | None:
+    """``Cell.device_time`` of all, in which a step's time is a mean over all steps."""
+    times = [run.device_time for run in runs]
+    pooled_time = _mean_of_each(times, shares)
+    if pooled_time is not None and pooled_time.get("decode_steps_per_s"):
+        known = [each for each in times if each is not None]
+        parts = [each["decode_steps_per_s"] / pooled_time["decode_steps_per_s"] for each in known]
+        weights = [part * share for part, share in zip(parts, shares, strict=True)]
+        pooled_time["decode_step_ms"] = round(_mean([each["decode_step_ms"] for each in known], weights), 3)
+    return pooled_time
 
 
 def _mean(values: Sequence[float], shares: Sequence[float]) -> float:

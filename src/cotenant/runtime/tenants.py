@@ -65,8 +65,6 @@ class Tenants:
         partitions, engine = self.serving.device.partitions, self.serving.engine
         partitions = partitions if shares is None else nearest(partitions, shares)
         vocab_size = self.serving.resolved.spec.vocab_size
-        if self.trace is not None:
-            self.trace.mark(f"{policy}, TPOT target {slo.tpot_ms:g} ms")
         return WorkerLoop(
             channel,
             engine,
