@@ -240,9 +240,11 @@ SECTIONS = (
         "more of the time. What makes policies change places within a process, where the card is the same, is not "
         "known. It is not who comes first: of `adaptive` and `harli` that one is from 14% behind to 6% ahead. Nor is "
         "it predictions: where `adaptive` is 14% behind its errors are the least of the five (2.1% alone, 1.9% with "
-        "training; at most 4.7 and 4.0). No process measured a policy twice. So at such a place a cell tells nothing "
-        "of differences below some 15%, and cells of several cards nothing below 30%: `--rounds` measures each "
-        "policy several times, in turn.",
+        "training; at most 4.7 and 4.0). What may have to do with it: the last process and the two below, in which "
+        "those measured first fell behind, were the first on their card since the machine had been started, the "
+        "other four the second. No process measured a policy twice. So at such a place a cell tells nothing of "
+        "differences below some 15%, and cells of several cards nothing below 30%: `--rounds` measures each policy "
+        "several times, in turn.",
     ),
     Section(
         "colocate_order_long_h100.json",
