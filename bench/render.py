@@ -206,9 +206,9 @@ SECTIONS = (
         "40 ms) or short answers have no time for a prompt that comes in between (the code trace at twice its rate "
         "and 10 ms). In the 24 others `adaptive` is in time, `harli` in 22, `llmstation` in 21, `chunked` in 19, "
         "`static` in 8. In 22 of them `adaptive` has most harvest of those in time, by up to 16%. Under the "
-        "conversation at twice its rate it is 5.1% behind `harli` at 15 ms and 10.3% at 10. At 15 ms one cell does "
-        "not tell them apart: on H100s the same version has 18.8 to 24.3% in five cells of this place and `harli` "
-        "21.4 to 24.8, one of them too late; now the one is ahead and now the other, `harli` by 5% on average "
+        "conversation at twice its rate it is 5.1% behind `harli` at 15 ms and 10.3% at 10. These are among the "
+        "first cells of their processes, on a machine just started, and `harli` came after: until faster attention "
+        "kernels are compiled prompts take longer, which tells most where they fill the device "
         "([below](#on-a-gpu-how-far-one-cell-can-be-trusted)). Before its first cell each policy had served 4 s of "
         "the load, `adaptive` and `harli` the first place as a whole. All that train share how prompts' chunks are "
         "sized and how late requests may be. Requests that were live at the end of a cell had the device to "
@@ -233,24 +233,26 @@ SECTIONS = (
         "process had served 4 s under each policy before, and the whole load under `adaptive` and `harli` (now it is "
         "8 s under each). `adaptive` has 18.8 to 24.3% harvest and `harli` 21.4 to 24.8, on average 21.6 and 22.6; "
         "one cell of `harli`'s has two of 122 late and misses the SLO. Within a process `adaptive` is from 14% "
-        "behind to 3% ahead. Some of that is the device: in the fourth process `inference-only` has 42% of the time "
-        "for prompts and in the last 51, and in the first two seconds the longest batches take 4 to 6% longer there "
-        "(25.9 ms for 24.7, 29.2 for 27.7), decode steps as long. Bursts fill the device here: a decode step of 7.5 "
-        "ms leaves little of 15, so prompts that are served 5% slower wait longer, go by smaller chunks and have 22% "
-        "more of the time. What makes policies change places within a process, where the card is the same, is not "
-        "known. It is not who comes first: of `adaptive` and `harli` that one is from 14% behind to 6% ahead. Nor is "
-        "it predictions: where `adaptive` is 14% behind its errors are the least of the five (2.1% alone, 1.9% with "
-        "training; at most 4.7 and 4.0). What may have to do with it: the last process and the two below, in which "
-        "those measured first fell behind, were the first on their card since the machine had been started, the "
-        "other four the second. No process measured a policy twice. So at such a place a cell tells nothing of "
-        "differences below some 15%, and cells of several cards nothing below 30%: `--rounds` measures each policy "
-        "several times, in turn.",
+        "behind to 3% ahead. The last process and the two below were the first on their cards since the machine had "
+        "been started: in all three whoever was measured first is behind, by 8 to 14%. The other four were the "
+        "second on the same machine: of `adaptive` and `harli`, the one measured before the other is there from 2% "
+        "behind to 6% ahead. The reason, by the code and by when it is over: until FlashInfer's faster kernels for "
+        "prompts are compiled, which takes minutes where they never were and cores besides, prompts go through "
+        "others (`models/attention_kernels.py`), and these measurements did not wait for that. In the first two "
+        "seconds the longest batches under `inference-only` take 4 to 6% longer in the last process than in the "
+        "fourth (25.9 ms for 24.7, 29.2 for 27.7), decode steps as long. That is little, but bursts fill the device "
+        "here: a decode step of 7.5 ms leaves little of 15, so such prompts wait longer, go by smaller chunks and "
+        "have 51% of the time for 42. Errors of prediction are no larger for it. `bench colocate` waits now (not "
+        "measured yet). In the four processes that had these kernels `adaptive` has 22.3% on average and `harli` "
+        "22.9, and cards differ by more than that: no process measured a policy twice, for which there is "
+        "`--rounds`.",
     ),
     Section(
         "colocate_order_long_h100.json",
         "On a GPU: the same in longer cells",
         "25 s of the same, two policies in either order, each on a card of its own beside tests on the host's other "
-        "two: who comes first is behind in both, by 12 and 8%. They differ in the second to tenth second alone.",
+        "two: who comes first is behind in both, by 12 and 8%. They differ in the second to tenth second alone: by "
+        "then the kernels were there.",
     ),
     Section(
         "colocate_grid_h100.json",

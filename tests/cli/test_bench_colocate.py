@@ -9,10 +9,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from cotenant.bench.device_losses import losses
 from cotenant.bench.traces import Trace, TraceRequest
 from cotenant.cli.colocate_loads import plan_trace, steady_lengths
+from cotenant.cli.main import app
+from cotenant.core.errors import InvalidInputError
+from cotenant.engine.engine import OnlineEngine
+from cotenant.runtime.colocate_bench import ColocateBench
 from forked import run_command
 from small_model import small_model
 
@@ -113,6 +118,21 @@ def check_report(report: dict[str, Any], page: Path, printed: str) -> None:
     names = [caption.text or "" for caption in root.iter("figcaption")]
     for policy in ("multitask", "inference-only"):
         assert f"{policy}: who has the device" in names
+
+
+def test_prompts_have_their_kernels_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = list[str]()
+
+    def alone(_: ColocateBench, __: float) -> float:
+        order.append("training alone")
+        raise InvalidInputError("that is enough")
+
+    monkeypatch.setattr(OnlineEngine, "wait_for_kernels", lambda _: order.append("kernels"))
+    monkeypatch.setattr(ColocateBench, "alone", alone)
+    load = ["--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    result = CliRunner().invoke(app, ["bench", "colocate", "tiny", *TRAINING, *load])
+    assert isinstance(result.exception, InvalidInputError)
+    assert order == ["kernels", "training alone"]
 
 
 def test_what_is_not_given_is_what_a_small_model_takes(tmp_path: Path) -> None:

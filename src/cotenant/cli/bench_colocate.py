@@ -235,6 +235,8 @@ def colocate(
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
+            say_phase("waiting until all kernels are compiled")
+            bench.wait_for_kernels()
             say_phase("timing training alone")
             alone = round(bench.alone(alone_seconds), 2)
             measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}

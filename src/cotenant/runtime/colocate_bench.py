@@ -166,6 +166,11 @@ class ColocateBench:
                 self._tenants.trace.close()
             self._folder.cleanup()
 
+    def wait_for_kernels(self) -> None:
+        """Block until nothing more is compiled in the background: from then on prompts go through other kernels, and
+        until then compilers have cores. Takes minutes where no kernels of this model were compiled before."""
+        self._tenants.serving.engine.wait_for_kernels()
+
     @property
     def longest_tasklet_ms(self) -> float:
         """As measured so far."""
