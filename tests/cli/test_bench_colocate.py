@@ -341,10 +341,11 @@ def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | No
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("name", ["short.csv", "colocate.json", "."])
+@pytest.mark.parametrize("name", ["short.csv", "colocate.json", "page.html", "."])
 def test_no_other_file_of_the_run_becomes_its_trace(tmp_path: Path, name: str) -> None:
     (tmp_path / "short.csv").write_text(SHORT)
     flags = ["--trace", str(tmp_path / "short.csv"), "--json", str(tmp_path / "colocate.json")]
+    flags += ["--html", str(tmp_path / "page.html")]
     result = bench_colocate("tiny", *TRAINING, *flags, "--trace-file", str(tmp_path / name))
     assert result.returncode == 2
     assert result.stderr.startswith("error: --trace-file: ")

@@ -55,7 +55,9 @@ def test_nothing_is_served_where_there_is_no_time(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("num_sms", [None, 132])
-def test_whoever_explores_partitions_has_a_steady_load_that_comes_first_once(num_sms: int | None) -> None:
+def test_whoever_explores_partitions_has_a_steady_load_that_comes_first_once(
+    num_sms: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench, plans = Runs(num_sms), [SteadyPlan(8, 100, 10), SteadyPlan(32, 100, 10), trace_plan()]
     learn(bench, plans, missing(1, policies=POLICIES[:3]), 4.0)  # type: ignore[arg-type]
     explored = [("adaptive", SLO, 32, 100, 10)] if num_sms else []
@@ -63,3 +65,4 @@ def test_whoever_explores_partitions_has_a_steady_load_that_comes_first_once(num
     learn(bench, plans, missing(0, 2, policies=("harli",)), 4.0)  # type: ignore[arg-type]
     explored += [("harli", SLO, 8, 100, 10)] if num_sms else []
     assert bench.asked == [*explored, ("harli", SLO, 2, 4.0)]
+    assert capsys.readouterr().err.count("learning how long things take") == (2 if num_sms else 1), "once for each"

@@ -195,12 +195,7 @@ def colocate(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
         )
     check_outputs(json=json_path, html=html_path, **{"trace-file": trace_file})
-    if trace_file is not None and trace_file.resolve() in [
-        each.resolve() for each in (*(trace or []), json_path) if each
-    ]:
-        raise InvalidInputError(
-            f"--trace-file: {trace_file} is another file of this run; name a new one", param="trace-file"
-        )
+    _check_trace_file(trace_file, [*(trace or []), json_path, html_path])
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -215,8 +210,8 @@ def colocate(
         for name, scale in itertools.product(traces, scales)
     ]
     longest = max(plan.longest for plan in plans)
-    config = _config(replace(chosen, max_model_len=max_model_len or longest), tasklet_tokens, names, fuse=fuse)
-    config = replace(config, trace_file=None if trace_file is None else str(trace_file.expanduser().resolve()))
+    chosen = replace(chosen, max_model_len=max_model_len or longest)
+    config = _config(chosen, tasklet_tokens, names, trace_file, fuse=fuse)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
         "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,
@@ -225,10 +220,7 @@ def colocate(
     if before is not None:  # what is known without the model, which takes a while to load
         known = {"model": chosen.name, "training": asdict(workload), **settings}
         check_alike(known, before, "--resume: the file of --json")
-        if before["rounds"] != rounds:
-            raise InvalidInputError(
-                f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
-            )
+        _check_rounds(before, rounds)
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)
     report = before
@@ -273,7 +265,23 @@ def _policies(text: str, skip_hopeless: bool) -> list[str]:
     return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
 
 
-def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], *, fuse: bool | None) -> ServerConfig:
+def _check_trace_file(path: Path | None, others: Sequence[Path | None]) -> None:
+    """A file that is there is renamed: no other one of the run."""
+    if path is not None and path.resolve() in [other.resolve() for other in others if other is not None]:
+        raise InvalidInputError(f"--trace-file: {path} is another file of this run; name a new one", param="trace-file")
+
+
+def _check_rounds(before: dict[str, Any], rounds: int) -> None:
+    """Policies that are compared were measured in turn."""
+    if before["rounds"] != rounds:
+        raise InvalidInputError(
+            f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
+        )
+
+
+def _config(
+    model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], trace_file: Path | None, *, fuse: bool | None
+) -> ServerConfig:
     shares, for_prompts = (
         tuple(sorted({share for name in policies for share in shares_of(name)}))
         for shares_of in (sm_shares, prompt_shares)
@@ -285,6 +293,7 @@ def _config(model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], *,
         coexecution=CoExecutionConfig(
             tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=shares, prompt_sm_shares=for_prompts
         ),
+        trace_file=None if trace_file is None else str(trace_file),
     )
 
 

@@ -181,22 +181,18 @@ def learn(
     that is a steady one, those that choose among partitions have a cell of which nothing is kept."""
     first, slo, _ = missing[0]
     policies = list(dict.fromkeys(policy for _, _, policy in missing))
-    if isinstance(plans[first], SteadyPlan) and bench.description()["num_sms"] is not None:
-        load = plans[first].load(bench, first)
-        for policy in policies:
-            if len(sm_shares(policy)) > 1:
-                _say_learning()
-                load.measure(policy, slo)
+    steady = plans[first] if isinstance(plans[first], SteadyPlan) and bench.description()["num_sms"] else None
     trace = next((plan for plan in (plans[index] for index, _, _ in missing) if isinstance(plan, TracePlan)), None)
+    explorers = [policy for policy in policies if steady is not None and len(sm_shares(policy)) > 1]
+    if explorers or (trace is not None and seconds):
+        say_phase("learning how long things take")
+    if steady is not None:
+        for policy in explorers:
+            steady.load(bench, first).measure(policy, slo)
     if trace is not None and seconds:
-        _say_learning()
         arrivals = trace.arrivals()
         for policy in policies:
             bench.learn(policy, slo, arrivals, min(seconds, trace.duration_s))
-
-
-def _say_learning() -> None:
-    say_phase("learning how long things take")
 
 
 def _time_of(trace: Trace, num_requests: int) -> float:
