@@ -207,23 +207,23 @@ SECTIONS = (
         "and 10 ms). In the 24 others `adaptive` is in time, `harli` in 22, `llmstation` in 21, `chunked` in 19, "
         "`static` in 8. In 22 of them `adaptive` has most harvest of those in time, by up to 16%. Under the "
         "conversation at twice its rate it is 5.1% behind `harli` at 15 ms and 10.3% at 10. These are among the "
-        "first cells of their processes, on a machine just started, and `harli` came after: until faster attention "
-        "kernels are compiled prompts take longer, which tells most where they fill the device "
-        "([below](#on-a-gpu-how-far-one-cell-can-be-trusted)). Before its first cell each policy had served 4 s of "
-        "the load, `adaptive` and `harli` the first place as a whole. All that train share how prompts' chunks are "
-        "sized and how late requests may be. Requests that were live at the end of a cell had the device to "
-        "themselves from there on. Training alone ran at 16,281 to 16,586 tokens/s on the four cards: policies are "
-        "compared by harvest. Two cards of a kind, both at their power limit, differ by some points, as steady "
-        "sequences above show. Beside a job few batches have the device alone, most of them with prompts, so a "
-        "cell's prediction error alone rests on few, down to 23: its p95 is above 10% in 7 of the 24 cells, up to "
-        "19.1%. That of batches that training shares is 8.5% at most. The second table says what bounds training. "
-        "Prompts take what they take alone at the clocks that the power limit leaves, and up to 15% more under the "
-        "conversation at 10 and 15 ms, where they go by small chunks. A decode step costs training 3.0 to 5.9 ms "
-        "where it takes 4.4 to 5.4 alone (at four times the rate 7.9, 8.1 alone): under the conversation at its own "
-        "rate and 40 ms, 4.5 for 4.7, and 6.2 under `chunked`, so that prompts have 22% of the time there and decode "
-        "steps 11. More is to be had of steps that read fewer bytes or are fewer, of prompts that the prefix cache "
-        "has, and of a board that may draw more. What these figures do not show: much of what `adaptive` goes by was "
-        "chosen by simulating these seconds of the conversation.",
+        "first cells of their processes, on a machine just started, and `harli` came after. Until faster attention "
+        "kernels are compiled prompts take longer, which tells most where they fill the device; that this is the "
+        "reason is concluded from runs on H100s ([below](#on-a-gpu-how-far-one-cell-can-be-trusted)). Before its "
+        "first cell each policy had served 4 s of the load, `adaptive` and `harli` the first place as a whole. All "
+        "that train share how prompts' chunks are sized and how late requests may be. Requests that were live at the "
+        "end of a cell had the device to themselves from there on. Training alone ran at 16,281 to 16,586 tokens/s "
+        "on the four cards: policies are compared by harvest. Two cards of a kind, both at their power limit, differ "
+        "by some points, as steady sequences above show. Beside a job few batches have the device alone, most of "
+        "them with prompts, so a cell's prediction error alone rests on few, down to 23: its p95 is above 10% in 7 "
+        "of the 24 cells, up to 19.1%. That of batches that training shares is 8.5% at most. The second table says "
+        "what bounds training. Prompts take what they take alone at the clocks that the power limit leaves, and up "
+        "to 15% more under the conversation at 10 and 15 ms, where they go by small chunks. A decode step costs "
+        "training 3.0 to 5.9 ms where it takes 4.4 to 5.4 alone (at four times the rate 7.9, 8.1 alone): under the "
+        "conversation at its own rate and 40 ms, 4.5 for 4.7, and 6.2 under `chunked`, so that prompts have 22% of "
+        "the time there and decode steps 11. More is to be had of steps that read fewer bytes or are fewer, of "
+        "prompts that the prefix cache has, and of a board that may draw more. What these figures do not show: much "
+        "of what `adaptive` goes by was chosen by simulating these seconds of the conversation.",
     ),
     Section(
         "colocate_order_h100.json",
@@ -236,13 +236,13 @@ SECTIONS = (
         "behind to 3% ahead. The last process and the two below were the first on their cards since the machine had "
         "been started: in all three whoever was measured first is behind, by 8 to 14%. The other four were the "
         "second on the same machine: of `adaptive` and `harli`, the one measured before the other is there from 2% "
-        "behind to 6% ahead. The reason, by the code and by when it is over: until FlashInfer's faster kernels for "
-        "prompts are compiled, which takes minutes where they never were and cores besides, prompts go through "
-        "others (`models/attention_kernels.py`), and these measurements did not wait for that. In the first two "
-        "seconds the longest batches under `inference-only` take 4 to 6% longer in the last process than in the "
-        "fourth (25.9 ms for 24.7, 29.2 for 27.7), decode steps as long. That is little, but bursts fill the device "
-        "here: a decode step of 7.5 ms leaves little of 15, so such prompts wait longer, go by smaller chunks and "
-        "have 51% of the time for 42. Errors of prediction are no larger for it. `bench colocate` waits now (not "
+        "behind to 6% ahead. The reason, as far as the code and the time at which it ends tell: until FlashInfer's "
+        "faster kernels for prompts are compiled, where they never were, they go through others, and compilers have "
+        "some of the cores (`models/attention_kernels.py`), and these measurements did not wait for that. In the "
+        "first two seconds the longest batches under `inference-only` take 4 to 6% longer in the last process than "
+        "in the fourth (25.9 ms for 24.7, 29.2 for 27.7), decode steps as long. That is little, but bursts fill the "
+        "device here: a decode step of 7.5 ms leaves little of 15, so such prompts wait longer, go by smaller chunks "
+        "and have 51% of the time for 42. Errors of prediction are no larger for it. `bench colocate` waits now (not "
         "measured yet). In the four processes that had these kernels `adaptive` has 22.3% on average and `harli` "
         "22.9, and cards differ by more than that: no process measured a policy twice, for which there is "
         "`--rounds`.",
@@ -252,7 +252,7 @@ SECTIONS = (
         "On a GPU: the same in longer cells",
         "25 s of the same, two policies in either order, each on a card of its own beside tests on the host's other "
         "two: who comes first is behind in both, by 12 and 8%. They differ in the second to tenth second alone: by "
-        "then the kernels were there.",
+        "then, it seems, the kernels were there.",
     ),
     Section(
         "colocate_grid_h100.json",

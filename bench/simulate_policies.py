@@ -7,8 +7,8 @@ share in time and training.
 
     python bench/simulate_policies.py conv.csv --time-scale 1,2,4 --slo-tpot-ms 15,40
 
-The machine's prompts take as long a token in small chunks as in large ones, which a GPU's do not. With --weights-ms 4.2
---tiles-ms 2.6,3.7,6.4,9.2 harvest is about an H200's under the conversation at twice its rate and 10 and 15 ms.
+The machine's prompts take as long a token in small chunks as in large ones. --tiles-ms, as in 2.6,3.7,6.4,9.2, makes
+the first tiles cost less than their share, for a batch reads the weights in any case; what that takes is --weights-ms.
 """
 
 from __future__ import annotations

@@ -10,10 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 GRID = json.loads((ROOT / "bench" / "results" / "colocate_grid_h200.json").read_text(encoding="utf-8"))
-CELLS = {
-    (cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]): cell
-    for cell in GRID["cells"]
-}  # fmt: skip
+CELLS = {(cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]): cell for cell in GRID["cells"]}
 
 
 def pair(alone: dict[str, Any], ours: dict[str, Any], name: str, text: Callable[[float], str]) -> list[str]:

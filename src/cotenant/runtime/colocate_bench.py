@@ -168,7 +168,7 @@ class ColocateBench:
 
     def wait_for_kernels(self) -> None:
         """Block until nothing more is compiled in the background: from then on prompts go through other kernels, and
-        until then compilers have cores. Takes minutes where no kernels of this model were compiled before."""
+        until then compilers have cores. It may take minutes where none of this model's were compiled before."""
         self._tenants.serving.engine.wait_for_kernels()
 
     @property
