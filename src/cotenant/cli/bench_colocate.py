@@ -280,7 +280,12 @@ def _check_rounds(before: dict[str, Any], rounds: int) -> None:
 
 
 def _config(
-    model: ModelConfig, tasklet_tokens: int, policies: Sequence[str], trace_file: Path | None, *, fuse: bool | None
+    model: ModelConfig,
+    tasklet_tokens: int,
+    policies: Sequence[str],
+    trace_file: Path | None = None,
+    *,
+    fuse: bool | None,
 ) -> ServerConfig:
     shares, for_prompts = (
         tuple(sorted({share for name in policies for share in shares_of(name)}))
