@@ -31,13 +31,14 @@ RESULTS = ROOT / "bench" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """An entry of the catalogue; ``values``: one command each, without them there is one."""
+    """An entry of the catalogue; ``values``: names and what they stand for, one command each; without them there is
+    one."""
 
     name: str
     result: str
     seconds: float
     command: str
-    values: tuple[str, ...] = ()
+    values: tuple[tuple[str, str], ...] = ()
     join: str = ""
 
     @property
@@ -46,8 +47,8 @@ class Measurement:
 
     def works(self, out: Path) -> list[Work]:
         """Its commands, each with a name of its own in this folder."""
-        names = [f"{self.name}-{value}" for value in self.values] or [self.name]
-        return [self._work(name, value, out) for name, value in zip(names, self.values or ("",), strict=True)]
+        named = [(f"{self.name}-{name}", value) for name, value in self.values] or [(self.name, "")]
+        return [self._work(name, value, out) for name, value in named]
 
     def _work(self, name: str, value: str, out: Path) -> Work:
         command = self.command.replace("{json}", f"{name}.json").replace("{value}", value)
@@ -66,6 +67,8 @@ def main() -> int:
             print(
                 f"{each.name}: {each.result}, {len(each.values) or 1} x about {each.seconds:.0f} s\n    {each.command}"
             )
+            for name, value in each.values:
+                print(f"    {{value}} of {name}: {value}")
         return 0
     out = arguments.out.resolve()
     results = out / "results"
@@ -99,7 +102,8 @@ def parse() -> tuple[argparse.Namespace, dict[str, Measurement]]:
     parser.add_argument("--catalogue", type=Path, default=CATALOGUE)
     arguments = parser.parse_args()
     entries = tomllib.loads(arguments.catalogue.read_text(encoding="utf-8"))["measurement"]
-    catalogue = {entry["name"]: Measurement(**{**entry, "values": tuple(entry.get("values", ()))}) for entry in entries}
+    named = [{**entry, "values": _named(entry.get("values", []))} for entry in entries]
+    catalogue = {entry["name"]: Measurement(**entry) for entry in named}
     unknown = [name for name in arguments.names if name not in catalogue]
     if unknown or not (arguments.names or arguments.list):
         parser.error(f"{', '.join(unknown) or 'no name'}: expected some of {', '.join(catalogue)}")
@@ -108,6 +112,11 @@ def parse() -> tuple[argparse.Namespace, dict[str, Measurement]]:
     except ValueError as error:
         parser.error(f"--gpus: {error}")
     return arguments, catalogue
+
+
+def _named(values: list[str] | dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Values of the catalogue with their names: in a list each is its own."""
+    return tuple(values.items()) if isinstance(values, dict) else tuple((value, value) for value in values)
 
 
 def _argv(command: str) -> list[str]:

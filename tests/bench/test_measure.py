@@ -47,11 +47,13 @@ def catalogue(tmp_path: Path) -> Path:
         {"name": "bad", "result": "bad_gpu.json", "seconds": 0, "command": command, "values": ["fail", "4"]},
         {"name": "slow", "result": "slow_gpu.json", "seconds": 0, "command": command, "values": ["slow"]},
         {"name": "long", "result": "long_gpu.json", "seconds": 100, "command": command, "values": ["5"]},
+        {"name": "named", "result": "named_gpu.json", "seconds": 0, "command": command.replace(" {json}", "")},
     ]
     path = tmp_path / "catalogue.toml"
     lines = []
     for entry in entries:
         lines += ["[[measurement]]", *(f"{name} = {json.dumps(value)}" for name, value in entry.items())]
+    lines += ["[measurement.values]", 'first = "6 named-first.json"', 'second = "7 named-second.json"']
     path.write_text("\n".join(lines))
     return path
 
@@ -73,6 +75,13 @@ def test_results_of_several_commands_become_one_and_are_measured_once(catalogue:
         assert found == [{"value": value, "times": 1, "trace": True} for value in ("1", "2")]
         assert (out / "results" / "text_gpu.txt").read_text() in ("gpu 0\n", "gpu 1\n")
         assert (out / "text.log").read_text() == "printed\n"
+
+
+def test_values_may_have_names_and_be_several_arguments(catalogue: Path) -> None:
+    assert measure(catalogue, "named").returncode == 0
+    found = json.loads((catalogue.parent / "out" / "results" / "named_gpu.json").read_text())
+    assert [each["value"] for each in found] == ["6", "7"]
+    assert "{value} of second: 7 named-second.json" in measure(catalogue, "--list").stdout
 
 
 def test_what_fails_is_named_and_the_others_go_on(catalogue: Path) -> None:
@@ -114,7 +123,7 @@ def test_what_has_no_time_left_is_cut_off_or_not_begun(catalogue: Path) -> None:
 def test_a_name_that_is_not_there_is_refused(catalogue: Path) -> None:
     result = measure(catalogue, "two", "three")
     assert result.returncode == 2
-    assert "three: expected some of two, text, bad, slow, long" in result.stderr
+    assert "three: expected some of two, text, bad, slow, long, named" in result.stderr
 
 
 @pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: str(entry["name"]))
@@ -126,6 +135,8 @@ def test_the_commands_of_the_catalogue_can_be_run(entry: dict[str, Any]) -> None
         known = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     else:
         known = (ROOT / rest[0]).read_text()  # some import what only a GPU's machine has
-    flags = {word.partition("=")[0] for word in rest if word.startswith("--")}
+    values = entry.get("values", [])
+    more = shlex.split(" ".join(values.values())) if isinstance(values, dict) else []
+    flags = {word.partition("=")[0] for word in [*rest, *more] if word.startswith("--")}
     assert flags <= set(re.findall(r"--[\w-]+", known))
     assert (ROOT / "bench" / "results" / entry["result"]).is_file()
