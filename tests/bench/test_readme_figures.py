@@ -59,7 +59,8 @@ def test_the_text_is_the_whole_grid() -> None:
     assert not comparison["misses"]
     ratio = comparison["ratios"]["best_other"]["ratio"]
     assert f"it trains {ratio:.2f} times as much as the best other way" in README
-    most = [place for place in alone_in_time if (place["ratio_to_best_other"] or 0) >= 1]
-    assert f"in {len(most)} of them it trains most" in README
-    behind = {(place["trace"], place["time_scale"], place["slo"]["tpot_ms"]) for place in comparison["behind"]}
-    assert behind == {("conv", 2.0, 10.0), ("conv", 2.0, 15.0)}, "which the README names"
+    ratios = [place["ratio_to_best_other"] or 0 for place in alone_in_time]
+    behind = [ratio for ratio in ratios if ratio < 1]
+    assert len(behind) == 3, "which the README says"
+    assert f"in {len(ratios) - 3} of them it trains most" in README
+    assert f"in three another way got up to {1 / min(behind) - 1:.1%} further" in README
