@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -355,6 +356,17 @@ def test_a_policy_is_told_what_prompts_take_off_what_was_learned(
     assert seen
     assert all(snapshot.taken_off == pytest.approx(0.25) for snapshot in seen)
     assert all(snapshot.margin + snapshot.taken_off <= 0.98 for snapshot in seen)
+
+
+def test_a_policy_is_told_when_tokens_went_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    margins = noted_margins(monkeypatch)
+    loop, policy = small_loop(tmp_path, Channel(AddRequest(request("r", [5, 6, 7], 24))), Watching())
+    (margin,) = margins
+    loop.run()
+    seen = [snapshot for snapshot in policy.seen if snapshot.requests]
+    assert seen[0].since_tokens_ms == math.inf
+    ended_s = margin.tokens["r"][-2]
+    assert 0.0 < seen[-1].since_tokens_ms < (time.perf_counter() - ended_s) * 1e3
 
 
 class AheadDevice(CpuDevice):

@@ -36,6 +36,13 @@ def test_adaptive_serves_in_time_and_trains_more_than_multitask(load: Load, targ
     assert harvest > 1.05 * outcome("multitask", load, target_ms)[1]
 
 
+@pytest.mark.parametrize(("load", "least"), [(BUSY, 0.53), (FULL, 0.48)])
+def test_what_requests_have_saved_up_is_spent_before_others_join_them(load: Load, least: float) -> None:
+    attainment, harvest = outcome("adaptive", load, 40.0)
+    assert attainment >= 0.99
+    assert harvest > least, "0.513 and 0.461 where prompts are never held"
+
+
 def test_prompts_find_room_beside_steps_that_take_all_that_the_target_leaves() -> None:
     """Else they go by the smallest chunks, which nothing shares."""
     attainment, harvest = outcome("adaptive", CHAT, 10.0)

@@ -6,6 +6,7 @@ A batch takes what its parts take: weights, sequences, context, prompt tokens an
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -144,6 +145,7 @@ class TraceMachine(Machine):
         self._next: _Next | None = None
         self._was_overtaken = False  # who came since the batch was planned waits for no tasklets behind it
         self._answers = AnswerLengths()
+        self._last_tokens_s = -math.inf
         self.done: list[_Request] = []
 
     @property
@@ -248,6 +250,7 @@ class TraceMachine(Machine):
             margin=self.margin, taken_off=self._margin.value - self.margin,
             num_ending=sum(count == request.num_left for request, count in chunks),
             in_flight=in_flight, least_answer=self._answers.least,
+            since_tokens_ms=(self._now_s - self._last_tokens_s) * 1e3,
         )  # fmt: skip
         return _Next(self._policy.plan(snapshot), batch, decodes, chunks)
 
@@ -258,6 +261,8 @@ class TraceMachine(Machine):
         return [*decodes, *(request for request, _ in chunks if not request.num_left)]
 
     def _tokens_of(self, requests: list[_Request], at_s: float) -> None:
+        if requests:
+            self._last_tokens_s = at_s
         for request in requests:
             request.token_s.append(at_s)
             is_over = len(request.token_s) == request.arrival.num_tokens

@@ -134,7 +134,8 @@ class Snapshot:
     been live. ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that
     ``batch`` can have. ``in_flight``: the batch before it, if that has not landed: this one begins as it ends.
     ``wait_ms``: until tasklets have ended that this one waits for or, if there is one in flight, that one; as far as is
-    known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known."""
+    known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known. ``since_tokens_ms``: since tokens
+    went out the last time."""
 
     now_s: float
     slo: Slo
@@ -151,6 +152,7 @@ class Snapshot:
     in_flight: InFlight | None = None
     wait_ms: float = 0.0
     least_answer: int = 0
+    since_tokens_ms: float = 0.0
 
 
 class Mode(StrEnum):
@@ -170,7 +172,7 @@ class Plan:
     ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
     the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
     tasklets in flight when a request arrives, but for those beside a batch, which delay nobody; those that follow one
-    stop no sooner than ``hold_ms`` after its end.
+    stop no sooner than ``hold_ms`` after its end, and others than after their beginning.
     ``until_step_end`` runs the whole training step, however many tasklets it takes. ``look_again_s``: with nothing to
     run, how long the worker waits at most before it plans anew.
     """

@@ -129,6 +129,7 @@ class WorkerLoop:
         self._seen: tuple[RequestView, ...] = ()  # by the last plan
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
         self._largest_gap_s = 0.0
+        self._last_tokens_s = -math.inf  # when some went out
         self._next_stats_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
@@ -226,6 +227,7 @@ class WorkerLoop:
             in_flight=in_flight,
             wait_ms=self._executor.wait_ms,
             least_answer=self._answers.least,
+            since_tokens_ms=(time.perf_counter() - self._last_tokens_s) * 1e3,
         )
 
     def _arrange_prompts(self, requests: tuple[RequestView, ...], now_s: float, in_flight: InFlight | None) -> None:
@@ -358,7 +360,7 @@ class WorkerLoop:
     def _emit(self, outputs: list[SequenceOutput]) -> None:
         if outputs and self._active_profile is None:
             self._channel.send(Outputs(tuple(outputs)))
-            now_s = time.perf_counter()
+            now_s = self._last_tokens_s = time.perf_counter()
             for output in outputs:
                 reason = output.finish_reason
                 num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)

@@ -8,11 +8,12 @@ from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
-from cotenant.core.plan import FIRST_MARGIN, JobView, Partition, Plan, Slo, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, BatchShape, JobView, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, flight_ms, serving_alone, training_alone, waits_longer
 from cotenant.scheduler.filling import Costs, Filling, after, fill
+from cotenant.scheduler.holding import held_ms
 from cotenant.scheduler.planner import in_time
 from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
 from cotenant.scheduler.space import Beside, in_each, in_space
@@ -59,7 +60,8 @@ class AdaptivePolicy(Policy):
 
     Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token
     but those of requests that come meanwhile, which wait for a small part of their target at most.
-    Prompts that need more batches, and requests that wait for a place in one, have the device to themselves.
+    Prompts that need more batches, and requests that wait for a place in one, have the device to themselves. Before the
+    first of them begins, tasklets spend what running requests have saved up, which is of no use from then on.
 
     Requests' slack is spent as it comes, so short answers miss their target where prompts come in bursts and the margin
     has not been learned yet. So it begins further below the target than others', by a part of what a step leaves of it
@@ -77,6 +79,8 @@ class AdaptivePolicy(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
             return training_alone(snapshot)
+        if snapshot.job is not None and (held := self._held(snapshot, snapshot.job)):
+            return held
         if snapshot.job is None or waits_longer(snapshot):
             return serving_alone(self._predictor, snapshot)
         step_ms = self._predictor.batch_ms(snapshot.batch)
@@ -84,6 +88,14 @@ class AdaptivePolicy(Policy):
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)
         return _Choice(costs, snapshot, snapshot.job, step_ms).best() or serving_alone(self._predictor, snapshot)
+
+    def _held(self, snapshot: Snapshot, job: JobView) -> Plan | None:
+        """Tasklets before the batch, for which its prompts are held."""
+        time_ms = held_ms(self._predictor, snapshot)
+        count = fill(self._costs.of(BatchShape()), job.upcoming, time_ms).num_tasklets if time_ms > 0 else 0
+        if not count:
+            return None
+        return Plan(run_online=False, num_tasklets=count, hold_ms=time_ms, mode=Mode.TEMPORAL)
 
 
 class _Choice:

@@ -1,0 +1,65 @@
+"""How long prompts are held for training, in the time that running requests have saved up.
+
+A request that joins has nothing saved up: from its first token on it is the most urgent one, and what the others have
+is of no use any more, neither to training nor to prompts. So that is spent before its prompt begins, as far as its TTFT
+target allows. (FineInfer's deferred batching, LLMStation section 2, holds requests where nobody runs.)
+"""
+
+from __future__ import annotations
+
+from cotenant.core.plan import RequestView, Snapshot
+from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import flight_ms
+
+# Of the TTFT target, by which the prompts are done that are held: so nothing is held where many have come.
+_TTFT_SHARE = 0.15
+# Not for less: the device waits for the host before and after.
+_LEAST_MS = 5.0
+
+
+def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
+    """How long tasklets may run before the batch of ``snapshot``, so that running requests have their tokens in time
+    even so. 0 where none is to be held: some prompt has begun, or there is nobody, or too little, to save for."""
+    waiting, running = _sides(snapshot.requests)
+    batch, slo, in_flight = snapshot.batch, snapshot.slo, snapshot.in_flight
+    batch_ms = predictor.batch_ms(batch) if batch.prefill_tokens else None
+    if not waiting or not running or batch_ms is None:
+        return 0.0
+    num_ahead, ahead_ms, gap_ms = 0, snapshot.wait_ms, snapshot.since_tokens_ms
+    if in_flight is not None:
+        num_ahead, gap_ms = 1, 0.0
+        ahead_ms += flight_ms(predictor, in_flight) or batch_ms
+    begin_s, target_ms = snapshot.now_s + ahead_ms / 1e3, snapshot.margin * slo.tpot_ms
+    # The prompts may need more batches like this one, each of which has a token for the running requests.
+    num_more = max(0.0, sum([each.num_prompt_tokens_left for each in waiting]) / batch.prefill_tokens - 1.0)
+    waited_ms = (begin_s - min([each.arrival_s for each in waiting])) * 1e3
+    time_ms = min(
+        (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - num_more * max(0.0, batch_ms - target_ms),
+        slo.max_gap_ms - gap_ms - batch_ms,
+        _TTFT_SHARE * slo.ttft_ms - waited_ms - batch_ms - num_more * batch_ms,
+    )
+    return time_ms if time_ms >= _LEAST_MS else 0.0
+
+
+def _sides(requests: tuple[RequestView, ...]) -> tuple[list[RequestView], list[RequestView]]:
+    """Those whose prompts have not begun, and those that have tokens; none of either where some are in between."""
+    waiting: list[RequestView] = []
+    running: list[RequestView] = []
+    for request in requests:
+        has_tokens = request.first_token_s is not None
+        if request.num_prompt_tokens_left == 0 and has_tokens:
+            running.append(request)
+        elif request.num_prompt_tokens_left == 0 or request.has_begun or has_tokens:
+            return [], []
+        elif not request.waits_for_adapter:
+            waiting.append(request)
+    return waiting, running
+
+
+def _due_s(running: list[RequestView], num_ahead: int, target_ms: float) -> float:
+    """When the most urgent of them is to have the token after those of the batches in flight."""
+    return min(
+        each.first_token_s + (each.num_generated + num_ahead) * target_ms / 1e3
+        for each in running
+        if each.first_token_s is not None
+    )
