@@ -19,10 +19,12 @@ _LEAST_MS = 5.0
 
 def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
     """How long tasklets may run before the batch of ``snapshot``, so that running requests have their tokens in time
-    even so. 0 where none is to be held: some prompt has begun, or there is nobody, or too little, to save for."""
-    waiting, running = _sides(snapshot.requests)
+    even so. 0 where none is to be held: some prompt has begun, or nobody runs, or there is too little to spend."""
     batch, slo, in_flight = snapshot.batch, snapshot.slo, snapshot.in_flight
-    batch_ms = predictor.batch_ms(batch) if batch.prefill_tokens else None
+    if not batch.prefill_tokens:
+        return 0.0
+    waiting, running = _sides(snapshot.requests)
+    batch_ms = predictor.batch_ms(batch)
     if not waiting or not running or batch_ms is None:
         return 0.0
     num_ahead, ahead_ms, gap_ms = 0, snapshot.wait_ms, snapshot.since_tokens_ms
