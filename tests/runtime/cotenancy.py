@@ -28,6 +28,7 @@ class Outcome:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     updates: list[FromWorker] = field(default_factory=list)
     num_mixed_iterations: int = 0
+    num_held: int = 0  # iterations with tasklets, and without a batch that requests wait for
     num_fused: int = 0
     num_interruptions: int = 0
 
@@ -45,6 +46,7 @@ def run(
     *,
     fuse: bool = False,
     interrupt_every: int = 0,
+    ttft_ms: float = 10_000.0,
 ) -> Outcome:
     """Run until all arrivals (by iteration number) are answered and the job has ended.
 
@@ -77,7 +79,7 @@ def run(
     while iteration <= last_arrival or engine.has_work or _job_runs(outcome, spec):
         if iteration in arrivals:
             engine.add(arrivals[iteration])
-        slo = Slo(10_000.0, 200.0)
+        slo = Slo(ttft_ms, 200.0)
         snapshot = Snapshot(time.time(), slo, engine.next_shape(), engine.views(), training.view(), fuse)
         record = executor.execute(chosen.plan(snapshot), emit, interrupted)
         predictor.observe(record)
@@ -85,6 +87,7 @@ def run(
         engine.check_integrity()
         num_tasklets = sum(run.count for run, _ in record.tasklets) + (record.fused.count if record.fused else 0)
         outcome.num_mixed_iterations += num_tasklets > 0 and not record.batch.empty
+        outcome.num_held += num_tasklets > 0 and record.batch.empty and bool(snapshot.requests)
         outcome.num_fused += record.fused.count if record.fused else 0
         iteration += 1
         if num_tasklets == 0 and record.batch.empty:

@@ -38,13 +38,20 @@ def undisturbed(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> t
     return run(decoder, "inference-only", arrivals(), None).tokens, adapter_of(folder)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "inference-only"])
+# `adaptive` holds prompts for as long as the target lets it, by when this job has ended.
+SHORT = ("adaptive", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "ttft_ms"), [*((policy, 10_000.0) for policy in POLICIES if policy != "inference-only"), SHORT]
+)
 @pytest.mark.parametrize("interrupt_every", [0, 1, 3])
 def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     decoder: Decoder,
     undisturbed: tuple[dict[str, list[int]], bytes],
     tmp_path: Path,
     policy: str,
+    ttft_ms: float,
     interrupt_every: int,
 ) -> None:
     # Tasklets beside batches; without partitions of the SMs, as here, some have none.
@@ -54,10 +61,12 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     spec = support.make_spec(tmp_path, n_epochs=4)
     if interrupt_every == 1 and policy in ("multitask", "adaptive", "chunked", "llmstation"):
         interrupt_every = 2
-    outcome = run(decoder, policy, arrivals(), spec, interrupt_every=interrupt_every)
+    outcome = run(decoder, policy, arrivals(), spec, interrupt_every=interrupt_every, ttft_ms=ttft_ms)
     assert outcome.tokens == undisturbed[0]
     assert adapter_of(tmp_path) == undisturbed[1]
-    if shares:
+    if policy == "adaptive" and (policy, ttft_ms) != SHORT:
+        assert outcome.num_held > 5, "nothing was held"
+    elif shares:
         assert outcome.num_mixed_iterations > 5, "nothing was co-executed"
 
 

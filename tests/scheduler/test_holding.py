@@ -71,6 +71,10 @@ def test_the_most_urgent_request_has_its_token_in_time(saved_ms: float, expected
     assert found == pytest.approx(expected_ms)
 
 
+def test_who_comes_meanwhile_waits_no_longer_than_messages_may() -> None:
+    assert found_ms(running(1000.0), NEW, slo=Slo(1e4, 20.0, itl_ms=1e3)) == 75.0
+
+
 @pytest.mark.parametrize(("waited_ms", "expected_ms"), [(0.0, 65.0), (20.0, 45.0), (59.0, 6.0), (62.0, 0.0)])
 def test_who_came_first_counts(waited_ms: float, expected_ms: float) -> None:
     first = RequestView("first", 100.0 - waited_ms / 1e3, num_prompt_tokens_left=64)

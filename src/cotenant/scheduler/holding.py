@@ -13,8 +13,8 @@ from cotenant.scheduler.base import flight_ms
 
 # Of the TTFT target, by which the prompts are done that are held: so nothing is held where many have come.
 _TTFT_SHARE = 0.15
-# Not for less: the device waits for the host before and after.
-_LEAST_MS = 5.0
+# Not for less: the device waits for the host before and after. Nor for more: messages wait, too.
+_LEAST_MS, _MOST_MS = 5.0, 75.0
 
 
 def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
@@ -40,7 +40,7 @@ def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
         slo.max_gap_ms - gap_ms - batch_ms,
         _TTFT_SHARE * slo.ttft_ms - waited_ms - batch_ms - num_more * batch_ms,
     )
-    return time_ms if time_ms >= _LEAST_MS else 0.0
+    return min(time_ms, _MOST_MS) if time_ms >= _LEAST_MS else 0.0
 
 
 def _sides(requests: tuple[RequestView, ...]) -> tuple[list[RequestView], list[RequestView]]:
