@@ -208,7 +208,7 @@ SECTIONS = (
         "requests have saved up (`adaptive` alone does that), all was measured again on one host, but for the code "
         "trace at twice its rate and 40 ms, for which there was no time, and the conversation at twice its rate and "
         "10 ms: there serving alone had 96.4% in time (prompts had 54% of the time for 48 in the run before, first "
-        "tokens came up to 2.3 s late, though no two tokens of an answer were more than 33 ms apart), so nothing else "
+        "tokens came after up to 2.3 s, though no two tokens of an answer were more than 33 ms apart), so nothing else "
         "was measured, and what stands here is the run before. Where serving alone misses the SLO nothing else was "
         "measured: eight of the 32 places, where prompts fill the device (four times the rate of either trace, but "
         "for the conversation at 40 ms) or short answers have no time for a prompt that comes in between (the code "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cotenant.bench import board_power
-from cotenant.bench.colocate_text import comparison_lines, harvest_text, place_name
+from cotenant.bench.colocate_text import attainment_text, comparison_lines, harvest_text, place_name
 from cotenant.bench.comparison import SUBJECT, place_key
 from cotenant.bench.device_losses import HEADER, NOTE, loss_rows
 from renderers.text import Result, machine_text, pair, table
@@ -55,7 +55,7 @@ def _row(cell: Result, cells: Sequence[Result]) -> list[str]:
         f"{cell['slo']['tpot_ms']:g}",
         f"`{cell['policy']}`",
         f"**{harvest}**" if _held(cell) and cell["harvest"] == best else harvest,
-        "-" if cell["attainment"] is None else f"{cell['attainment']:.1%} of {cell['num_requests']}",
+        "-" if cell["attainment"] is None else f"{attainment_text(cell)} of {cell['num_requests']}",
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
         _errors(cell["prediction_error"]),
     ]

@@ -68,5 +68,22 @@ def test_rounds_go_back_and_forth_and_a_cell_is_all_of_them(attained: int, tmp_p
     if attained:
         assert cells[1]["harvest_of_runs"] == [0.04, 0.07, 0.08]
         assert cells[1]["harvest"] == pytest.approx(0.19 / 3, abs=1e-4)
+    assert cells[0]["attainment_of_runs"] == [float(attained)] * 3
+    assert table_row(cells[0])[5] == f"{attained:.1%}"
     assert json.loads(path.read_text())["cells"] == report["cells"]
     assert not grid.missing(report)
+
+
+def test_a_bad_round_is_seen_beside_good_ones() -> None:
+    runs: list[Run] = []
+    good, bad = load(8, runs).measure, load(8, runs, attained=0).measure
+
+    def measure(policy: str, slo: Slo) -> Cell:
+        return (bad if len(runs) == 1 else good)(policy, slo)
+
+    parameters, report = load(8, runs).parameters, empty_report()
+    grid = Grid([parameters], [Slo(500.0, 10.0)], ("inference-only",), skip_hopeless=False, rounds=3)
+    grid.measure(report, [ColocateLoad(parameters, measure)], None)
+    (cell,) = report["cells"]
+    assert cell["attainment_of_runs"] == [1.0, 0.0, 1.0]
+    assert table_row(cell)[5] == "66.7% (0.0% to 100.0%)"

@@ -46,6 +46,7 @@ def test_requests_are_of_all_runs_and_speeds_are_means() -> None:
     assert cell.train_tokens_per_s == pytest.approx((4.0 + 2 * 1.0 + 3.0) / 4), "all tokens in all of the time"
     assert cell.output_tokens_per_s == pytest.approx(10.0)
     assert cell.trained_in_runs == (4.0, 1.0, 3.0)
+    assert cell.attained_in_runs == (0.5, 0.5, 0.5)
     assert cell.timeline == {"of": 3.0}, "the median run's"
     assert cell.modes == {"none": 3, "spatial": 5}
     assert cell.prediction_errors == {"alone": [0.1, 0.2], "co_run": [0.3]}

@@ -27,7 +27,7 @@ def table_row(cell: Cell) -> list[str]:
         cell["policy"],
         f"{cell['train_tokens_per_s']:.0f}",
         harvest_text(cell),
-        _share(cell["attainment"]),
+        attainment_text(cell),
         *(_pair(cell[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
     ]
 
@@ -37,6 +37,13 @@ def harvest_text(cell: Cell) -> str:
     runs = cell.get("harvest_of_runs")
     spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs and max(runs) > 0 else ""
     return f"{cell['harvest']:.1%}{spread}"
+
+
+def attainment_text(cell: Cell) -> str:
+    """Of several runs with the least and the most, if they differ."""
+    runs = cell.get("attainment_of_runs")
+    spread = f" ({min(runs):.1%} to {max(runs):.1%})" if runs and min(runs) < max(runs) else ""
+    return f"{_share(cell['attainment'])}{spread}"
 
 
 def line(cell: Cell) -> str:

@@ -15,8 +15,9 @@ MIN_VALUES_FOR_P99 = 100
 
 def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) -> dict[str, Any]:
     """One cell. ``cdf`` has each latency's 101 percentiles; None stands where nothing was measured, and for a p99 of
-    fewer than 100 values. ``harvest_of_runs``: where there were several."""
+    fewer than 100 values. ``harvest_of_runs``, ``attainment_of_runs``: in turn, where there were several."""
     harvests = [round(speed / alone_tokens_per_s, 4) for speed in cell.trained_in_runs]
+    attainments = [round(share, 6) for share in cell.attained_in_runs]
     latencies = {"ttft_ms": cell.ttft_ms, "tpot_ms": cell.tpot_ms, "itl_ms": cell.itl_ms}
     return {
         **load,
@@ -26,6 +27,7 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
         "num_requests": cell.num_requests,
         "num_failed": cell.num_failed,
         "attainment": round(cell.num_attained / cell.num_requests, 6) if cell.num_requests else None,
+        **({"attainment_of_runs": attainments} if attainments else {}),
         **{name: _distribution(values) for name, values in latencies.items()},
         "cdf": {name: percentiles(values) or None for name, values in latencies.items()},
         "output_tokens_per_s": round(cell.output_tokens_per_s, 2),

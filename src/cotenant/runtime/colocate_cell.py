@@ -25,7 +25,7 @@ class Cell:
     with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
     ``UtilisationSampler.figures``. ``device_time``: ``DeviceTime.figures``. What has a default is not known of a server
     and a training process that are seen from outside, but for the tokens trained. ``trained_in_runs``: tokens/s of
-    each run, where it was measured more than once (``pooled``)."""
+    each run, where it was measured more than once (``pooled``); ``attained_in_runs``: the share of its requests."""
 
     policy: str
     slo: Slo
@@ -44,6 +44,7 @@ class Cell:
     utilisation: dict[str, float] | None = None
     device_time: dict[str, float] | None = None
     trained_in_runs: tuple[float, ...] = ()
+    attained_in_runs: tuple[float, ...] = ()
 
 
 def pooled(runs: Sequence[Cell]) -> Cell:
@@ -75,6 +76,7 @@ def pooled(runs: Sequence[Cell]) -> Cell:
         utilisation=_mean_of_each([run.utilisation for run in runs], shares),
         device_time=_pooled_time(runs, shares),
         trained_in_runs=tuple(run.train_tokens_per_s for run in runs),
+        attained_in_runs=tuple(run.num_attained / run.num_requests for run in runs if run.num_requests),
     )
 
 
