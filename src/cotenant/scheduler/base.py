@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
-from cotenant.core.plan import FIRST_MARGIN, InFlight, Mode, Plan, Slo, Snapshot
+from cotenant.core.plan import FIRST_MARGIN, BatchShape, InFlight, Mode, Plan, RequestView, Slo, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
@@ -71,6 +72,11 @@ def waits_longer(snapshot: Snapshot) -> bool:
     """Whether a prompt is there that does not end with the batch."""
     num_prompts = sum(1 for each in snapshot.requests if each.num_prompt_tokens_left)
     return num_prompts > snapshot.num_ending
+
+
+def num_batches(batch: BatchShape, requests: Iterable[RequestView]) -> float:
+    """How many batches like this one, which has prompts, the prompts of ``requests`` need: 1 at least."""
+    return max(1.0, sum([request.num_prompt_tokens_left for request in requests]) / batch.prefill_tokens)
 
 
 def idle_tasklets(snapshot: Snapshot) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from cotenant.core.plan import RequestView, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import flight_ms
+from cotenant.scheduler.base import flight_ms, num_batches
+from cotenant.scheduler.slack import first_token_slack_ms
 
 # Of the TTFT target, by which the prompts are done that are held: so nothing is held where many have come.
 _TTFT_SHARE = 0.15
@@ -32,13 +33,13 @@ def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
         num_ahead, gap_ms = 1, 0.0
         ahead_ms += flight_ms(predictor, in_flight) or batch_ms
     begin_s, target_ms = snapshot.now_s + ahead_ms / 1e3, snapshot.margin * slo.tpot_ms
-    # The prompts may need more batches like this one, each of which has a token for the running requests.
-    num_more = max(0.0, sum([each.num_prompt_tokens_left for each in waiting]) / batch.prefill_tokens - 1.0)
-    waited_ms = (begin_s - min([each.arrival_s for each in waiting])) * 1e3
+    # Each of the prompts' batches has a token for the running requests.
+    num = num_batches(batch, waiting)
+    late_ms = (num - 1.0) * max(0.0, batch_ms - target_ms)
     time_ms = min(
-        (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - num_more * max(0.0, batch_ms - target_ms),
+        (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - late_ms,
         slo.max_gap_ms - gap_ms - batch_ms,
-        _TTFT_SHARE * slo.ttft_ms - waited_ms - batch_ms - num_more * batch_ms,
+        first_token_slack_ms(tuple(waiting), slo, begin_s, num * batch_ms) - (1.0 - _TTFT_SHARE) * slo.ttft_ms,
     )
     return min(time_ms, _MOST_MS) if time_ms >= _LEAST_MS else 0.0
 

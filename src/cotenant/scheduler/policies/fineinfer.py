@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, training_alone
+from cotenant.scheduler.base import Policy, num_batches, training_alone
 from cotenant.scheduler.slack import SAFETY
 
 
@@ -42,6 +42,4 @@ class FineInferPolicy(Policy):
         batch_ms = self._predictor.batch_ms(batch)
         if batch_ms is None or batch.prefill_tokens == 0:
             return batch_ms
-        num_tokens = sum(request.num_prompt_tokens_left for request in snapshot.requests)
-        num_beyond = max(0, num_tokens - batch.prefill_tokens)
-        return batch_ms * (1.0 + num_beyond / batch.prefill_tokens)
+        return batch_ms * num_batches(batch, snapshot.requests)
