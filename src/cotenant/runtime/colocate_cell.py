@@ -25,7 +25,8 @@ class Cell:
     with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
     ``UtilisationSampler.figures``. ``device_time``: ``DeviceTime.figures``. What has a default is not known of a server
     and a training process that are seen from outside, but for the tokens trained. ``trained_in_runs``: tokens/s of
-    each run, where it was measured more than once (``pooled``); ``attained_in_runs``: the share of its requests."""
+    each run, where it was measured more than once (``pooled``); ``attained_in_runs``: the share of its requests that
+    met both targets."""
 
     policy: str
     slo: Slo
