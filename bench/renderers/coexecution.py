@@ -30,8 +30,9 @@ def colocate(results: Sequence[Result]) -> list[str]:
         if "comparison" in result:
             parts.append("\n".join(f"- {line}" for line in comparison_lines(result["comparison"])))
         parts += _losses(result)
-        if power := board_power.power_rows(result):
-            parts += [board_power.NOTE, table(board_power.HEADER, power)]
+        header, power = board_power.power_table(result)
+        if power:
+            parts += [board_power.NOTE, table(header, power)]
     return parts
 
 

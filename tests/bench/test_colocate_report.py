@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cotenant.bench.board_power import power_rows
+from cotenant.bench.board_power import power_table
 from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines, table_row
 from cotenant.bench.comparison import compare
@@ -135,17 +135,28 @@ def test_what_the_board_draws_is_told_of_training_alone_and_of_each_place(
     tmp_path: Path, report: dict[str, Any]
 ) -> None:
     alone = {**report["cells"][0]["utilisation"], "power_w": 701.2, "sm_clock_mhz": 1512.0}
-    rows = power_rows({**report, "train_alone_utilisation": alone})
+    header, rows = power_table({**report, "train_alone_utilisation": alone})
     assert rows[0] == ["training alone", "-", "701", "700", "96%", "1,512"]
     assert [row[1] for row in rows[1:]] == ["adaptive", "inference-only"] * 4
     clocks = {"adaptive": "1,440", "inference-only": "1,800"}
     assert all(row[2:] == ["699", "700", "96%", clocks[row[1]]] for row in rows[1:])
-    assert power_rows({**report, "train_alone_utilisation": alone, "runs": [{}, {}]}) == rows[1:]
+    assert power_table({**report, "train_alone_utilisation": alone, "runs": [{}, {}]}) == (header, rows[1:])
     text = "".join(written(tmp_path / "report.html", report).itertext())
     assert "What the board draws" in text
     for one in report["cells"]:  # as earlier versions wrote it
         one["utilisation"] = {"sm": 0.9, "memory": 0.4}
-    assert power_rows(report) == []
+    assert power_table(report)[1] == []
+
+
+def test_what_a_gpu_counts_of_its_sms_and_bandwidth_is_told_where_it_does(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    report["cells"][0]["utilisation"] |= {"busy_sms": 0.754, "bandwidth": 0.331}
+    header, rows = power_table(report)
+    assert list(header[-2:]) == ["SMs busy", "bandwidth used"]
+    counted = [row for row in rows if row[-2:] != ["-", "-"]]
+    assert [(row[1], *row[-2:]) for row in counted] == [(report["cells"][0]["policy"], "75%", "33%")]
+    assert "75%" in "".join(written(tmp_path / "report.html", report).itertext())
 
 
 def test_a_grid_of_several_runs_names_them(tmp_path: Path, report: dict[str, Any]) -> None:

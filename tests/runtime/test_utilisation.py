@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cotenant.runtime import utilisation
 from cotenant.runtime.utilisation import UtilisationSampler
 
 BUSY = {"sm": 0.5, "memory": 0.25}
@@ -62,6 +63,60 @@ def test_a_gpu_or_a_package_that_tells_no_more_tells_how_busy_it_is(
     monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     assert _figures(monkeypatch, _stand_in(**more)) == BUSY
+
+
+def _counting(readings: list[dict[int, float]], freed: list[int], **more: Any) -> SimpleNamespace:
+    """A GPU that counts: each sample holds how many were taken before, ``readings`` what came between two of them."""
+    taken: list[int] = []
+
+    def take(handle: str, sample: SimpleNamespace) -> None:
+        sample.number = len(taken)
+        taken.append(sample.number)
+
+    def tell(asked: SimpleNamespace) -> None:
+        assert (asked.version, asked.sample2.number - asked.sample1.number) == (1, 1)
+        reading = readings[asked.sample1.number % len(readings)]
+        for metric in asked.metrics[: asked.numMetrics]:
+            metric.nvmlReturn = 0 if metric.metricId in reading else 3
+            metric.value = reading.get(metric.metricId, 0.0)
+
+    given = {
+        "NVML_SUCCESS": 0,
+        "NVML_GPM_METRIC_SM_UTIL": 2,
+        "NVML_GPM_METRIC_DRAM_BW_UTIL": 10,
+        "NVML_GPM_METRICS_GET_VERSION": 1,
+        "nvmlGpmQueryDeviceSupport": lambda handle: SimpleNamespace(isSupportedDevice=1),
+        "nvmlGpmSampleAlloc": lambda: SimpleNamespace(number=-1),
+        "nvmlGpmSampleFree": lambda sample: freed.append(sample.number),
+        "nvmlGpmSampleGet": take,
+        "nvmlGpmMetricsGet": tell,
+        "c_nvmlGpmMetricsGet_t": lambda: SimpleNamespace(metrics=[SimpleNamespace() for _ in range(98)]),
+    }
+    return _stand_in(**{**given, **more})
+
+
+def test_what_the_gpu_counts_of_its_sms_and_its_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "_COUNTERS_EVERY", 1)
+    freed: list[int] = []
+    figures = _figures(monkeypatch, _counting([{2: 40.0, 10: 70.0}], freed))
+    assert figures == {**BUSY, "busy_sms": 0.4, "bandwidth": 0.7}
+    assert len(freed) == 2
+    assert _figures(monkeypatch, _counting([{2: 40.0}], freed)) == {**BUSY, "busy_sms": 0.4}
+    none = {"nvmlGpmQueryDeviceSupport": lambda handle: SimpleNamespace(isSupportedDevice=0)}
+    assert _figures(monkeypatch, _counting([{2: 40.0}], freed, **none)) == BUSY
+
+
+def test_a_gpu_whose_counters_may_not_be_read_tells_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilisation, "_COUNTERS_EVERY", 1)
+
+    def refuses(*asked: Any) -> None:
+        raise _NvmlError("no permission")
+
+    freed: list[int] = []
+    for name, num_freed in (("nvmlGpmMetricsGet", 2), ("nvmlGpmSampleGet", 2), ("nvmlGpmQueryDeviceSupport", 0)):
+        freed.clear()
+        assert _figures(monkeypatch, _counting([{2: 40.0}], freed, **{name: refuses})) == BUSY
+        assert len(freed) == num_freed
 
 
 def test_nothing_where_there_is_no_gpu_or_no_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,16 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotenant.bench.board_power import HEADER as POWER_HEADER
 from cotenant.bench.board_power import NOTE as POWER_NOTE
-from cotenant.bench.board_power import power_rows
+from cotenant.bench.board_power import power_table
 from cotenant.bench.colocate_charts import ColocateCharts
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
 from cotenant.bench.device_losses import NOTE, loss_rows
 from cotenant.bench.page import page, table
 
+# Of what NVML says, by its names in a cell: the first two of time, the others of what there is.
+_BUSY = {"sm": "GPU busy", "memory": "memory busy", "busy_sms": "SMs busy", "bandwidth": "bandwidth used"}
 _MARKS = "A hollow mark, and a row in grey: the policy misses the SLO there."
 
 
@@ -132,13 +133,13 @@ def _losses(cells: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _power(report: Mapping[str, Any]) -> list[str]:
-    rows = power_rows(report)
+    header, rows = power_table(report)
     if not rows:
         return []
     return [
         "<h2>What the board draws</h2>",
         f'<p class="sub">{html.escape(POWER_NOTE)}</p>',
-        table(POWER_HEADER, rows),
+        table(header, rows),
     ]
 
 
@@ -161,10 +162,10 @@ def _cells(report: Mapping[str, Any]) -> str:
     rows, classes = [], []
     for cell in report["cells"]:
         busy = cell.get("utilisation")
-        rows.append([*table_row(cell), str(cell["num_requests"]), _percent(busy, "sm"), _percent(busy, "memory")])
+        rows.append([*table_row(cell), str(cell["num_requests"]), *(_percent(busy, name) for name in _BUSY)])
         classes.append("" if cell["attainment"] is None or cell["attainment"] >= attainment else "missed")
-    return table((*HEADER, "requests", "SMs busy", "memory busy"), rows, classes)
+    return table((*HEADER, "requests", *_BUSY.values()), rows, classes)
 
 
 def _percent(busy: Mapping[str, float] | None, name: str) -> str:
-    return "-" if busy is None else f"{busy[name]:.0%}"
+    return "-" if busy is None or name not in busy else f"{busy[name]:.0%}"

@@ -7,7 +7,8 @@ import importlib
 import logging
 import statistics
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _SAMPLE_EVERY_S = 0.1
+_COUNTERS_EVERY = 10  # samples; each read of the counters is a call into the driver that takes longer than the others
 
 
 class UtilisationSampler:
@@ -25,6 +27,7 @@ class UtilisationSampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._samples: list[dict[str, float]] = []
+        self._counted: list[dict[str, float]] = []
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -45,11 +48,12 @@ class UtilisationSampler:
     def figures(self) -> dict[str, float] | None:
         """Means: ``sm``, the share of time in which some SM ran a kernel; ``memory``, in which memory was read or
         written; where the GPU tells them, ``sm_clock_mhz``, ``power_w``, ``power_limit_w``, and ``power_limited``, the
-        share of samples in which that limit held the clocks down. None if nothing could be read."""
+        share of samples in which that limit held the clocks down; where it counts them (``Counters``), ``busy_sms``,
+        the share of the SMs that ran a kernel, and ``bandwidth``, that of the memory's bandwidth that was used. None if
+        nothing could be read."""
         if not self._samples:
             return None
-        names = [name for name in self._samples[0] if all(name in sample for sample in self._samples)]
-        return {name: round(statistics.fmean(sample[name] for sample in self._samples), 4) for name in names}
+        return _means(self._samples) | (_means(self._counted) if self._counted else {})
 
     def _sample(self) -> None:
         try:
@@ -61,12 +65,62 @@ class UtilisationSampler:
         try:
             uuid = torch.cuda.get_device_properties(self._device).uuid
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            while not self._over.wait(_SAMPLE_EVERY_S):
-                self._samples.append(_read(nvml, handle))
+            with _counters(nvml, handle) as counters:
+                while not self._over.wait(_SAMPLE_EVERY_S):
+                    self._samples.append(_read(nvml, handle))
+                    if counters is not None and len(self._samples) % _COUNTERS_EVERY == 0:
+                        with suppress(nvml.NVMLError):
+                            self._counted.append(counters.since())
         except Exception as error:
             logger.info("utilisation is not sampled: %s", error)
         finally:
             nvml.nvmlShutdown()
+
+
+def _means(samples: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of what all samples have."""
+    names = [name for name in samples[0] if all(name in sample for sample in samples)]
+    return {name: round(statistics.fmean(sample[name] for sample in samples), 4) for name in names}
+
+
+class Counters:
+    """What a GPU counts by itself (NVML's GPM; Hopper and later), from one call of ``since`` to the next."""
+
+    def __init__(self, nvml: Any, handle: Any, samples: Sequence[Any]) -> None:
+        self._nvml, self._handle = nvml, handle
+        self._last, self._next = samples
+        self._ids = {"busy_sms": nvml.NVML_GPM_METRIC_SM_UTIL, "bandwidth": nvml.NVML_GPM_METRIC_DRAM_BW_UTIL}
+        nvml.nvmlGpmSampleGet(handle, self._last)
+
+    def since(self) -> dict[str, float]:
+        """Shares; what the GPU does not tell is left out."""
+        nvml = self._nvml
+        nvml.nvmlGpmSampleGet(self._handle, self._next)
+        asked = nvml.c_nvmlGpmMetricsGet_t()
+        asked.version, asked.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(self._ids)
+        asked.sample1, asked.sample2 = self._last, self._next
+        for metric, metric_id in zip(asked.metrics, self._ids.values(), strict=False):
+            metric.metricId = metric_id
+        nvml.nvmlGpmMetricsGet(asked)
+        self._last, self._next = self._next, self._last
+        found = zip(self._ids, asked.metrics, strict=False)
+        return {name: metric.value / 100 for name, metric in found if metric.nvmlReturn == nvml.NVML_SUCCESS}
+
+
+@contextmanager
+def _counters(nvml: Any, handle: Any) -> Iterator[Counters | None]:
+    """None where the GPU has none, or the package does not know them."""
+    samples: list[Any] = []
+    counters = None
+    with suppress(nvml.NVMLError, AttributeError):
+        if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            samples += [nvml.nvmlGpmSampleAlloc(), nvml.nvmlGpmSampleAlloc()]
+            counters = Counters(nvml, handle, samples)
+    try:
+        yield counters
+    finally:
+        for sample in samples:
+            nvml.nvmlGpmSampleFree(sample)
 
 
 def _read(nvml: Any, handle: Any) -> dict[str, float]:
