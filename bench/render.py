@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from renderers import coexecution, serving, summary, training
+from renderers import coexecution, serving, summary, targets, training
 from renderers.text import Result
 
 ROOT = Path(__file__).parent.parent
@@ -472,6 +472,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = sections(arguments.results)
     parts = ["# Benchmarks", INTRODUCTION, *summary.in_short(arguments.results)]
+    parts += targets.section(arguments.results)
     parts += ["## Contents", summary.contents([section.title for section in found])]
     for section in found:
         parts += [f"## {section.title}", *render(section, arguments.results / section.file)]

@@ -370,3 +370,39 @@ def test_policies_beside_a_load_and_how_they_compare(tmp_path: Path) -> None:
     assert "| conv x 0.5 at 40 ms | `temporal` | 50.0% | 12.0% |" in page, "the best other that meets the SLO"
     assert "| conv x 0.5 at 40 ms | `static` |" not in page
     assert "- Two GPUs under a trace at 1 times its rate, both with adaptive" in page
+
+
+def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
+    for name in ("colocate_grid_h200.json", "colocate_steady_h200.json"):
+        (tmp_path / name).write_text((ROOT / "bench" / "results" / name).read_text())
+    grid = json.loads((tmp_path / "colocate_grid_h200.json").read_text())
+    (ours,) = [
+        cell
+        for cell in grid["cells"]
+        if (cell["policy"], cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]) == ("adaptive", "conv", 1.0, 40)
+    ]
+    load = "conversation at its own rate, 40 ms"
+
+    def aims() -> dict[str, list[str]]:
+        grid["comparison"] = compare(grid, 0.99)
+        (tmp_path / "colocate_grid_h200.json").write_text(json.dumps(grid))
+        run = render("--results", str(tmp_path), "--target", str(tmp_path / "page.md"))
+        assert run.returncode == 0, run.stderr
+        text = (tmp_path / "page.md").read_text().partition("## What was aimed at")[2].partition("\n## ")[0]
+        rows = [[part.strip() for part in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+        return {f"{row[0]}: {row[1]}": row[2:] for row in rows}
+
+    ours["harvest"] = 0.74
+    measured, verdict, why = aims()[f"{load}: harvest 75%"]
+    assert (measured, verdict) == ("74.0%", "**missed**")
+    assert why
+    ours["harvest"] = 0.75
+    assert aims()[f"{load}: harvest 75%"] == ["75.0%", "met", ""]
+    aim = f"{load}: TTFT p99 500 ms, TPOT p99 40 ms"
+    assert aims()[aim][1] == "met"
+    ours["tpot_ms"]["p99"] = 40.1
+    assert aims()[aim][:2] == ["TTFT p99 192 ms, TPOT p99 40.1 ms", "**missed**"]
+    in_time = "the grid, where serving alone is in time: in time at all 24 places"
+    assert aims()[in_time] == ["24", "met", ""]
+    ours["attainment"] = 0.98
+    assert aims()[in_time][:2] == ["23", "**missed**"]
