@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
+_PLANNING = ("planner_h200.txt", "planner_slow_h200.txt")
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
     "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what it came to. "
@@ -39,6 +41,10 @@ _TIGHT = (
     "The average is over targets and traces, from {least:.2f} to {most:.2f}: at 10 ms decode steps take most of the "
     "time of the one GPU as of the two. Looser targets, or fewer bits a weight."
 )
+_SLOW = (
+    "One host takes twice the time of the other for anything in Python. It is spent while the device has a batch in "
+    "flight; a plan asks several dozen predictions, so fewer of these, or a language that is compiled."
+)
 _FEW = (
     "Beside a job few batches have the device alone, down to {num} in a cell, most of them prompts that come just "
     "after training, whose last tasklet and lower clocks slow them. Idle pauses: more of them, or longer."
@@ -52,6 +58,7 @@ def section(results: Path) -> list[str]:
         return []
     grid, steady = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_prediction_rows(grid)]
+    rows += _planning_rows([results / name for name in _PLANNING if (results / name).exists()])
     return ["## What was aimed at", _ABOVE, table(_HEADER, [_row(*row) for row in rows])]
 
 
@@ -126,6 +133,17 @@ def _prediction_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     text = f"{num_within} of {len(alone_p95)} cells, {max(alone_p95):.1%} at most"
     why = _FEW.format(num=min(each["iterations"] for each in alone_cells))
     yield name, "p95 10% alone, in each cell", text, num_within == len(alone_p95), why
+
+
+def _planning_rows(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bool, str]]:
+    """Of each host."""
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    for load, known, most_us in (("a plan", "records", 50), ("a plan", "models", 200), ("a prediction", "records", 5)):
+        label = f"batch_ms, {known} " if load == "a prediction" else f"AdaptivePolicy, {known} "
+        found = [float(match[1]) for text in texts if (match := re.search(rf"^{label} *p50 +([\d.]+) us", text, re.M))]
+        if found:
+            measured = ", ".join(f"{each:.1f}" for each in found) + " µs"
+            yield f"the cost of {load}, by {known}", f"{most_us} µs", measured, max(found) <= most_us, _SLOW
 
 
 def _others(place: Result) -> Iterator[tuple[str, float]]:
