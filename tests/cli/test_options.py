@@ -65,6 +65,16 @@ def sections_of(config: ServerConfig) -> tuple[object, ...]:
     return (config, config.model, config.cache, config.batch, config.lora, config.coexecution, config.api)
 
 
+def test_what_is_no_trace_is_left_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("notes")
+    for name, complaint in (("", "is a folder"), ("notes.txt", "is no trace"), ("no/trace.json", "there is no folder")):
+        with pytest.raises(InvalidInputError, match=f"^--trace-file: .*{complaint}"):
+            build_config("tiny", {"trace_file": str(tmp_path / name)}, None)
+    with pytest.raises(InvalidInputError, match=r"^--trace-file: .*is a folder; name a file in it"):
+        build_config("tiny", {"trace_file": ""}, None)  # of a variable that is not set
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "port: 1111\nseed: 3\nmodel: other\n")
     config = build_config("tiny", {"port": 2222, "seed": None, "served_model_name": []}, file)

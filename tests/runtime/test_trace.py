@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections import Counter
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_a_trace_begins_anew_and_the_one_before_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"--trace-file: .*no-folder/trace\.json cannot be written"):
         Trace(tmp_path / "no-folder" / "trace.json")
+
+
+def test_nothing_but_a_trace_makes_way_for_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("[1, 2]")
+    os.mkfifo(tmp_path / "pipe")
+    names = {path.name for path in tmp_path.iterdir()}
+    for name, complaint in (("folder", "is a folder"), ("notes.txt", "is no trace"), ("pipe", "is no trace")):
+        with pytest.raises(InvalidInputError, match=f"--trace-file: .*{name} .*{complaint}"):
+            Trace(tmp_path / name)
+    assert {path.name for path in tmp_path.iterdir()} == names
+    (tmp_path / "empty").touch()
+    Trace(tmp_path / "empty").close()
 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

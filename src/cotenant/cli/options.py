@@ -32,6 +32,7 @@ from cotenant.config import (
     api_key_from_environment,
 )
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.trace_file import check_trace_file
 from cotenant.models.registry import resolve_model
 
 
@@ -199,7 +200,9 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     _check_lora_names(model_config, lora_config)
     server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
     if server.get("trace_file") is not None:
-        server["trace_file"] = str(Path(server["trace_file"]).expanduser().resolve())
+        trace_file = Path(server["trace_file"]).expanduser().resolve()
+        check_trace_file(trace_file)
+        server["trace_file"] = str(trace_file)
     return ServerConfig(
         model=model_config,
         cache=CacheConfig(**sections[CacheConfig]),

@@ -18,6 +18,7 @@ import msgspec
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
 from cotenant.core.tasklet import TaskletRun
+from cotenant.core.trace_file import BEGINNING, check_trace_file
 from cotenant.device.base import FinishedTasklet
 
 logger = logging.getLogger(__name__)
@@ -39,11 +40,12 @@ _NAMES = {Track.LOOP: "loop", Track.ONLINE: "online lane", Track.BEST_EFFORT: "b
 
 
 class Trace:
-    """Begins a file anew; one that is there is renamed, with ``.old`` behind its name. Times are seconds on
+    """Begins a file anew; a trace that is there is renamed, with ``.old`` behind its name. Times are seconds on
     time.perf_counter's clock."""
 
     def __init__(self, path: Path) -> None:
-        """Raises InvalidInputError if the file cannot be written."""
+        """Raises InvalidInputError if the file cannot be written, or something else is there."""
+        check_trace_file(path)
         try:
             if path.exists():
                 path.replace(path.with_name(path.name + ".old"))
@@ -52,7 +54,7 @@ class Trace:
             raise InvalidInputError(f"--trace-file: {path} cannot be written: {error}", param="trace-file") from error
         self._is_over = False
         self._encoder = msgspec.json.Encoder()
-        self._buffer = bytearray(b"[\n")
+        self._buffer = bytearray(BEGINNING)
         self._start_s = self._flushed_s = time.perf_counter()
         self._add({"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "cotenant worker"}})
         self._named: set[int] = set()

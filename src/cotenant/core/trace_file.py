@@ -1,0 +1,35 @@
+"""Which files a trace may be written to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cotenant.core.errors import InvalidInputError
+
+BEGINNING = b"[\n"  # of each trace
+
+
+def check_trace_file(path: Path) -> None:
+    """Raise InvalidInputError unless nothing is there, or an earlier trace, which will make way: anything else would be
+    gone from its place, and somebody may need it there."""
+    try:
+        if path.is_dir():
+            raise InvalidInputError(f"--trace-file: {path} is a folder; name a file in it", param="trace-file")
+        if not path.parent.is_dir():
+            raise InvalidInputError(
+                f"--trace-file: {path} cannot be written: there is no folder {path.parent}", param="trace-file"
+            )
+        if path.exists() and not _is_trace(path):
+            raise InvalidInputError(
+                f"--trace-file: {path} is there and is no trace; name another file", param="trace-file"
+            )
+    except OSError as error:
+        raise InvalidInputError(f"--trace-file: {path} cannot be written: {error}", param="trace-file") from error
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file is one, or is empty."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING)) in (b"", BEGINNING)
