@@ -102,6 +102,18 @@ def test_without_requests_or_without_adaptive_there_is_less_to_say() -> None:
     assert alone["ratios"]["best_other"] == {"policy": None, "ratio": None}
 
 
+def test_nothing_is_claimed_of_what_was_not_measured() -> None:
+    alone = "\n".join(comparison_lines(compared(cell("adaptive", 60.0))))
+    assert "misses an SLO" not in alone
+    assert "behind the best other" not in alone
+    with_reference = "\n".join(comparison_lines(compared(cell("adaptive", 60.0), cell("inference-only", 0.0))))
+    assert "Places where adaptive misses an SLO that inference-only meets: none." in with_reference
+    assert "behind the best other" not in with_reference
+    with_other = "\n".join(comparison_lines(compared(cell("adaptive", 60.0), cell("harli", 50.0))))
+    assert "misses an SLO" not in with_other
+    assert "Places where adaptive is more than 3% behind the best other: none." in with_other
+
+
 def test_a_run_that_was_cut_off_averages_over_whole_places() -> None:
     comparison = compared(cell("adaptive", 60.0), cell("static", 40.0), cell("adaptive", 10.0, tpot_ms=40.0))
     assert comparison["averages"] == {"adaptive": 60.0, "static": 40.0}

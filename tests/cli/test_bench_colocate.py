@@ -18,6 +18,7 @@ from cotenant.cli.main import app
 from cotenant.core.errors import InvalidInputError
 from cotenant.engine.engine import OnlineEngine
 from cotenant.runtime.colocate_bench import ColocateBench
+from cotenant.runtime.colocate_cell import Cell
 from forked import run_command
 from small_model import small_model
 
@@ -188,6 +189,53 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert "load_format 'dummy', not 'auto': they cannot be compared" in real.stderr.replace("\n", " ")
 
 
+def test_an_interrupted_run_tells_what_it_has_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, page, measure = tmp_path / "grid.json", tmp_path / "grid.html", ColocateBench.steady
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    arguments += ["--slo-tpot-ms", "10000", "--policies", "inference-only,whole-step", "--json", str(path)]
+
+    def interrupted(self: ColocateBench, policy: str, *rest: Any) -> Cell:
+        if policy == "whole-step":
+            raise KeyboardInterrupt
+        return measure(self, policy, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ColocateBench, "steady", interrupted)
+        result = CliRunner().invoke(app, ["bench", "colocate", *arguments, "--html", str(page)])
+    assert result.exit_code == 130
+    said = result.stderr.strip().splitlines()[-1]
+    assert said == "error: interrupted: 1 cell measured; --resume goes on with them"
+    assert page.exists()
+    (kept,) = json.loads(path.read_text())["cells"]
+    assert bench_colocate(*arguments, "--resume").returncode == 0
+    resumed = json.loads(path.read_text())["cells"]
+    assert resumed[0] == kept
+    assert [cell["policy"] for cell in resumed] == ["inference-only", "whole-step"]
+    assert bench_colocate(*arguments).returncode == 0, "anew: what was there is kept"
+    assert json.loads((tmp_path / "grid.json.old").read_text())["cells"] == resumed
+
+
+def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "short.csv").write_text(SHORT)
+    path = tmp_path / "grid.json"
+    flags = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--min-requests", "1", "--slo-tpot-ms", "10000"]
+    flags += ["--policies", "inference-only", "--json", str(path), "--trace"]
+    assert bench_colocate(*flags, str(tmp_path / "short.csv")).returncode == 0
+    before = path.read_bytes()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "short.csv").write_text(SHORT.replace(",4", ",7"))
+    for trace, more, complaint in (
+        ("other/short.csv", [], "was measured with another trace that is named short"),
+        ("short.csv", ["--learning-seconds", "3"], "learning_seconds"),
+        ("short.csv", ["--max-model-len", "500"], "max_model_len"),
+    ):
+        result = bench_colocate(*flags, str(tmp_path / trace), *more, "--resume")
+        assert result.returncode == 2, complaint
+        assert complaint in result.stderr.replace("\n", " ")
+    assert path.read_bytes() == before
+    assert bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume").returncode == 0
+
+
 def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text(SHORT)
     path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
@@ -350,6 +398,33 @@ def test_no_other_file_of_the_run_becomes_its_trace(tmp_path: Path, name: str) -
     assert result.returncode == 2
     assert result.stderr.startswith("error: --trace-file: ")
     assert (tmp_path / "short.csv").read_text() == SHORT
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--json", "short.csv"], "--json: {}/short.csv is read in this run; name another file"),
+        (["--html", "short.csv"], "--html: {}/short.csv is read in this run; name another file"),
+        (["--json", "x", "--html", "x"], "--html: {}/x is the file of --json; name another file"),
+        (["--trace-file", "notes.txt"], "--trace-file: {}/notes.txt is there and is no trace; name another file"),
+    ],
+)
+def test_nothing_is_written_over_what_is_needed(tmp_path: Path, flags: list[str], complaint: str) -> None:
+    for name in ("short.csv", "notes.txt"):
+        (tmp_path / name).write_text(SHORT)
+    asked = [each if each.startswith("--") else str(tmp_path / each) for each in flags]
+    result = bench_colocate("tiny", *TRAINING, "--trace", str(tmp_path / "short.csv"), *asked)
+    assert result.returncode == 2
+    assert result.stderr == f"error: {complaint.format(tmp_path)}\n"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"short.csv": SHORT, "notes.txt": SHORT}
+
+
+def test_a_report_of_measurements_is_not_written_over_them(tmp_path: Path) -> None:
+    (tmp_path / "figures.json").write_text("{}")
+    result = bench("colocate-report", str(tmp_path / "figures.json"), "--html", str(tmp_path / "figures.json"))
+    assert result.returncode == 2
+    assert "figures.json is read in this run; name another file" in result.stderr
+    assert (tmp_path / "figures.json").read_text() == "{}"
 
 
 def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:

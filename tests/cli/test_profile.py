@@ -11,8 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from cotenant.cli.main import app
 from cotenant.core.errors import ConflictError
+from cotenant.core.plan import Slo
+from cotenant.runtime.colocate_bench import ColocateBench, Profiled
 from cotenant.store import lock_folder, open_store
 from forked import run_command
 from small_model import small_model
@@ -45,7 +49,7 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     assert (beside_ms - alone_ms) / num_tasklets < 3 * max(tasklet_ms)
     again = run_profile("--batch-sizes", "1,3,4000", *flags, "--contexts", "64,100000")
     assert again.returncode == 0, again.stderr
-    assert "tokens: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
+    assert "are more: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
     assert "1 sequence of about 64 tokens: " in again.stdout
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert {2, 3} <= sizes, "what was measured before is still there"
@@ -113,6 +117,26 @@ def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path) -> None:
     assert line.startswith(f"error: --data-dir: latencies cannot be kept in {tmp_path / 'data'}: ")
 
 
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, asked = ColocateBench.profile, list[int]()
+
+    def interrupted(self: ColocateBench, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
+        asked.append(batch_size)
+        if batch_size == 2:
+            raise KeyboardInterrupt
+        return measure(self, slo, batch_size, context, num_tokens)
+
+    monkeypatch.setattr(ColocateBench, "profile", interrupted)
+    flags = ["--device", "cpu", "--batch-sizes", "1,2,3", "--contexts", "64", "--data-dir", str(tmp_path)]
+    result = CliRunner().invoke(app, ["profile", *small_model(tmp_path), *flags])
+    assert (result.exit_code, asked) == (130, [1, 2])
+    assert result.stderr.strip().splitlines()[-1] == "error: interrupted: what was measured so far is kept"
+    (path,) = (tmp_path / "latencies").iterdir()
+    sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
+    assert 1 in sizes
+    open_store(tmp_path).close()  # the folder is a server's again
+
+
 def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path, "`cotenant profile`")
     with pytest.raises(ConflictError, match=r"in use by `cotenant profile` \(process \d+\)\. Stop it"):
@@ -124,7 +148,8 @@ def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["tiny", "--batch-sizes", "1,x"], "--batch-sizes: expected numbers like 1,8,32"),
-        (["tiny", "--contexts", "4096"], "--contexts: tiny takes 1024 tokens, too few for any of them"),
+        (["tiny", "--contexts", "4096"], "tiny takes 1024 tokens, and the shortest of these take up to 4702 with"),
+        (["tiny", "--batch-sizes", "9000"], "error: --batch-sizes, --contexts: tiny takes 1024 tokens"),
         (["no-such-model"], "unknown model 'no-such-model'"),
     ],
 )

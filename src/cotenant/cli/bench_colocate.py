@@ -33,14 +33,26 @@ from cotenant.cli.colocate_loads import (
     plan_steady,
     plan_trace,
     read_traces,
+    trace_digest,
 )
-from cotenant.cli.colocate_parts import KIND, check_alike, go_on_with, read_report
+from cotenant.cli.colocate_parts import KIND, check_continues, go_on_with, read_report
 from cotenant.cli.options import model_to_measure
-from cotenant.cli.output import check_outputs, say_phase, write_json, write_text
+from cotenant.cli.output import (
+    INTERRUPTED_EXIT_CODE,
+    check_apart,
+    check_outputs,
+    counted,
+    fail,
+    keep_before,
+    say_phase,
+    write_json,
+    write_text,
+)
 from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
+from cotenant.core.trace_file import check_trace_file
 from cotenant.scheduler.space import prompt_shares, sm_shares
 
 if TYPE_CHECKING:
@@ -195,7 +207,9 @@ def colocate(
             "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
         )
     check_outputs(json=json_path, html=html_path, **{"trace-file": trace_file})
-    _check_trace_file(trace_file, [*(trace or []), json_path, html_path])
+    check_apart({"json": json_path, "html": html_path, "trace-file": trace_file}, trace or [])
+    if trace_file is not None:
+        check_trace_file(trace_file)
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
@@ -215,15 +229,14 @@ def colocate(
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
         "load_format": load_format, "slo_attainment": slo_attainment, "slo_itl_ms": slo_itl_ms, "fuse": fuse,
-        "rounds": rounds,
+        "rounds": rounds, "max_model_len": max_model_len, "learning_seconds": learning_seconds,
+        "traces": {path.stem: trace_digest(path) for path in trace or []},
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known = {"model": chosen.name, "training": asdict(workload), **settings}
-        check_alike(known, before, "--resume: the file of --json")
-        _check_rounds(before, rounds)
+        check_continues({"model": chosen.name, "training": asdict(workload), **settings}, before)
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)
-    report = before
+    report, was_interrupted = before, False
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
@@ -235,11 +248,19 @@ def colocate(
             report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
                 report = go_on_with(report, before)
-            learn(bench, plans, grid.missing(report), learning_seconds)
-            # A seed for each load: what policies are compared under is the same.
-            grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
+            elif json_path is not None:
+                keep_before(json_path)
+            try:
+                learn(bench, plans, grid.missing(report), learning_seconds)
+                # A seed for each load: what policies are compared under is the same.
+                grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
+            except KeyboardInterrupt:
+                was_interrupted = True
     report["comparison"] = compare(report, slo_attainment)
     _tell(report, json_path, html_path)
+    if was_interrupted:
+        how = "--resume goes on with them" if json_path is not None else "with --json, --resume can go on with them"
+        fail(f"interrupted: {counted(len(report['cells']), 'cell')} measured; {how}", exit_code=INTERRUPTED_EXIT_CODE)
 
 
 def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None) -> None:
@@ -263,20 +284,6 @@ def _policies(text: str, skip_hopeless: bool) -> list[str]:
     if skip_hopeless and REFERENCE not in names:
         raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
     return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
-
-
-def _check_trace_file(path: Path | None, others: Sequence[Path | None]) -> None:
-    """A file that is there is renamed: no other one of the run."""
-    if path is not None and path.resolve() in [other.resolve() for other in others if other is not None]:
-        raise InvalidInputError(f"--trace-file: {path} is another file of this run; name a new one", param="trace-file")
-
-
-def _check_rounds(before: dict[str, Any], rounds: int) -> None:
-    """Policies that are compared were measured in turn."""
-    if before["rounds"] != rounds:
-        raise InvalidInputError(
-            f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
-        )
 
 
 def _config(

@@ -11,7 +11,7 @@ from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines
 from cotenant.bench.comparison import compare
 from cotenant.cli.colocate_parts import joined, read_report
-from cotenant.cli.output import check_outputs, write_json, write_text
+from cotenant.cli.output import check_apart, check_outputs, write_json, write_text
 
 
 def colocate_report(
@@ -32,6 +32,8 @@ def colocate_report(
     """Compare policies by what was measured before, also in several runs, and write the report with charts; of a run
     that was cut off, as far as it came."""
     check_outputs(json=json_path, html=html_path)
+    check_apart({"json": json_path, "html": html_path})
+    check_apart({"html": html_path}, files)
     report = joined({str(file): read_report(file) for file in files})
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
     if json_path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,6 +50,11 @@ def read_traces(
         num_skipped = trace.num_skipped + len(trace.requests) - len(fitting)
         traces[path.stem] = replace(trace, requests=fitting, num_skipped=num_skipped)
     return traces
+
+
+def trace_digest(path: Path) -> str:
+    """By which a file's requests are told from those of another one of its name."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def steady_lengths(context: int | None, num_tokens: int | None, most: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ _SAME = (
     "fuse",
     "versions",
 )
+
+# What a run that goes on has to have in common with what it goes on with, besides; earlier versions wrote none of it.
+_SAME_RUN = ("max_model_len", "learning_seconds")
 
 Report = dict[str, Any]
 
@@ -47,7 +50,25 @@ def go_on_with(report: Report, before: Report) -> Report:
     training reached alone in its own run; ``runs`` has them all. Raises InvalidInputError where the two could not be
     compared."""
     check_alike(report, before, "--resume: the file of --json")
-    return {**before, **report, "runs": [*_runs(before), *_runs(report)], "cells": list(before["cells"])}
+    traces = {**before.get("traces", {}), **report.get("traces", {})}
+    runs = [*_runs(before), *_runs(report)]
+    return {**before, **report, "traces": traces, "runs": runs, "cells": list(before["cells"])}
+
+
+def check_continues(settings: Report, before: Report) -> None:
+    """That a run with these ``settings``, as far as they are known before the model is loaded, can go on with the run
+    ``before`` it, or InvalidInputError."""
+    what = "--resume: the file of --json"
+    check_alike(settings, before, what)
+    check_alike({name: settings[name] for name in _SAME_RUN if name in before}, before, what, _SAME_RUN)
+    known = before.get("traces", {})
+    for name, digest in settings["traces"].items():
+        if known.get(name, digest) != digest:
+            raise InvalidInputError(f"{what} was measured with another trace that is named {name}", param="trace")
+    if before["rounds"] != settings["rounds"]:  # policies that are compared were measured in turn
+        raise InvalidInputError(
+            f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
+        )
 
 
 def joined(parts: Mapping[str, Report]) -> Report:
@@ -67,9 +88,9 @@ def joined(parts: Mapping[str, Report]) -> Report:
     }
 
 
-def check_alike(report: Report, other: Report, what: str) -> None:
+def check_alike(report: Report, other: Report, what: str, names: Sequence[str] = _SAME) -> None:
     """That what both of them say of model, machine and job is the same, or InvalidInputError; ``what``: the other."""
-    for name in _SAME:
+    for name in names:
         if name in report and report[name] != other.get(name):
             raise InvalidInputError(
                 f"{what} has {name} {other.get(name)!r}, not {report[name]!r}: they cannot be compared", param=name

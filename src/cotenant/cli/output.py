@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -15,6 +16,7 @@ import typer
 from cotenant.core.errors import InvalidInputError
 
 USER_ERROR_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130  # as of a program that SIGINT ended
 
 
 def fail(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
@@ -47,6 +49,23 @@ def check_outputs(**paths: Path | None) -> None:
                 raise InvalidInputError(f"--{flag}: {path} may not be written; name another file", param=flag)
         except OSError as error:
             raise InvalidInputError(f"--{flag}: {path} cannot be written: {error.strerror}", param=flag) from error
+
+
+def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Raise InvalidInputError where a file that is to be written, by its flag, is another one's too, or is read."""
+    known = {path.resolve(): f"{path} is read in this run" for path in inputs}
+    for flag, path in outputs.items():
+        if path is None:
+            continue
+        if taken := known.get(path.resolve()):
+            raise InvalidInputError(f"--{flag}: {taken}; name another file", param=flag)
+        known[path.resolve()] = f"{path} is the file of --{flag}"
+
+
+def keep_before(path: Path) -> None:
+    """Rename a file that is there, with ``.old`` behind its name: what is written here next is another run's."""
+    if path.is_file() and path.stat().st_size:
+        os.replace(path, path.with_name(path.name + ".old"))
 
 
 def check_folder(flag: str, folder: Path) -> None:

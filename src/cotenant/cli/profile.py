@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cotenant.cli.options import model_to_measure, whole_numbers
-from cotenant.cli.output import check_folder, counted, fail
+from cotenant.cli.output import INTERRUPTED_EXIT_CODE, check_folder, counted, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -59,7 +59,11 @@ def profile(
     asked = list(itertools.product(sizes, lengths))
     shapes = [shape for shape in asked if longest(shape) <= limit]
     if not shapes:
-        raise InvalidInputError(f"--contexts: {model} takes {limit} tokens, too few for any of them", param="contexts")
+        raise InvalidInputError(
+            f"--batch-sizes, --contexts: {model} takes {limit} tokens, and the shortest of these take up to "
+            f"{min(map(longest, asked))} with those before the timing, more for more sequences; ask for fewer",
+            param="contexts",
+        )
     folder = data_dir.expanduser().resolve()
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
@@ -73,11 +77,15 @@ def profile(
     check_folder("data-dir", folder / LATENCY_FOLDER)
     # A server there would sooner or later write what it has learned itself over what is measured here.
     lock = lock_folder(folder, "`cotenant profile`")
-    start_s = time.perf_counter()
-    _say_left_out(f"{model} takes {limit} tokens", [shape for shape in asked if longest(shape) > limit])
+    start_s, was_interrupted = time.perf_counter(), False
+    why = f"{model} takes {limit} tokens, and with those before the timing these are more"
+    _say_left_out(why, [shape for shape in asked if longest(shape) > limit])
     try:
         with ColocateBench(config, workload, uses_data_dir=True) as bench:
-            _measure(bench, shapes)
+            try:
+                _measure(bench, shapes)
+            except KeyboardInterrupt:  # what was measured so far is as good
+                was_interrupted = True
             try:
                 num_records, path = bench.save_latencies()
             except OSError as error:
@@ -85,6 +93,8 @@ def profile(
     finally:
         lock.release()
     typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")
+    if was_interrupted:
+        fail("interrupted: what was measured so far is kept", exit_code=INTERRUPTED_EXIT_CODE)
 
 
 def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
