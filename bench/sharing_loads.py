@@ -19,8 +19,9 @@ from cotenant.bench.processes import run_loop
 from cotenant.bench.schedule import PlannedRequest, PromptMaker, from_trace, request_body
 from cotenant.bench.stream_client import ExchangeFailed, StreamClient
 from cotenant.cli.colocate_loads import TracePlan
-from cotenant.runtime.colocate_bench import ANSWERED_WITHIN_S, SETTLED_TOKENS
+from cotenant.runtime.colocate_bench import ANSWERED_WITHIN_S
 from cotenant.runtime.load import Answer, Arrival
+from cotenant.runtime.steady import SETTLED_TOKENS
 
 T = TypeVar("T")
 

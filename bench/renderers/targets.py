@@ -24,6 +24,7 @@ _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
 _POWER = (
     "[The board's power](#on-a-gpu-steady-sequences-again): at its limit all the time, so the clocks fall for what a "
     "step beside training draws; [most of that brings weights in](#on-a-gpu-what-reading-the-weights-costs-in-energy). "
+    "Contexts were longer than said, too, and are to be measured anew. "
     "Fewer bits a weight, or more watts."
 )
 _PROMPTS = (

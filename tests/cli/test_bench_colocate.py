@@ -144,25 +144,46 @@ def test_what_is_not_given_is_what_a_small_model_takes(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert (report["training"]["seq_len"], report["training"]["tokens_per_step"]) == (1000, 4000)
     lengths = {(cell["context"], cell["num_tokens"]) for cell in report["cells"]}
-    assert lengths == {(64, 32)}, "80 tokens of 1,000 are left of four sequences, half of the timed ones behind"
+    assert lengths == {(680, 79)}, "640 tokens come before the timed ones, and up to 272 more, and 8 for four sequences"
+
+
+def test_all_policies_are_timed_over_the_same_contexts(tmp_path: Path) -> None:
+    """However long each of them learns."""
+    path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
+    flags = ["--policies", "inference-only,whole-step,multitask,adaptive", "--slo-tpot-ms", "10000"]
+    flags += ["--batch-sizes", "2", "--num-tokens", "16", "--json", str(path), "--trace-file", str(trace)]
+    result = bench_colocate(*small_model(tmp_path, 1000), *TRAINING, *flags)
+    assert result.returncode == 0, result.stderr
+    (context,) = {cell["context"] for cell in json.loads(path.read_text())["cells"]}
+    begun: dict[str, int] = {}
+    policy = None
+    for event in json.loads(trace.read_text()):
+        if event["name"].startswith("measured from here: "):
+            policy = event["name"].removeprefix("measured from here: ").partition(",")[0]
+        elif event["name"].startswith("decode") and policy is not None:
+            begun.setdefault(policy, event["args"]["context_tokens"] // 2)
+    del begun["training alone"]
+    assert list(begun) == ["inference-only", "whole-step", "multitask", "adaptive"]
+    assert all(context - 16 // 2 <= tokens <= context - 16 // 2 + 6 for tokens in begun.values()), begun
 
 
 @pytest.mark.parametrize(
-    ("context", "num_tokens", "most", "chosen"),
+    ("context", "num_tokens", "batch_size", "limit", "chosen"),
     [
-        (None, None, 1280, (1024, 512)),
-        (None, None, 1279, (1023, 511)),
-        (None, None, 100_000, (1024, 512)),
-        (None, 400, 1000, (800, 400)),
-        (700, None, 800, (700, 200)),
-        (2, None, 100, (2, 99)),
-        (5000, 512, 100, (5000, 512)),
+        (None, None, 32, 8192, (1024, 512)),
+        (None, None, 4, 1560, (1024, 512)),
+        (None, None, 4, 1559, (1023, 512)),
+        (None, None, 32, 1024, (664, 47)),
+        (None, 400, 4, 1400, (920, 400)),
+        (700, None, 4, 1400, (700, 479)),
+        (2, None, 4, 1000, (2, 79)),
+        (5000, 512, 4, 100, (5000, 512)),
     ],
 )
 def test_lengths_that_are_not_given_fit(
-    context: int | None, num_tokens: int | None, most: int, chosen: tuple[int, int]
+    context: int | None, num_tokens: int | None, batch_size: int, limit: int, chosen: tuple[int, int]
 ) -> None:
-    assert steady_lengths(context, num_tokens, most) == chosen
+    assert steady_lengths(context, num_tokens, batch_size, limit) == chosen
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
@@ -453,7 +474,7 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],
-            "error: --context: 400 tokens of 32 sequences around 1000 take up to 2176; the model takes 1024. About ",
+            "error: --context: 400 tokens of 32 sequences around 1000 take up to 1536 with those before the timing, ",
         ),
         (["--batch-sizes", "64"], "error: --batch-sizes: 8 tokens of 64 sequences around 2 take up to "),
     ],

@@ -57,17 +57,22 @@ def trace_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def steady_lengths(context: int | None, num_tokens: int | None, most: int) -> tuple[int, int]:
-    """Of sequences that decode, the tokens around which they do and how many are timed. What is not given (None) is as
-    usual, or less where the sequence would end behind token ``most``; what is given is not looked at."""
-    if context is None and num_tokens is None:
-        whole = CONTEXT + NUM_TOKENS // 2
-        return max(2, min(CONTEXT, CONTEXT * most // whole)), max(8, min(NUM_TOKENS, NUM_TOKENS * most // whole))
-    if context is None:
-        assert num_tokens is not None
-        return max(2, min(CONTEXT, most - (num_tokens - num_tokens // 2))), num_tokens
+def steady_lengths(context: int | None, num_tokens: int | None, batch_size: int, limit: int) -> tuple[int, int]:
+    """Of so many sequences that decode, the tokens around which they do and how many are timed. What is not given
+    (None) is as usual, or less where a sequence would else be longer than ``limit``: fewer tokens first, down to such
+    contexts as are the same for all policies. What is given is not looked at."""
+    from cotenant.runtime.steady import shortest_context, steady_len
+
+    def most(usual: int, least: int, lengths: Callable[[int], tuple[int, int]]) -> int:
+        fitting = (n for n in range(usual, least, -1) if steady_len(batch_size, *lengths(n)) <= limit)
+        return next(fitting, least)
+
     if num_tokens is None:
-        return context, max(8, min(NUM_TOKENS, 2 * (most - context), most - 1))
+        given = context
+        num_tokens = most(NUM_TOKENS, 8, lambda n: (min(CONTEXT, shortest_context(n)) if given is None else given, n))
+    if context is None:
+        timed = num_tokens
+        context = most(CONTEXT, 2, lambda n: (n, timed))
     return context, num_tokens
 
 
@@ -87,7 +92,7 @@ class SteadyPlan:
     @property
     def longest(self) -> int:
         """Tokens of its longest sequence."""
-        from cotenant.runtime.colocate_bench import steady_len
+        from cotenant.runtime.steady import steady_len
 
         return steady_len(self.batch_size, self.context, self.num_tokens)
 
@@ -105,15 +110,15 @@ def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | Non
     if not sizes:
         return []
     largest = max(sizes)
-    flag = "batch-sizes" if context is None and num_tokens is None else "context"
-    context, num_tokens = steady_lengths(context, num_tokens, limit + 1 - SteadyPlan(largest, 1, 0).longest)
+    flag = "context" if context is not None else "batch-sizes" if num_tokens is None else "num-tokens"
+    context, num_tokens = steady_lengths(context, num_tokens, largest, limit)
     plans = [SteadyPlan(size, context, num_tokens) for size in sizes]
     longest = max(plan.longest for plan in plans)
     if longest > limit:
-        before = longest - context - (num_tokens - num_tokens // 2)
         raise InvalidInputError(
-            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest}; the "
-            f"model takes {limit}. About {before} of them come before the timing, until latencies are known",
+            f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest} with those "
+            f"before the timing, while latencies are learned: {longest - limit} more than the {limit} that the model "
+            "takes",
             param=flag,
         )
     return plans

@@ -48,13 +48,14 @@ def profile(
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
     from cotenant.runtime.build import default_tasklet_tokens
-    from cotenant.runtime.colocate_bench import PROFILE_UNTIMED, ColocateBench, steady_len
+    from cotenant.runtime.colocate_bench import ColocateBench
     from cotenant.runtime.finetune_workload import Workload
     from cotenant.runtime.latency_file import LATENCY_FOLDER
+    from cotenant.runtime.steady import profile_len
     from cotenant.store import lock_folder
 
     def longest(shape: tuple[int, int]) -> int:
-        return steady_len(*shape, _NUM_TOKENS, PROFILE_UNTIMED)
+        return profile_len(*shape, _NUM_TOKENS)
 
     asked = list(itertools.product(sizes, lengths))
     shapes = [shape for shape in asked if longest(shape) <= limit]

@@ -28,6 +28,16 @@ from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.steady import (
+    LEARNING_TOKENS,
+    LEAST_RISE,
+    MOST_LEARNING_TOKENS,
+    SETTLED_TOKENS,
+    are_settled,
+    profile_len,
+    steady_len,
+    timed_from,
+)
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.runtime.timeline import Timeline
 from cotenant.runtime.utilisation import UtilisationSampler
@@ -38,14 +48,6 @@ _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
 _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are captured again
-# Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
-SETTLED_TOKENS, _MOST_SETTLING = 16, 512
-_WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
-# Steady sequences decode so many tokens at a time under the policy before they are timed, until the margin rises by
-# less than this meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer
-# than it is, and training faster.
-_LEARNING_TOKENS, _MOST_LEARNING_TOKENS, _LEAST_RISE = 64, 384, 0.005
-PROFILE_UNTIMED = 64  # tokens of each sequence at least, for one partition after the other
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
@@ -99,21 +101,6 @@ class Profiled:
     beside_ms: float
     tasklets_per_step: float
     shared: tuple[Shared, ...]
-
-
-def steady_len(batch_size: int, context: int, num_tokens: int, num_untimed: int = _MOST_LEARNING_TOKENS) -> int:
-    """Tokens of the longest sequence that ``ColocateBench.steady`` may come to; ``num_untimed``: once it has settled,
-    besides ``num_tokens``."""
-    before = SETTLED_TOKENS + _MOST_SETTLING + num_untimed
-    return max(1, context - num_tokens // 2) + num_tokens + before + 2 * batch_size
-
-
-def _are_settled(load: Load, slo: Slo) -> bool:
-    counts = [len(answer.token_s) for answer in load.answers]
-    if min(counts) < SETTLED_TOKENS:
-        return False
-    tpots_ms = [(answer.token_s[-1] - answer.token_s[0]) * 1e3 / (len(answer.token_s) - 1) for answer in load.answers]
-    return max(tpots_ms) <= _WELL_WITHIN * slo.tpot_ms or min(counts) >= SETTLED_TOKENS + _MOST_SETTLING
 
 
 class ColocateBench:
@@ -261,10 +248,13 @@ class ColocateBench:
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
+        assert steady_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
         self._warm_up(policy)
-        load = self._steady_load(slo, batch_size, context, num_tokens, _MOST_LEARNING_TOKENS, seed)
+        start, num_untimed = timed_from(context, num_tokens)
+        load = self._steady_load(slo, batch_size, start - num_untimed, num_untimed - MOST_LEARNING_TOKENS, seed)
         watch, loop = self._begin(load, policy, slo)
         self._learn(loop, watch)
+        self._decode(loop, watch, num_untimed - min(len(answer.token_s) for answer in load.answers))
         account = self._account(f"{policy}, TPOT target {slo.tpot_ms:g} ms, {batch_size} x {context}")
         with self._sampler() as utilisation:
             start_s, end_s = self._decode(loop, watch, num_tokens)
@@ -277,7 +267,8 @@ class ColocateBench:
         """Decode steps alone, as ``steady`` under `adaptive` on all SMs, and again beside training in each
         partition."""
         self._warm_up("adaptive")
-        load = self._steady_load(slo, batch_size, context, num_tokens, PROFILE_UNTIMED, 0)
+        assert profile_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
+        load = self._steady_load(slo, batch_size, timed_from(context, num_tokens)[0], SETTLED_TOKENS, 0)
         alone_s = min((answer.token_s for answer in load.answers), key=len)  # of who came last: all decode since then
         alone_ms = statistics.median(after_s - at_s for at_s, after_s in itertools.pairwise(alone_s)) * 1e3
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
@@ -307,20 +298,17 @@ class ColocateBench:
             while training.trained_tokens < most:
                 self._iterate(loop, watch)
 
-    def _steady_load(
-        self, slo: Slo, batch_size: int, context: int, num_tokens: int, num_untimed: int, seed: int
-    ) -> Load:
-        """Sequences that decode, settled."""
+    def _steady_load(self, slo: Slo, batch_size: int, input_len: int, least: int, seed: int) -> Load:
+        """Sequences that decode, settled, with ``least`` tokens each behind prompts of ``input_len``."""
         if batch_size > self.max_num_seqs:
             raise InvalidInputError(
                 f"--batch-sizes: {batch_size} is more than the {self.max_num_seqs} of a batch", param="batch-sizes"
             )
-        input_len, limit = max(1, context - num_tokens // 2), self._tenants.serving.max_model_len
-        assert steady_len(batch_size, context, num_tokens, num_untimed) <= limit
-        load = self._load([Arrival(0.0, input_len, limit - input_len)] * batch_size, seed)
+        output_len = self._tenants.serving.max_model_len - input_len
+        load = self._load([Arrival(0.0, input_len, output_len)] * batch_size, seed)
         # Prompts come in fast and alone. Who came first has waited for the others' and needs time to catch up.
         watch, loop = self._begin(load, "inference-only", _NO_TARGET)
-        while not _are_settled(load, slo):
+        while not are_settled(load.answers, slo, least):
             self._iterate(loop, watch)
         return load
 
@@ -333,10 +321,10 @@ class ColocateBench:
         return start_s, watch.load.now_s
 
     def _learn(self, loop: WorkerLoop, watch: _Watch) -> None:
-        for _ in range(_MOST_LEARNING_TOKENS // _LEARNING_TOKENS):
+        for _ in range(MOST_LEARNING_TOKENS // LEARNING_TOKENS):
             before = loop.margin
-            self._decode(loop, watch, _LEARNING_TOKENS)
-            if abs(loop.margin - before) < _LEAST_RISE:
+            self._decode(loop, watch, LEARNING_TOKENS)
+            if abs(loop.margin - before) < LEAST_RISE:
                 break
 
     def _end_steady(self, loop: WorkerLoop, watch: _Watch) -> None:
