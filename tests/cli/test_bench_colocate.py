@@ -150,10 +150,11 @@ def test_what_is_not_given_is_what_a_small_model_takes(tmp_path: Path) -> None:
 def test_all_policies_are_timed_over_the_same_contexts(tmp_path: Path) -> None:
     """However long each of them learns."""
     path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
-    flags = ["--policies", "inference-only,whole-step,multitask,adaptive", "--slo-tpot-ms", "10000"]
+    flags = ["--policies", "inference-only,whole-step,multitask,harli", "--slo-tpot-ms", "10000"]
     flags += ["--batch-sizes", "2", "--num-tokens", "16", "--json", str(path), "--trace-file", str(trace)]
     result = bench_colocate(*small_model(tmp_path, 1000), *TRAINING, *flags)
     assert result.returncode == 0, result.stderr
+    assert "harli: there are no multiprocessors to divide here" in result.stderr
     (context,) = {cell["context"] for cell in json.loads(path.read_text())["cells"]}
     begun: dict[str, int] = {}
     policy = None
@@ -163,7 +164,7 @@ def test_all_policies_are_timed_over_the_same_contexts(tmp_path: Path) -> None:
         elif event["name"].startswith("decode") and policy is not None:
             begun.setdefault(policy, event["args"]["context_tokens"] // 2)
     del begun["training alone"]
-    assert list(begun) == ["inference-only", "whole-step", "multitask", "adaptive"]
+    assert list(begun) == ["inference-only", "whole-step", "multitask", "harli"]
     assert all(context - 16 // 2 <= tokens <= context - 16 // 2 + 6 for tokens in begun.values()), begun
 
 

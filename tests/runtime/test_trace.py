@@ -112,6 +112,15 @@ def test_nothing_but_a_trace_makes_way_for_one(tmp_path: Path) -> None:
     Trace(tmp_path / "empty").close()
 
 
+def test_a_trace_that_is_being_written_stays_where_it_is(tmp_path: Path) -> None:
+    first = Trace(tmp_path / "trace.json")
+    with pytest.raises(InvalidInputError, match=r"--trace-file: another server is writing .*trace\.json; name another"):
+        Trace(tmp_path / "trace.json")
+    first.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+    Trace(tmp_path / "trace.json").close()
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trace = Trace(tmp_path / "trace.json")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -53,7 +53,7 @@ from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
 from cotenant.core.trace_file import check_trace_file
-from cotenant.scheduler.space import prompt_shares, sm_shares
+from cotenant.scheduler.space import NEED_PARTITIONS, prompt_shares, sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -240,6 +240,13 @@ def colocate(
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
+            divided = [] if bench.has_partitions else [name for name in names if name in NEED_PARTITIONS]
+            if divided:
+                typer.echo(
+                    f"{', '.join(divided)}: there are no multiprocessors to divide here, so training runs only while "
+                    "nobody asks",
+                    err=True,
+                )
             say_phase("waiting until all kernels are compiled")
             bench.wait_for_kernels()
             say_phase("timing training alone")

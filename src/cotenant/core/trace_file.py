@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
+from typing import IO
 
 from cotenant.core.errors import InvalidInputError
 
@@ -28,8 +30,23 @@ def check_trace_file(path: Path) -> None:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a file is one, or is empty."""
+    """Whether a file is one, or is empty. Raises InvalidInputError for one that somebody writes."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
+        if not is_free(file):
+            raise InvalidInputError(
+                f"--trace-file: another server is writing {path}; name another file", param="trace-file"
+            )
         return file.read(len(BEGINNING)) in (b"", BEGINNING)
+
+
+def is_free(file: IO[bytes]) -> bool:
+    """Whether nobody else has called this for the same file and has it open still."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

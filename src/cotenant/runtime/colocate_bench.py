@@ -159,6 +159,11 @@ class ColocateBench:
         self._tenants.serving.engine.wait_for_kernels()
 
     @property
+    def has_partitions(self) -> bool:
+        """Whether the device's SMs are divided for some policy."""
+        return bool(self._tenants.serving.device.partitions)
+
+    @property
     def longest_tasklet_ms(self) -> float:
         """As measured so far."""
         view = self._tenants.training.view()

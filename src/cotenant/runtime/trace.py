@@ -18,7 +18,7 @@ import msgspec
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
 from cotenant.core.tasklet import TaskletRun
-from cotenant.core.trace_file import BEGINNING, check_trace_file
+from cotenant.core.trace_file import BEGINNING, check_trace_file, is_free
 from cotenant.device.base import FinishedTasklet
 
 logger = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class Trace:
             if path.exists():
                 path.replace(path.with_name(path.name + ".old"))
             self._file = path.open("wb", buffering=0)
+            is_free(self._file)  # not for others from now on
         except OSError as error:
             raise InvalidInputError(f"--trace-file: {path} cannot be written: {error}", param="trace-file") from error
         self._is_over = False
