@@ -155,6 +155,7 @@ def test_all_policies_are_timed_over_the_same_contexts(tmp_path: Path) -> None:
     result = bench_colocate(*small_model(tmp_path, 1000), *TRAINING, *flags)
     assert result.returncode == 0, result.stderr
     assert "harli: there are no multiprocessors to divide here" in result.stderr
+    assert "no room for one" not in result.stderr
     (context,) = {cell["context"] for cell in json.loads(path.read_text())["cells"]}
     begun: dict[str, int] = {}
     policy = None
@@ -321,6 +322,7 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     result = bench_colocate(*arguments)
     assert result.returncode == 0
     assert "learning how long things take" in result.stderr
+    assert "no room for one beside a step where the TPOT target is 0.001 ms; shorter ones: --task" in result.stderr
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
     assert found == [

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 _TTFT_SLO_MS = 500.0
 _TOKENS_PER_STEP = 4096
+_LONG_TASKLET = 0.7  # of a TPOT target: one beside a step is too much
 
 
 def colocate(
@@ -240,17 +241,11 @@ def colocate(
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
-            divided = [] if bench.has_partitions else [name for name in names if name in NEED_PARTITIONS]
-            if divided:
-                typer.echo(
-                    f"{', '.join(divided)}: there are no multiprocessors to divide here, so training runs only while "
-                    "nobody asks",
-                    err=True,
-                )
             say_phase("waiting until all kernels are compiled")
             bench.wait_for_kernels()
             say_phase("timing training alone")
             alone = round(bench.alone(alone_seconds), 2)
+            _warn_who_trains_little(bench, names, min(tpots_ms))
             measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}
             report = {**_report(bench, label), **settings, **measured, "cells": []}
             if before is not None:
@@ -268,6 +263,23 @@ def colocate(
     if was_interrupted:
         how = "--resume goes on with them" if json_path is not None else "with --json, --resume can go on with them"
         fail(f"interrupted: {counted(len(report['cells']), 'cell')} measured; {how}", exit_code=INTERRUPTED_EXIT_CODE)
+
+
+def _warn_who_trains_little(bench: ColocateBench, policies: Sequence[str], tpot_ms: float) -> None:
+    """Whatever the load, so that nobody takes it for the policy's doing. ``tpot_ms``: the least target."""
+    divided = [] if bench.has_partitions else [name for name in policies if name in NEED_PARTITIONS]
+    if divided:
+        say_phase(
+            f"warning: {', '.join(divided)}: there are no multiprocessors to divide here, so training runs only while "
+            "nobody asks"
+        )
+    longest_ms = bench.longest_tasklet_ms
+    if longest_ms > _LONG_TASKLET * tpot_ms:
+        say_phase(
+            f"warning: a tasklet takes up to {longest_ms:.1f} ms alone: who counts each iteration by itself finds no "
+            f"room for one beside a step where the TPOT target is {tpot_ms:g} ms; shorter ones: --tasklet-tokens, "
+            "--seq-len"
+        )
 
 
 def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None) -> None:
