@@ -285,6 +285,7 @@ def small_loop(
     sizes_chunks: bool = False,
     with_job: bool = False,
     predictor: LatencyPredictor | None = None,
+    slo: Slo | None = None,
     **more: Any,
 ) -> tuple[WorkerLoop, Chosen]:
     """``policy``: or its name. ``with_job``: one is ready to train. ``more``: for the loop."""
@@ -297,7 +298,6 @@ def small_loop(
     predictor = predictor or LatencyPredictor("test", "test")
     chosen = create_policy(policy, predictor) if isinstance(policy, str) else policy
     executor = Executor(device, decoder, engine, training)
-    slo = Slo(1000.0, 100.0)
     loop = WorkerLoop(
         channel,
         engine,
@@ -305,7 +305,7 @@ def small_loop(
         chosen,
         executor,
         predictor,
-        slo,
+        slo or Slo(1000.0, 100.0),
         can_fuse=False,
         sizes_chunks=sizes_chunks,  # type: ignore[arg-type]
         **more,

@@ -16,6 +16,7 @@ from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.lanes import LaneCaptures
+from cotenant.runtime.reach import TargetReach
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
@@ -117,7 +118,7 @@ class WorkerLoop:
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
-        self._stats = LoopStats(predictor)
+        self._stats, self._reach = LoopStats(predictor), TargetReach(slo)
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
@@ -269,6 +270,7 @@ class WorkerLoop:
             if self._sizes_chunks and record.batch.prefill_tokens:
                 self._margin.prompts_took(prompts_ms(self._predictor, record.batch), time.perf_counter())
             self._stats.count(record, time.perf_counter(), has_job=self._training.job_id is not None)
+            self._reach.note(record)
         else:
             self._executor.gaps_ms.clear()
         for request_id, error in self._engine.take_failures():
