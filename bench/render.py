@@ -331,7 +331,7 @@ SECTIONS = (
     Section(
         "colocate_grid_p99_h100.json",
         "On a GPU: one target of the grid, with enough requests in each cell for a p99",
-        "25 ms, 101 requests or more in each cell (12 to 122 s), on two H100s of one host, a trace on each, in the "
+        "25 ms, 101 requests or more in each cell (12 to 61 s), on two H100s of one host, a trace on each, in the "
         "version that sizes prompt chunks by what requests are ahead, also right behind training, and captures the "
         "larger ones. `adaptive` is in time wherever serving alone is, and has 4.2 to 7.5% more harvest than the best "
         "other under the conversation and 1.8% more under the code trace, where one of 101 requests is late, as "

@@ -24,8 +24,7 @@ _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
 _POWER = (
     "[The board's power](#on-a-gpu-steady-sequences-again): at its limit all the time, so the clocks fall for what a "
     "step beside training draws; [most of that brings weights in](#on-a-gpu-what-reading-the-weights-costs-in-energy). "
-    "Contexts were longer than said, too, and are to be measured anew. "
-    "Fewer bits a weight, or more watts."
+    "Contexts were longer than said, too, and are to be measured anew. Fewer bits a weight, or more watts."
 )
 _PROMPTS = (
     "Prompts leave no SM unused, and [what they take](#on-a-gpu-the-grid-of-targets-rates-and-traces) no training can "
@@ -39,12 +38,12 @@ _OTHERS = (
     "{all:.2f} times `{policy}`. Cheaper decode steps, as above, help `" + SUBJECT + "` and the others alike."
 )
 _TIGHT = (
-    "The average is over targets and traces, from {least:.2f} to {most:.2f}: at 10 ms decode steps take most of the "
-    "time of the one GPU as of the two. Looser targets, or fewer bits a weight."
+    "The average is over targets and traces, from {least:.2f} to {most:.2f}: the tighter the target, the less of each "
+    "token's time is training's. Looser targets, or fewer bits a weight."
 )
 _SLOW = (
-    "One host takes twice the time of the other for anything in Python. It is spent while the device has a batch in "
-    "flight; a plan asks several dozen predictions, so fewer of these, or a language that is compiled."
+    "One host takes more than twice the time of the other for all that is asked here. It is spent while the device has "
+    "a batch in flight. Less Python in a plan, or a language that is compiled."
 )
 _FEW = (
     "Beside a job few batches have the device alone, down to {num} in a cell, most of them prompts that come just "

@@ -43,7 +43,6 @@ from cotenant.cli.output import (
     check_outputs,
     counted,
     fail,
-    keep_before,
     say_phase,
     write_json,
     write_text,
@@ -51,8 +50,8 @@ from cotenant.cli.output import (
 from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.output_file import check_trace_file, make_way
 from cotenant.core.plan import Slo
-from cotenant.core.trace_file import check_trace_file
 from cotenant.scheduler.space import NEED_PARTITIONS, prompt_shares, sm_shares
 
 if TYPE_CHECKING:
@@ -241,33 +240,52 @@ def colocate(
     if report is None or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
-            say_phase("waiting until all kernels are compiled")
-            bench.wait_for_kernels()
-            say_phase("timing training alone")
-            alone = round(bench.alone(alone_seconds), 2)
-            _warn_who_trains_little(bench, names, min(tpots_ms))
-            measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}
-            report = {**_report(bench, label), **settings, **measured, "cells": []}
-            if before is not None:
-                report = go_on_with(report, before)
-            elif json_path is not None:
-                keep_before(json_path)
-            try:
-                learn(bench, plans, grid.missing(report), learning_seconds)
-                # A seed for each load: what policies are compared under is the same.
-                grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
-            except KeyboardInterrupt:
-                was_interrupted = True
+            report, was_interrupted = _measured(
+                bench, plans, grid, {**_report(bench, label), **settings}, before, json_path, alone_seconds
+            )
     report["comparison"] = compare(report, slo_attainment)
     _tell(report, json_path, html_path)
     if was_interrupted:
-        how = "--resume goes on with them" if json_path is not None else "with --json, --resume can go on with them"
+        how = (
+            "--resume goes on with them" if json_path is not None else "with --json they are kept, and --resume goes on"
+        )
         fail(f"interrupted: {counted(len(report['cells']), 'cell')} measured; {how}", exit_code=INTERRUPTED_EXIT_CODE)
 
 
-def _warn_who_trains_little(bench: ColocateBench, policies: Sequence[str], tpot_ms: float) -> None:
-    """Whatever the load, so that nobody takes it for the policy's doing. ``tpot_ms``: the least target."""
-    divided = [] if bench.has_partitions else [name for name in policies if name in NEED_PARTITIONS]
+def _measured(
+    bench: ColocateBench,
+    plans: Sequence[SteadyPlan | TracePlan],
+    grid: Grid,
+    settings: dict[str, Any],
+    before: dict[str, Any] | None,
+    json_path: Path | None,
+    alone_seconds: float,
+) -> tuple[dict[str, Any], bool]:
+    """The report, which begins with ``settings`` and goes on with ``before``, and whether it was interrupted."""
+    say_phase("waiting until all kernels are compiled")
+    bench.wait_for_kernels()
+    say_phase("timing training alone")
+    alone = round(bench.alone(alone_seconds), 2)
+    _warn_who_trains_little(bench, grid)
+    measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}
+    report = {**settings, **measured, "cells": []}
+    if before is not None:
+        report = go_on_with(report, before)
+    elif json_path is not None:
+        make_way(json_path)
+    try:
+        learn(bench, plans, grid.missing(report), settings["learning_seconds"])
+        # A seed for each load: what policies are compared under is the same.
+        grid.measure(report, [plan.load(bench, seed) for seed, plan in enumerate(plans)], json_path)
+    except KeyboardInterrupt:
+        return report, True
+    return report, False
+
+
+def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
+    """Whatever the load, so that nobody takes it for the policy's doing."""
+    tpot_ms = min(slo.tpot_ms for slo in grid.slos)
+    divided = [] if bench.has_partitions else [name for name in grid.policies if name in NEED_PARTITIONS]
     if divided:
         say_phase(
             f"warning: {', '.join(divided)}: there are no multiprocessors to divide here, so training runs only while "

@@ -32,7 +32,7 @@ from cotenant.config import (
     api_key_from_environment,
 )
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.trace_file import check_trace_file
+from cotenant.core.output_file import check_trace_file
 from cotenant.models.registry import resolve_model
 
 

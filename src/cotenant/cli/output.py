@@ -62,12 +62,6 @@ def check_apart(outputs: Mapping[str, Path | None], inputs: Iterable[Path] = ())
         known[path.resolve()] = f"{path} is the file of --{flag}"
 
 
-def keep_before(path: Path) -> None:
-    """Rename a file that is there, with ``.old`` behind its name: what is written here next is another run's."""
-    if path.is_file() and path.stat().st_size:
-        os.replace(path, path.with_name(path.name + ".old"))
-
-
 def check_folder(flag: str, folder: Path) -> None:
     """Raise InvalidInputError where nothing could be written in ``folder``, which may have to be made first. Nothing is
     left there."""

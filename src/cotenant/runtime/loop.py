@@ -118,7 +118,8 @@ class WorkerLoop:
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._has_learned = False  # since the last time
-        self._stats, self._reach = LoopStats(predictor), TargetReach(slo)
+        self._stats = LoopStats(predictor)
+        self._reach = TargetReach(slo)
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()

@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.output_file import BEGINNING, check_trace_file, claim, make_way
 from cotenant.core.plan import BatchShape, IterationRecord, Partition, Plan
 from cotenant.core.tasklet import TaskletRun
-from cotenant.core.trace_file import BEGINNING, check_trace_file, is_free
 from cotenant.device.base import FinishedTasklet
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,9 @@ class Trace:
         """Raises InvalidInputError if the file cannot be written, or something else is there."""
         check_trace_file(path)
         try:
-            if path.exists():
-                path.replace(path.with_name(path.name + ".old"))
+            make_way(path)
             self._file = path.open("wb", buffering=0)
-            is_free(self._file)  # not for others from now on
+            claim(self._file)
         except OSError as error:
             raise InvalidInputError(f"--trace-file: {path} cannot be written: {error}", param="trace-file") from error
         self._is_over = False

@@ -1,4 +1,4 @@
-"""Which files a trace may be written to."""
+"""Files that are written anew: what may be in their place, and what becomes of that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import IO
 from cotenant.core.errors import InvalidInputError
 
 BEGINNING = b"[\n"  # of each trace
+
+
+def make_way(path: Path) -> None:
+    """Rename a file that is there, with ``.old`` behind its name; one that is empty is left. Raises OSError."""
+    if path.is_file() and path.stat().st_size:
+        path.replace(path.with_name(path.name + ".old"))
 
 
 def check_trace_file(path: Path) -> None:
@@ -34,19 +40,19 @@ def _is_trace(path: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        if not is_free(file):
+        if not claim(file):
             raise InvalidInputError(
                 f"--trace-file: another server is writing {path}; name another file", param="trace-file"
             )
         return file.read(len(BEGINNING)) in (b"", BEGINNING)
 
 
-def is_free(file: IO[bytes]) -> bool:
-    """Whether nobody else has called this for the same file and has it open still."""
+def claim(file: IO[bytes]) -> bool:
+    """Claim a file for as long as it is open: whether nobody else has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
-        return True
+    except OSError:
+        pass  # a file system without locks
     return True
