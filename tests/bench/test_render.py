@@ -399,10 +399,13 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     ours["harvest"] = 0.75
     assert aims()[f"{load}: harvest 75%"] == ["75.0%", "met", ""]
     aim = f"{load}: TTFT p99 500 ms, TPOT p99 40 ms"
-    assert aims()[aim][1] == "met"
+    ours["ttft_ms"]["p99"], ours["tpot_ms"]["p99"] = 500.0, 40.0
+    assert aims()[aim] == ["TTFT p99 500 ms, TPOT p99 40.0 ms", "met", ""]
     ours["tpot_ms"]["p99"] = 40.1
-    assert aims()[aim][:2] == ["TTFT p99 192 ms, TPOT p99 40.1 ms", "**missed**"]
-    in_time = "the grid, where serving alone is in time: in time at all 24 places"
-    assert aims()[in_time] == ["24", "met", ""]
+    assert aims()[aim][:2] == ["TTFT p99 500 ms, TPOT p99 40.1 ms", "**missed**"]
+    (in_time,) = [
+        name for name in aims() if name.startswith("the grid, where serving alone is in time: in time at all")
+    ]
+    before = int(aims()[in_time][0])
     ours["attainment"] = 0.98
-    assert aims()[in_time][:2] == ["23", "**missed**"]
+    assert aims()[in_time][:2] == [str(before - 1), "**missed**"]
