@@ -14,11 +14,13 @@ from cotenant.config import BatchConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
-from cotenant.runtime import colocate_bench
+from cotenant.runtime import colocate_bench, steady
 from cotenant.runtime.colocate_bench import ColocateBench
 from cotenant.runtime.colocate_cell import judge
 from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival, Load
+from cotenant.runtime.loop import WorkerLoop
+from cotenant.scheduler import margin
 
 TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
 
@@ -98,6 +100,29 @@ def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pyte
         cell = bench.trace("temporal", Slo(1e9, 1e9), arrivals, 0.4)
     assert (cell.num_requests, cell.num_failed) == (3, 0)
     assert loads[0].answers[0].token_s
+
+
+def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else slack that was saved up while it was lower would be spent then, and TPOT be longer than it is."""
+    margins, decode = list[tuple[int, float]](), ColocateBench._decode
+
+    def noted(bench: ColocateBench, loop: WorkerLoop, watch: Any, num_tokens: int) -> Any:
+        times_s = decode(bench, loop, watch, num_tokens)
+        margins.append((num_tokens, loop.margin))
+        return times_s
+
+    monkeypatch.setattr(ColocateBench, "_decode", noted)
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=1024, device="cpu"), batch=BatchConfig())
+    slo = Slo(1e4, 12.0)
+    monkeypatch.setattr(margin, "_FIRST_RISE", 0.00007)  # at rest after 600 tokens, not 1,400
+    monkeypatch.setattr(steady, "_UNTIMED", 128)
+    monkeypatch.setattr(steady, "_UNDER_POLICY", 64)
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        bench.alone(0.1)
+        bench.steady("adaptive", slo, 2, 200, 70)
+    timed, untimed = margins.pop(), margins.pop()
+    assert timed[0] == 70
+    assert timed[1] < untimed[1] + 0.001
 
 
 def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:

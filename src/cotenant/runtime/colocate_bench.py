@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cotenant.config import ServerConfig
+from cotenant.config import CoExecutionConfig, ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
@@ -31,10 +31,11 @@ from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.steady import (
     LEARNING_TOKENS,
     LEAST_RISE,
-    MOST_LEARNING_TOKENS,
     SETTLED_TOKENS,
     are_settled,
+    most_learning,
     profile_len,
+    settled_from,
     steady_len,
     timed_from,
 )
@@ -256,9 +257,11 @@ class ColocateBench:
         assert steady_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
         self._warm_up(policy)
         start, num_untimed = timed_from(context, num_tokens)
-        load = self._steady_load(slo, batch_size, start - num_untimed, num_untimed - MOST_LEARNING_TOKENS, seed)
+        teacher = self._learn_margin(policy, slo, batch_size, seed) if CoExecutionConfig(policy).trains else None
+        load = self._steady_load(slo, batch_size, start - num_untimed, settled_from(num_untimed), seed)
         watch, loop = self._begin(load, policy, slo)
-        self._learn(loop, watch)
+        if teacher is not None:
+            loop.take_over_margin(teacher)
         self._decode(loop, watch, num_untimed - min(len(answer.token_s) for answer in load.answers))
         account = self._account(f"{policy}, TPOT target {slo.tpot_ms:g} ms, {batch_size} x {context}")
         with self._sampler() as utilisation:
@@ -325,12 +328,17 @@ class ColocateBench:
             self._iterate(loop, watch)
         return start_s, watch.load.now_s
 
-    def _learn(self, loop: WorkerLoop, watch: _Watch) -> None:
-        for _ in range(MOST_LEARNING_TOKENS // LEARNING_TOKENS):
+    def _learn_margin(self, policy: str, slo: Slo, batch_size: int, seed: int) -> WorkerLoop:
+        """A loop whose margin has come to rest with so many sequences."""
+        load = self._steady_load(slo, batch_size, 1, SETTLED_TOKENS, seed)
+        watch, loop = self._begin(load, policy, slo)
+        for _ in range(most_learning(load.answers, self._tenants.serving.max_model_len)):
             before = loop.margin
             self._decode(loop, watch, LEARNING_TOKENS)
             if abs(loop.margin - before) < LEAST_RISE:
                 break
+        self._end_steady(loop, watch)
+        return loop
 
     def _end_steady(self, loop: WorkerLoop, watch: _Watch) -> None:
         is_whole = not any(answer.done for answer in watch.load.answers)

@@ -143,6 +143,10 @@ class WorkerLoop:
         """The share of the TPOT target that is aimed at now."""
         return self._margin.aim(time.perf_counter())
 
+    def take_over_margin(self, other: WorkerLoop) -> None:
+        """Aim as close to the targets as another loop's requests have taught that one."""
+        self._margin.take_over(other._margin)
+
     @property
     def begun(self) -> bool:
         """Whether the next iteration goes on with the plan of the one before: tasklets follow the batch in flight."""

@@ -13,16 +13,17 @@ SETTLED_TOKENS, _MOST_SETTLING = 16, 512
 # however long each has learned. Sequences that are to be shorter than that are timed as soon as may be.
 _UNTIMED = 640
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
-# Steady sequences decode so many tokens at a time under the policy before they are timed, until the margin rises by
-# less than this meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer
-# than it is, and training faster.
-LEARNING_TOKENS, MOST_LEARNING_TOKENS, LEAST_RISE = 64, 384, 0.005
+_UNDER_POLICY = 384
+# Before that, others decode so many tokens at a time under the policy, until the margin rises by less than this
+# meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer than it is, and
+# training faster.
+LEARNING_TOKENS, _MOST_LEARNING_TOKENS, LEAST_RISE = 64, 1536, 0.001
 _PROFILE_UNTIMED = 64  # tokens of each sequence at least, for one partition after the other
 
 
 def steady_len(batch_size: int, context: int, num_tokens: int) -> int:
     """Tokens of the longest sequence that ``ColocateBench.steady`` may come to."""
-    before = SETTLED_TOKENS + _MOST_SETTLING + MOST_LEARNING_TOKENS
+    before = SETTLED_TOKENS + _MOST_SETTLING + _UNDER_POLICY
     start, num_untimed = timed_from(context, num_tokens)
     return start - num_untimed + before + num_tokens + 2 * batch_size
 
@@ -42,6 +43,18 @@ def timed_from(context: int, num_tokens: int) -> tuple[int, int]:
     """From how many tokens of a sequence on, and how many of them are behind its prompt."""
     start = max(1, context - num_tokens // 2)
     return start, min(_UNTIMED, start - 1)
+
+
+def settled_from(num_untimed: int) -> int:
+    """How many tokens of those behind a prompt that are not timed come before the policy's turn."""
+    return max(0, num_untimed - _UNDER_POLICY)
+
+
+def most_learning(answers: Sequence[Answer], limit: int) -> int:
+    """How many times ``LEARNING_TOKENS`` these sequences may decode, each behind a prompt of one token, where the model
+    takes ``limit``."""
+    room = limit - 1 - max(len(answer.token_s) for answer in answers) - 2 * len(answers)
+    return max(0, min(_MOST_LEARNING_TOKENS, room)) // LEARNING_TOKENS
 
 
 def are_settled(answers: Sequence[Answer], slo: Slo, least: int) -> bool:

@@ -80,6 +80,11 @@ class Margin:
         assert not self._has_learned
         self.value = min(_MOST, max(_LEAST, value))
 
+    def take_over(self, other: Margin) -> None:
+        """Go by what another one has learned, of the same targets."""
+        self.value = other.value
+        self._has_missed, self._has_learned = other._has_missed, other._has_learned
+
     def expect_prompts(self, most: float, now_s: float, step_ms: float) -> None:
         """Prompts have come into running answers, whose decode steps take ``step_ms``: for a while no more than
         ``most`` is aimed at."""
