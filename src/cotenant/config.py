@@ -178,8 +178,8 @@ class CoExecutionConfig:
 
     ``tasklet_tokens``: training tokens per micro-batch at most (None: 256 on the CPU, about 2,048 on CUDA). ``fuse``
     None: on CUDA only. ``sm_shares``: of a GPU's SMs, that batches may have while training runs on the others (None:
-    what the policy wants; empty: none). ``prompt_sm_shares``: the same of batches with prompts. ``self_profile``:
-    measure in idle time what the predictor lacks (None: on CUDA only).
+    what the policy wants; empty: none). ``policies``: those that take turns on one engine (empty: ``policy`` alone).
+    ``self_profile``: measure in idle time what the predictor lacks (None: on CUDA only).
     """
 
     policy: str = "adaptive"
@@ -190,7 +190,7 @@ class CoExecutionConfig:
     tasklet_tokens: int | None = None
     fuse: bool | None = None
     sm_shares: tuple[float, ...] | None = None
-    prompt_sm_shares: tuple[float, ...] | None = None
+    policies: tuple[str, ...] = ()
     self_profile: bool | None = None
 
     def __post_init__(self) -> None:
@@ -200,8 +200,7 @@ class CoExecutionConfig:
         _require_target(self.slo_itl_ms, "slo-itl-ms")
         _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
-        shares = (*(self.sm_shares or ()), *(self.prompt_sm_shares or ()))
-        _require(all(0 < share < 1 for share in shares), "sm-shares", "must be above 0 and below 1")
+        _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")
 
     @property
     def trains(self) -> bool:

@@ -24,10 +24,13 @@ class SplitDevice(CpuDevice):
     partitions = (Partition(32, 100), Partition(48, 84), Partition(80, 52))
 
 
-@pytest.mark.parametrize(("policy", "online_sms"), [("static", [80]), ("harli", []), ("adaptive", [])])
-def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, online_sms: list[int]) -> None:
+@pytest.mark.parametrize(("policy", "rows"), [("static", {80: 1 << 30}), ("harli", {}), ("adaptive", {80: 256})])
+def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, rows: dict[int, int]) -> None:
     server = ServerConfig(ModelConfig("tiny"), coexecution=CoExecutionConfig(policy))
-    compared = _config(ModelConfig("tiny"), 0, ["adaptive", "harli", policy], fuse=None)
+    compared = _config(ModelConfig("tiny"), 0, ["inference-only", "harli", policy], fuse=None)
     for config in (server, compared):
-        assert [each.online_sms for each in prompt_partitions(config, SplitDevice())] == online_sms
-    assert partition_bytes(with_prompts=True) > partition_bytes(with_prompts=False)
+        found = prompt_partitions(config, SplitDevice())
+        assert {partition.online_sms: most for partition, most in found.items()} == rows
+    both = _config(ModelConfig("tiny"), 0, ["adaptive", "static"], fuse=None)
+    assert list(prompt_partitions(both, SplitDevice()).values()) == [1 << 30]
+    assert partition_bytes(1 << 30) > partition_bytes(256) > partition_bytes(0)

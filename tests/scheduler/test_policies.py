@@ -281,6 +281,71 @@ def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:
             assert decided.num_tasklets * 2.0 <= max(0.0, 0.9 * target_ms - step_ms)
 
 
+SHORT_PROMPT = BatchShape(4, 400, 60, 60, prefill_pairs=1830)
+NEW = RequestView("n", arrival_s=99.999, num_prompt_tokens_left=60)
+
+
+# As long as its target is, less a little: nothing is saved up that new prompts would be held for.
+IN_TIME = RequestView("t", arrival_s=99.0, first_token_s=100.0 - 0.362, num_generated=40, has_begun=True)
+
+
+def knows_prompts(beside_ms: float | None, *, of_decodes: bool = True) -> LatencyPredictor:
+    """What batches with prompts take alone, and if it is not None what one of them takes in a partition; of decode
+    steps there, too."""
+    predictor, there = taught_predictor(2.0, 1.0, 2.0), ((TaskletRun(BACKWARD, 1), 4.4),)
+    for _ in range(12):
+        for tokens in range(16, 260, 16):
+            batch = replace(SHORT_PROMPT, prefill_tokens=tokens, prefill_context_tokens=tokens)
+            predictor.observe(IterationRecord(batch, Mode.NONE, 3.0 + 0.01 * tokens, 3.0 + 0.01 * tokens))
+    for batch, step_ms in ((DECODE, 2.5 if of_decodes else None), (SHORT_PROMPT, beside_ms)):
+        for _ in range(5 if step_ms is not None else 0):
+            predictor.observe(
+                IterationRecord(
+                    batch, Mode.SPATIAL, step_ms or 0.0, step_ms or 0.0, partition=IN_SPACE[0], beside=there
+                )
+            )
+    return predictor
+
+
+def with_prompts(predictor: LatencyPredictor, batch: BatchShape = SHORT_PROMPT, new: RequestView = NEW) -> Plan:
+    snapshot = Snapshot(
+        100.0, Slo(500.0, 10.0), batch, (IN_TIME, new), JOB, margin=0.9, partitions=IN_SPACE, num_ending=1
+    )
+    return create_policy("adaptive", predictor).plan(snapshot)
+
+
+def test_short_prompts_run_beside_tasklets_where_training_gains_more_than_they_take_longer() -> None:
+    """A tasklet of 2 ms ends meanwhile; alone they take 3.6."""
+    decided = with_prompts(knows_prompts(4.4))
+    assert (decided.partition, decided.mode) == (IN_SPACE[0], Mode.SPATIAL)
+    assert decided.num_beside > 0
+    assert with_prompts(knows_prompts(8.5)).partition is None
+
+
+@pytest.mark.parametrize("of_decodes", [True, False])
+def test_short_prompts_are_tried_beside_tasklets_before_anything_is_known_of_that(of_decodes: bool) -> None:
+    decided = with_prompts(knows_prompts(None, of_decodes=of_decodes))
+    assert decided.partition == IN_SPACE[0]
+    assert decided.num_beside > 0
+
+
+def test_long_prompts_and_the_rest_of_long_ones_have_the_device() -> None:
+    predictor = knows_prompts(4.4)
+    for tokens, partition in ((252, IN_SPACE[0]), (253, None)):
+        batch = replace(SHORT_PROMPT, prefill_tokens=tokens, prefill_context_tokens=tokens)
+        new = msgspec.structs.replace(NEW, num_prompt_tokens_left=tokens)
+        assert with_prompts(predictor, batch, new).partition == partition
+    rest = msgspec.structs.replace(NEW, has_begun=True, num_computed=900)
+    assert with_prompts(predictor, new=rest).partition is None
+
+
+def test_no_first_token_is_late_for_tasklets_beside_its_prompt() -> None:
+    predictor = knows_prompts(4.4)
+    for arrival_s, partition in ((99.51, IN_SPACE[0]), (99.504, None)):
+        new = msgspec.structs.replace(NEW, arrival_s=arrival_s)
+        assert with_prompts(predictor, new=new).partition == partition, "500 ms are the target, and it takes 4.4"
+
+
 @pytest.mark.parametrize("policy", ["chunked", "llmstation"])
 def test_no_iteration_is_planned_longer_than_the_longest_gap(policy: str) -> None:
     many = JobView("job", in_turn(TaskletRun(BACKWARD, 20)))

@@ -52,7 +52,7 @@ from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file, make_way
 from cotenant.core.plan import Slo
-from cotenant.scheduler.space import NEED_PARTITIONS, prompt_shares, sm_shares
+from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -331,16 +331,13 @@ def _config(
     *,
     fuse: bool | None,
 ) -> ServerConfig:
-    shares, for_prompts = (
-        tuple(sorted({share for name in policies for share in shares_of(name)}))
-        for shares_of in (sm_shares, prompt_shares)
-    )
+    shares = tuple(sorted({share for name in policies for share in sm_shares(name)}))
     return ServerConfig(
         model=model,
         batch=BatchConfig(max_queue=1_000_000),
         lora=LoraConfig(),
         coexecution=CoExecutionConfig(
-            tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=shares, prompt_sm_shares=for_prompts
+            tasklet_tokens=tasklet_tokens or None, fuse=fuse, sm_shares=shares, policies=tuple(policies)
         ),
         trace_file=None if trace_file is None else str(trace_file),
     )

@@ -201,10 +201,12 @@ class Costs:
         return self
 
     def beside(self, partition: Partition) -> CostTable | None:
-        """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the
-        batch is in the batch's own time."""
-        table = self._beside.get(partition)
-        if table is None and self.predictor.was_tried(partition):
+        """On the partition's best-effort SMs; None where that was not tried, or for long not again, with batches like
+        this one. What it adds to the batch is in the batch's own time."""
+        table, has_prompts = self._beside.get(partition), self.batch.prefill_tokens > 0
+        if (table is None or has_prompts) and not self.predictor.was_tried(partition, self.batch):
+            return None
+        if table is None:
             table = self._beside[partition] = CostTable(partial(self._ask_beside, partition))
         return table
 

@@ -1,14 +1,15 @@
-"""Sharing in space: what a partition of the SMs gets training while a decode step runs, and what it costs the step.
+"""Sharing in space: what a partition of the SMs gets training while a batch runs, and what it costs the batch.
 
-A step beside tasklets takes longer, for it has fewer SMs and shares the memory's bandwidth; training goes on meanwhile
-at the speed of the SMs that it has. The rest of a request's slack is as good for tasklets on all SMs as before.
+A decode step beside tasklets takes longer, for it has fewer SMs and shares the memory's bandwidth; training goes on
+meanwhile at the speed of the SMs that it has. The rest of a request's slack is as good for tasklets on all SMs as
+before. So it is with short prompts, which read all weights and compute little. Long ones leave no SM unused.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from cotenant.core.plan import Mode, Partition, Plan
+from cotenant.core.plan import BatchShape, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletCycle
 from cotenant.scheduler.filling import Costs, take
 
@@ -21,9 +22,10 @@ _SM_SHARES = {
     "static": (0.6,),
 }
 NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
-_PROMPTS_TOO = ("static",)  # run batches with prompts in them
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
 _UNKNOWN_RATIO = 1.25
+# A batch of short prompts whose time nobody knows: as if so much of it were computing.
+_UNKNOWN_PROMPTS_COMPUTE = 0.5
 # Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
 # in flight by then.
 _SPARE = 4
@@ -35,9 +37,32 @@ def sm_shares(policy: str) -> tuple[float, ...]:
     return _SM_SHARES.get(policy, ())
 
 
-def prompt_shares(policy: str) -> tuple[float, ...]:
-    """Of the SMs, that batches with prompts have under a policy while tasklets run on the others."""
-    return sm_shares(policy) if policy in _PROMPTS_TOO else ()
+class PromptShare(NamedTuple):
+    """Of the SMs, that batches with prompts of at most so many rows, decodes' among them, have while tasklets run on
+    the others."""
+
+    online_share: float
+    most_rows: int
+
+
+# Prompts are captured for each partition that they run in, which takes memory and time, so it is one. Adaptive: up to
+# about so many rows a batch spends more time on reading weights than on computing.
+_PROMPT_SHARES = {"adaptive": PromptShare(0.6, 256), "static": PromptShare(0.6, 1 << 30)}
+
+
+def prompt_share(policy: str) -> PromptShare | None:
+    """None: they have the device to themselves."""
+    return _PROMPT_SHARES.get(policy)
+
+
+def for_batch(policy: str, batch: BatchShape, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
+    """Of some partitions those that a batch may share the device in under a policy."""
+    share = prompt_share(policy)
+    if not batch.prefill_tokens:
+        return partitions
+    if share is None or batch.num_decode + batch.prefill_tokens > share.most_rows:
+        return ()
+    return nearest(partitions, (share.online_share,))
 
 
 def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:
@@ -51,7 +76,7 @@ def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tup
 
 
 class Beside(NamedTuple):
-    """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
+    """A batch in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
     ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was; a prior alone would keep
     what it thinks little of from ever being tried. ``is_all``: no tasklet is left then."""
@@ -82,7 +107,7 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
     table = None if known_ms is None else costs.beside(partition)
     if known_ms is None or table is None:
-        return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
+        return Beside(partition, _unknown_ms(costs.batch, partition, step_ms, known_ms))
     num_tasklets, used_ms, _, alone_ms, stopped_at, next_cost = take(upcoming, known_ms, table)
     rest_ms, rest_alone_ms, is_known = 0.0, 0.0, True
     is_all = next_cost is None and stopped_at is None
@@ -94,6 +119,14 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     elif stopped_at is not None:
         is_known = num_tasklets > 0
     return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known, is_all)
+
+
+def _unknown_ms(batch: BatchShape, partition: Partition, step_ms: float, prior_ms: float | None) -> float:
+    """For a trial. It is the prior's word where there is one, but for prompts: for these that allows for too much, and
+    few would ever be tried."""
+    if batch.prefill_tokens:
+        return step_ms * (1.0 + _UNKNOWN_PROMPTS_COMPUTE * (1.0 / partition.online_share - 1.0))
+    return prior_ms or step_ms / partition.online_share * _UNKNOWN_RATIO
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0, hold_ms: float = 0.0) -> Plan:
