@@ -409,3 +409,11 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     before = int(aims()[in_time][0])
     ours["attainment"] = 0.98
     assert aims()[in_time][:2] == [str(before - 1), "**missed**"]
+    steady = json.loads((tmp_path / "colocate_steady_h200.json").read_text())
+    (cell,) = [c for c in steady[-1]["cells"] if (c["policy"], c["slo"]["tpot_ms"]) == ("adaptive", 40)]
+    cell |= {"harvest": 0.889, "tpot_ms": {**cell["tpot_ms"], "mean": 39.0}, "attainment": 1.0}
+    aim = "32 sequences of about 1,024 tokens, TPOT 40 ms: harvest 88%"
+    for attainment, verdict in ((1.0, "met"), (0.0, "**missed**")):
+        cell["attainment"] = attainment
+        (tmp_path / "colocate_steady_h200.json").write_text(json.dumps(steady))
+        assert aims()[aim][:2] == ["88.9%, TPOT 39.0 ms", verdict]
