@@ -24,7 +24,7 @@ from cotenant.scheduler.base import flight_ms
 _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 # Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
-_LEFT_FOR_PROMPTS = 0.05
+_LEFT_FOR_PROMPTS = 0.03
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet, unless the prompts that are there take more than this share of what it can
 # make up for: others come behind them. Then it counts, if they have time themselves: this share of the TTFT target.
