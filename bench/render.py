@@ -356,7 +356,8 @@ SECTIONS = (
         "a partition, where that gets training further. One run behind the other on one GPU, two rounds of each cell. "
         "It is 0.8 to 3.1 points of harvest, but at 64 a second and 25 ms, where prompts hardly share and runs differ "
         "by as much as the two versions do. The median first token comes within a millisecond of what it did, at 16 a "
-        "second and 25 ms 5 ms later.",
+        "second and 25 ms 5 ms later. Since then it costs prompts something to go into the partition from all SMs, as "
+        "they do where steps share in time.",
     ),
     Section(
         "colocate_short_h100.json",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.config import BatchConfig, ModelConfig, ServerConfig
+from cotenant.config import BatchConfig, CacheConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
@@ -123,6 +123,30 @@ def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(monkeypatch
     timed, untimed = margins.pop(), margins.pop()
     assert timed[0] == 70
     assert timed[1] < untimed[1] + 0.001
+
+
+def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else some sequences would wait for pages, and others run on to their end meanwhile."""
+    rooms = list[tuple[int, int]]()
+
+    def noted(answers: Sequence[Answer], room: int) -> int:
+        rooms.append((len(answers), room))
+        return min(1, steady.most_learning(answers, room))
+
+    monkeypatch.setattr(colocate_bench, "most_learning", noted)
+    config = ServerConfig(
+        model=ModelConfig(model="tiny", max_model_len=1024, device="cpu"),
+        cache=CacheConfig(num_pages=64, page_tokens=16),
+    )
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        bench.alone(0.1)
+        cells = [bench.steady(policy, Slo(1e4, 20.0), 4, 100, 16) for policy in ("adaptive", "temporal")]
+    assert [(cell.num_requests, cell.num_failed) for cell in cells] == [(4, 0)] * 2
+    assert rooms == [(4, 64 // 4 * 16)], "of those that aim by a margin"
+    short, long = ([Answer(Arrival(0.0, 1, 2000), [0.0] * count)] * 4 for count in (16, 150))
+    assert [steady.most_learning(answers, 256) for answers in (short, long)] == [3, 1]
+    assert steady.most_learning(short, 8192) == 24
+    assert steady.most_learning(long, 150) == 0
 
 
 def test_a_cell_whose_requests_nobody_answers_ends(monkeypatch: pytest.MonkeyPatch) -> None:

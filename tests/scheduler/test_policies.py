@@ -289,10 +289,10 @@ NEW = RequestView("n", arrival_s=99.999, num_prompt_tokens_left=60)
 IN_TIME = RequestView("t", arrival_s=99.0, first_token_s=100.0 - 0.362, num_generated=40, has_begun=True)
 
 
-def knows_prompts(beside_ms: float | None, *, of_decodes: bool = True) -> LatencyPredictor:
+def knows_prompts(beside_ms: float | None, *, of_decodes: bool = True, tasklet_ms: float = 4.4) -> LatencyPredictor:
     """What batches with prompts take alone, and if it is not None what one of them takes in a partition; of decode
-    steps there, too."""
-    predictor, there = taught_predictor(2.0, 1.0, 2.0), ((TaskletRun(BACKWARD, 1), 4.4),)
+    steps there, too. ``tasklet_ms``: of one there, which takes 2 alone."""
+    predictor, there = taught_predictor(2.0, 1.0, 2.0), ((TaskletRun(BACKWARD, 1), tasklet_ms),)
     for _ in range(12):
         for tokens in range(16, 260, 16):
             batch = replace(SHORT_PROMPT, prefill_tokens=tokens, prefill_context_tokens=tokens)
@@ -337,6 +337,30 @@ def test_long_prompts_and_the_rest_of_long_ones_have_the_device() -> None:
         assert with_prompts(predictor, batch, new).partition == partition
     rest = msgspec.structs.replace(NEW, has_begun=True, num_computed=900)
     assert with_prompts(predictor, new=rest).partition is None
+    behind_much = replace(SHORT_PROMPT, prefill_context_tokens=20_060, prefill_pairs=1_200_000)
+    assert with_prompts(predictor, behind_much).partition is None
+    with_adapters = replace(SHORT_PROMPT, num_adapters=1)
+    assert with_prompts(predictor, with_adapters).partition is None, "launched operation by operation"
+
+
+def test_short_prompts_are_not_tried_while_nobody_knows_what_they_take_alone() -> None:
+    """Nothing could be learned of it, so it would be tried for ever."""
+    predictor = knows_prompts(None)
+    longer = replace(SHORT_PROMPT, prefill_tokens=200, prefill_context_tokens=200)
+    assert with_prompts(predictor, longer).partition is not None
+    predictor = beside(2.5)
+    for _ in range(12):
+        predictor.observe(IterationRecord(SHORT_PROMPT, Mode.NONE, 3.6, 3.6))
+    assert with_prompts(predictor, longer).partition is None
+
+
+@pytest.mark.parametrize(("beside_ms", "partition"), [(8.4, IN_SPACE[0]), (8.8, None)])
+def test_a_first_token_comes_later_for_tasklets_by_a_hundredth_of_its_target_at_most(
+    beside_ms: float, partition: Partition | None
+) -> None:
+    """Alone it takes 3.6 ms; training would get as far beside it as by itself."""
+    predictor = knows_prompts(beside_ms, tasklet_ms=2.0)
+    assert with_prompts(predictor).partition == partition
 
 
 def test_no_first_token_is_late_for_tasklets_beside_its_prompt() -> None:

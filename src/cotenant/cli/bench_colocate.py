@@ -223,8 +223,8 @@ def colocate(
         plan_trace(name, traces[name], scale, min_requests, cell_seconds)
         for name, scale in itertools.product(traces, scales)
     ]
-    longest = max(plan.longest for plan in plans)
-    chosen = replace(chosen, max_model_len=max_model_len or longest)
+    longest = max(plan.wished if isinstance(plan, SteadyPlan) else plan.longest for plan in plans)
+    chosen = replace(chosen, max_model_len=max_model_len or min(limit, longest))
     config = _config(chosen, tasklet_tokens, names, trace_file, fuse=fuse)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {

@@ -96,6 +96,13 @@ class SteadyPlan:
 
         return steady_len(self.batch_size, self.context, self.num_tokens)
 
+    @property
+    def wished(self) -> int:
+        """Tokens of the longest sequence that it has where the model takes as many: others teach a margin first."""
+        from cotenant.runtime.steady import learning_len
+
+        return max(self.longest, learning_len(self.batch_size))
+
     def load(self, bench: ColocateBench, seed: int) -> ColocateLoad:
         """What was planned, to be measured."""
         return ColocateLoad(

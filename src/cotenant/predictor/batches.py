@@ -68,15 +68,15 @@ class BatchModels:
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
-    def settled_ms(self, batch: BatchShape) -> float | None:
-        """What a batch with prompts takes long after training."""
-        line_ms = self.line_ms(batch)
-        return None if line_ms is None else line_ms * self.ratio_of(batch)
-
     def ratio_now(self) -> float:
         """The same of a batch with prompts now, as times what one takes long after training."""
         ratio = self._after_training[self._num_since] if self._num_since < _NUM_AFTER else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
+
+    def settled_ms(self, batch: BatchShape) -> float | None:
+        """What a batch with prompts takes long after training."""
+        line_ms = self.line_ms(batch)
+        return None if line_ms is None else line_ms * self.ratio_of(batch)
 
     def trained(self) -> None:
         """Tasklets have run."""

@@ -32,7 +32,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
-_TRIALS = 5  # of a partition, after which it is known
+_TRIALS = 5  # of decode steps in a partition, after which it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,11 @@ class LatencyPredictor:
         if batch.prefill_tokens:
             return self._partitions.knows_prompts(batch, partition, iteration)
         return self._partitions.num_together(partition, iteration) >= _TRIALS
+
+    def knows_alone(self, batch: BatchShape) -> bool:
+        """Whether models reach a batch with prompts on all SMs. What it takes elsewhere is learned as so many times
+        that."""
+        return self._batches.models.settled_ms(batch) is not None
 
     def has_measured_decode(
         self, num_decode: int, least_context: int, most_context: int, partition: Partition | None = None

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cotenant.config import CoExecutionConfig, ServerConfig
+from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Slo
+from cotenant.core.plan import BatchShape, Partition, Slo
 from cotenant.core.tasklet import TaskletShape
-from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, is_settled, judge
+from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, is_settled
+from cotenant.runtime.colocate_watch import Watch, measured_cell
 from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
@@ -39,9 +38,10 @@ from cotenant.runtime.steady import (
     steady_len,
     timed_from,
 )
-from cotenant.runtime.tenants import Tenants, build_tenants
+from cotenant.runtime.tenants import build_tenants
 from cotenant.runtime.timeline import Timeline
 from cotenant.runtime.utilisation import UtilisationSampler
+from cotenant.scheduler import create_policy
 from cotenant.scheduler.space import nearest, sm_shares
 from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 
@@ -51,37 +51,6 @@ _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are cap
 _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are captured again
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
-
-
-@dataclass(slots=True)
-class _Watch:
-    """What iterations did, and how far training had come when: a step's tokens count as its tasklets run."""
-
-    load: Load
-    tenants: Tenants
-    step_tokens: int
-    timeline: Timeline
-    modes: Counter[str] = field(default_factory=Counter)
-    errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
-    num_tasklets: int = 0  # that ended
-    step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
-
-    def note(self, record: IterationRecord) -> None:
-        training, now_s = self.tenants.training, self.load.now_s
-        self.timeline.note(now_s, record)
-        self.num_tasklets += record.num_tasklets
-        if training.job_id is not None:
-            view = training.view()
-            num_left = view.num_left if view is not None else 0
-            self.step_tasklets = max(self.step_tasklets, num_left)
-            done = 1 - num_left / self.step_tasklets if num_left else 0.0
-            self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
-        if not record.batch.empty:
-            self.modes[record.mode.value] += 1
-            error = self.tenants.predictor.last_error_ratio
-            if error is not None:
-                is_alone = record.mode is Mode.NONE and not record.is_disturbed
-                self.errors["alone" if is_alone else "co_run"].append(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +99,10 @@ class ColocateBench:
             hyperparameters=workload.hyperparameters(),
         )
         self._workload = workload
+        self._page_tokens = config.cache.page_tokens
         self.max_num_seqs = config.batch.resolved(serving.device.torch_device.type).max_num_seqs
         self._num_loads = itertools.count()
-        self._last_watch: _Watch | None = None
+        self._last_watch: Watch | None = None
         self._warm: set[Partition] = set()
         self._alone_ms: dict[TaskletShape, float] = {}  # of tasklets, without requests
         self.alone_utilisation: dict[str, float] | None = None  # of the device, the last time that training was alone
@@ -249,7 +219,7 @@ class ColocateBench:
         load.abort()
         self._become_idle(loop, last_watch)
         figures = utilisation.figures
-        return _cell(policy, slo, watch, 0.0, duration_s, figures, device_time, judged_until_s=until_s)
+        return measured_cell(policy, slo, watch, 0.0, duration_s, figures, device_time, judged_until_s=until_s)
 
     def steady(self, policy: str, slo: Slo, batch_size: int, context: int, num_tokens: int, seed: int = 0) -> Cell:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
@@ -257,7 +227,8 @@ class ColocateBench:
         assert steady_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
         self._warm_up(policy)
         start, num_untimed = timed_from(context, num_tokens)
-        teacher = self._learn_margin(policy, slo, batch_size, seed) if CoExecutionConfig(policy).trains else None
+        aims = create_policy(policy, self._tenants.predictor).aims
+        teacher = self._learn_margin(policy, slo, batch_size, seed) if aims else None
         load = self._steady_load(slo, batch_size, start - num_untimed, settled_from(num_untimed), seed)
         watch, loop = self._begin(load, policy, slo)
         if teacher is not None:
@@ -269,7 +240,7 @@ class ColocateBench:
         device_time = account.figures(end_s - start_s, self._alone_ms)
         self._mark("measured until here")
         self._end_steady(loop, watch)
-        return _cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
+        return measured_cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
 
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
         """Decode steps alone, as ``steady`` under `adaptive` on all SMs, and again beside training in each
@@ -281,7 +252,7 @@ class ColocateBench:
         alone_ms = statistics.median(after_s - at_s for at_s, after_s in itertools.pairwise(alone_s)) * 1e3
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
-        beside_ms = statistics.fmean(_cell("adaptive", slo, watch, start_s, end_s, None).tpot_ms)
+        beside_ms = statistics.fmean(measured_cell("adaptive", slo, watch, start_s, end_s, None).tpot_ms)
         tasklets_per_step = watch.num_tasklets / num_tokens
         shared = []
         for partition in self._tenants.serving.device.partitions:
@@ -320,7 +291,7 @@ class ColocateBench:
             self._iterate(loop, watch)
         return load
 
-    def _decode(self, loop: WorkerLoop, watch: _Watch, num_tokens: int) -> tuple[float, float]:
+    def _decode(self, loop: WorkerLoop, watch: Watch, num_tokens: int) -> tuple[float, float]:
         """So many tokens more of each sequence: when they began, and when they ended."""
         answers, start_s = watch.load.answers, watch.load.now_s
         most = min(len(answer.token_s) for answer in answers) + num_tokens
@@ -329,10 +300,11 @@ class ColocateBench:
         return start_s, watch.load.now_s
 
     def _learn_margin(self, policy: str, slo: Slo, batch_size: int, seed: int) -> WorkerLoop:
-        """A loop whose margin has come to rest with so many sequences."""
-        load = self._steady_load(slo, batch_size, 1, SETTLED_TOKENS, seed)
+        """A loop whose margin has come to rest with so many sequences, if there is room for them."""
+        load, engine = self._steady_load(slo, batch_size, 1, SETTLED_TOKENS, seed), self._tenants.serving.engine
         watch, loop = self._begin(load, policy, slo)
-        for _ in range(most_learning(load.answers, self._tenants.serving.max_model_len)):
+        room = engine.num_pages // batch_size * self._page_tokens
+        for _ in range(most_learning(load.answers, min(engine.max_model_len, room))):
             before = loop.margin
             self._decode(loop, watch, LEARNING_TOKENS)
             if abs(loop.margin - before) < LEAST_RISE:
@@ -340,7 +312,7 @@ class ColocateBench:
         self._end_steady(loop, watch)
         return loop
 
-    def _end_steady(self, loop: WorkerLoop, watch: _Watch) -> None:
+    def _end_steady(self, loop: WorkerLoop, watch: Watch) -> None:
         is_whole = not any(answer.done for answer in watch.load.answers)
         watch.load.abort()
         self._become_idle(loop, watch)
@@ -360,9 +332,9 @@ class ColocateBench:
 
     def _begin(
         self, load: Load, policy: str, slo: Slo, shares: tuple[float, ...] | None = None
-    ) -> tuple[_Watch, WorkerLoop]:
+    ) -> tuple[Watch, WorkerLoop]:
         timeline = Timeline(self._tenants.serving.device.num_multiprocessors)
-        watch = _Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
+        watch = Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
         if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
             watch.step_tasklets = self._last_watch.step_tasklets
         self._last_watch = watch
@@ -382,35 +354,11 @@ class ColocateBench:
     def _sampler(self) -> UtilisationSampler:
         return UtilisationSampler(self._tenants.serving.device.torch_device)
 
-    def _iterate(self, loop: WorkerLoop, watch: _Watch) -> None:
+    def _iterate(self, loop: WorkerLoop, watch: Watch) -> None:
         watch.note(loop.iterate())
         if self._failure is not None:
             raise CotenantError(f"the job failed: {self._failure.message}", code=self._failure.code)
 
-    def _become_idle(self, loop: WorkerLoop, watch: _Watch) -> None:
+    def _become_idle(self, loop: WorkerLoop, watch: Watch) -> None:
         while self._tenants.serving.engine.has_work or self._tenants.serving.engine.num_in_flight:
             self._iterate(loop, watch)
-
-
-def _cell(
-    policy: str,
-    slo: Slo,
-    watch: _Watch,
-    start_s: float,
-    end_s: float,
-    utilisation: dict[str, float] | None,
-    device_time: dict[str, float] | None = None,
-    *,
-    judged_until_s: float | None = None,
-) -> Cell:
-    """``judged_until_s``: of requests from their beginning; None: of those that decode in this time."""
-    with_ttft, until_s = judged_until_s is not None, math.inf if judged_until_s is None else judged_until_s
-    return replace(
-        judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft, until_s=until_s),
-        train_tokens_per_s=watch.timeline.tokens_per_s(start_s, end_s),
-        modes=dict(watch.modes),
-        prediction_errors=watch.errors,
-        timeline=watch.timeline.figures(start_s, end_s),
-        utilisation=utilisation,
-        device_time=device_time,
-    )

@@ -179,10 +179,10 @@ class Executor:
     def _go_on(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:
         """Launch the next batch behind the one in flight, and collect that one, with training beside it as was planned
         for it. Where it has all SMs, what is to run beside the next one waits for its end."""
-        launched, num_beside = self._launched[-1].plan, 0
+        launched, in_flight, num_beside = self._launched[-1].plan, self._launched[-1].shape, 0
         step = self._schedule(plan)
         if launched.partition is not None:
-            num_beside = self._tasklets.fill(launched, BatchShape() if step is None else step.shape)
+            num_beside = self._tasklets.fill(launched, in_flight, BatchShape() if step is None else step.shape)
         elif not self._device.is_training():
             self._tasklets.begin_beside(plan, behind_online=True)
         if step is not None:

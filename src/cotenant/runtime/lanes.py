@@ -69,7 +69,7 @@ class LaneCaptures:
             if not self._device.release_kept_memory():
                 self._refuse(f"there is no memory to share SMs, lower --gpu-memory-utilization for that ({error})")
         except Exception as error:
-            self._refuse(f"decode steps cannot be captured to share SMs: {error}")
+            self._refuse(f"batches cannot be captured to share SMs: {error}")
         self._device.synchronize()  # raises if the device is of no use any more
         self._next_s = time.monotonic() + _EVERY_S
 

@@ -12,7 +12,7 @@ from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
 from cotenant.models.paged_attention import WORKSPACE_BYTES, workspace_bytes
 from cotenant.models.spec import ModelSpec
-from cotenant.scheduler.space import nearest, prompt_share
+from cotenant.scheduler.space import SHORT_ROWS, prompt_share
 
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
 _SERVING_BYTES = 5 << 29
@@ -20,24 +20,23 @@ _SERVING_BYTES = 5 << 29
 _PARTITION_BYTES = 256 << 20
 # One that has graphs of batches with prompts, besides; of short ones, which are some of the sizes.
 _PROMPT_PARTITION_BYTES, _SHORT_PROMPT_PARTITION_BYTES = 640 << 20, 256 << 20
-_SHORT_ROWS = 256
 
 
 def prompt_partitions(config: ServerConfig, device: Device) -> dict[Partition, int]:
-    """Those of the device's that batches with prompts run in, with how many rows such a batch has at most."""
+    """Those of the device's that batches with prompts are captured for, with how many rows such a batch has at most."""
     coexecution, found = config.coexecution, dict[Partition, int]()
     for policy in coexecution.policies or (coexecution.policy,):
         share = prompt_share(policy)
-        if share is not None:
-            for partition in nearest(device.partitions, (share.online_share,)):
-                found[partition] = max(found.get(partition, 0), share.most_rows)
+        partition = None if share is None or config.batch.enforce_eager else share.of(device.partitions)
+        if share is not None and partition is not None:
+            found[partition] = max(found.get(partition, 0), share.most_rows)
     return found
 
 
 def partition_bytes(prompt_rows: int) -> int:
     """What is captured for a partition takes so much at most, and what libraries keep for it. ``prompt_rows``: of the
     largest batch with prompts that may run there; 0: none."""
-    with_prompts = _SHORT_PROMPT_PARTITION_BYTES if prompt_rows <= _SHORT_ROWS else _PROMPT_PARTITION_BYTES
+    with_prompts = _SHORT_PROMPT_PARTITION_BYTES if prompt_rows <= SHORT_ROWS else _PROMPT_PARTITION_BYTES
     return _PARTITION_BYTES + (with_prompts if prompt_rows else 0)
 
 

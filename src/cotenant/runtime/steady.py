@@ -50,9 +50,14 @@ def settled_from(num_untimed: int) -> int:
     return max(0, num_untimed - _UNDER_POLICY)
 
 
+def learning_len(batch_size: int) -> int:
+    """Tokens of the longest sequence that teaches a margin."""
+    return 1 + SETTLED_TOKENS + _MOST_LEARNING_TOKENS + 2 * batch_size
+
+
 def most_learning(answers: Sequence[Answer], limit: int) -> int:
-    """How many times ``LEARNING_TOKENS`` these sequences may decode, each behind a prompt of one token, where the model
-    takes ``limit``."""
+    """How many times ``LEARNING_TOKENS`` these sequences may decode, each behind a prompt of one token, where there is
+    room for ``limit`` tokens of each."""
     room = limit - 1 - max(len(answer.token_s) for answer in answers) - 2 * len(answers)
     return max(0, min(_MOST_LEARNING_TOKENS, room)) // LEARNING_TOKENS
 

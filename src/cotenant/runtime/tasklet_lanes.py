@@ -27,7 +27,8 @@ class TaskletLanes:
         self._training = training
         self._behind_s: float | None = None  # when the last one on all SMs was launched, if no batch was since
         self._launch_s: dict[bool, float] = {}  # what the host took for the last batch with prompts, and without
-        self._step_s: dict[Partition, float] = {}  # what the last decode step took there
+        # What the last batch with prompts took there, and the last one without.
+        self._batch_s: dict[tuple[Partition, bool], float] = {}
         self._begun_s = -math.inf  # when the batch in flight began
 
     def batch_was_launched(self, shape: BatchShape, launch_s: float, *, is_one_graph: bool) -> None:
@@ -44,8 +45,8 @@ class TaskletLanes:
     def batch_landed(self, shape: BatchShape, partition: Partition | None, device_ms: float) -> None:
         """The next one, if there is one in flight, begins now."""
         self._begun_s = time.perf_counter()
-        if partition is not None and shape.prefill_tokens == 0:
-            self._step_s[partition] = device_ms / 1e3
+        if partition is not None:
+            self._batch_s[partition, shape.prefill_tokens > 0] = device_ms / 1e3
 
     def begin_beside(self, plan: Plan, *, behind_online: bool = False) -> int:
         """Launch a tasklet on the SMs that the batch will not have, before it, whose launch takes the host a while; if
@@ -57,12 +58,14 @@ class TaskletLanes:
         self._device.run_tasklet(self._training.run_tasklet, behind_online=behind_online, partition=plan.partition)
         return 1
 
-    def fill(self, plan: Plan, next_batch: BatchShape) -> int:
-        """Launch tasklets beside the batch in flight, ``plan``'s, which has a partition, to last while the host
+    def fill(self, plan: Plan, batch: BatchShape, next_batch: BatchShape) -> int:
+        """Launch tasklets beside ``batch`` in flight, ``plan``'s, which has a partition, to last while the host
         launches the next one, which has other SMs; but not for longer than the one in flight, by what the last one
         there took."""
         assert plan.partition is not None
-        left_s = self._begun_s + self._step_s.get(plan.partition, 0.0) - time.perf_counter()
+        left_s = (
+            self._begun_s + self._batch_s.get((plan.partition, batch.prefill_tokens > 0), 0.0) - time.perf_counter()
+        )
         launch_s = self._launch_s.get(next_batch.prefill_tokens > 0, 0.0)
         return self.top_up(plan, plan.num_beside, for_s=min(launch_s, left_s))
 

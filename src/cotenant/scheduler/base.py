@@ -15,7 +15,9 @@ IDLE_TASKLETS = 16
 
 class Policy(Protocol):
     """Decides one iteration at a time. ``plan`` reads the snapshot and its predictor, and changes neither; what the
-    predictor said may be kept for a few plans."""
+    predictor said may be kept for a few plans. ``aims``: whether it goes by the snapshot's margin."""
+
+    aims: bool = False
 
     def plan(self, snapshot: Snapshot) -> Plan: ...
 

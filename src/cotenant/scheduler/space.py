@@ -16,10 +16,11 @@ from cotenant.scheduler.filling import Costs, take
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
 # more where steps leave less of the target: 32, 48, 64 and 80 of 132. Harli: "coarse-grained steps (e.g., 5% or 10%)"
 # (section 5.1). Static: its StaticMode (section 8.1).
+_STATIC_SHARE = 0.6
 _SM_SHARES = {
     "adaptive": (0.24, 0.36, 0.48, 0.6),
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
-    "static": (0.6,),
+    "static": (_STATIC_SHARE,),
 }
 NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
@@ -37,17 +38,27 @@ def sm_shares(policy: str) -> tuple[float, ...]:
     return _SM_SHARES.get(policy, ())
 
 
+SHORT_ROWS = 256
+
+
 class PromptShare(NamedTuple):
-    """Of the SMs, that batches with prompts of at most so many rows, decodes' among them, have while tasklets run on
-    the others."""
+    """Of the SMs, that batches with prompts have while tasklets run on the others: about ``online_share``, not less
+    than ``least_share``. ``most_rows``: of such a batch, decodes' among them."""
 
     online_share: float
     most_rows: int
+    least_share: float = 0.0
+
+    def of(self, partitions: tuple[Partition, ...]) -> Partition | None:
+        """The one of them; None: none has enough."""
+        found = nearest(partitions, (self.online_share,))
+        return found[0] if found and found[0].online_share >= self.least_share else None
 
 
 # Prompts are captured for each partition that they run in, which takes memory and time, so it is one. Adaptive: up to
-# about so many rows a batch spends more time on reading weights than on computing.
-_PROMPT_SHARES = {"adaptive": PromptShare(0.6, 256), "static": PromptShare(0.6, 1 << 30)}
+# about so many rows a batch spends more time on reading weights than on computing, if it does not attend to much.
+_PROMPT_SHARES = {"adaptive": PromptShare(0.6, SHORT_ROWS, 0.5), "static": PromptShare(_STATIC_SHARE, 1 << 30)}
+_SHORT_PAIRS = 1 << 19
 
 
 def prompt_share(policy: str) -> PromptShare | None:
@@ -55,14 +66,13 @@ def prompt_share(policy: str) -> PromptShare | None:
     return _PROMPT_SHARES.get(policy)
 
 
-def for_batch(policy: str, batch: BatchShape, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
-    """Of some partitions those that a batch may share the device in under a policy."""
-    share = prompt_share(policy)
-    if not batch.prefill_tokens:
-        return partitions
-    if share is None or batch.num_decode + batch.prefill_tokens > share.most_rows:
-        return ()
-    return nearest(partitions, (share.online_share,))
+def for_short_prompts(batch: BatchShape, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
+    """Of some partitions those that a batch with prompts may share the device in under `adaptive`. With adapters
+    nothing of it is captured: launched operation by operation it keeps the host from launching tasklets."""
+    share = _PROMPT_SHARES["adaptive"]
+    is_short = batch.num_decode + batch.prefill_tokens <= share.most_rows and batch.prefill_pairs <= _SHORT_PAIRS
+    found = share.of(partitions) if is_short and not batch.num_adapters else None
+    return () if found is None else (found,)
 
 
 def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:

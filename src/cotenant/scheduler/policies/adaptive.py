@@ -16,7 +16,7 @@ from cotenant.scheduler.filling import Costs, Filling, after, fill
 from cotenant.scheduler.holding import held_ms
 from cotenant.scheduler.planner import in_time
 from cotenant.scheduler.slack import SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
-from cotenant.scheduler.space import Beside, for_batch, in_each, in_space
+from cotenant.scheduler.space import Beside, for_short_prompts, in_each, in_space
 
 # A millisecond of slack is worth what tasklets behind a step make of it, less a share. It is spent once as much as the
 # longest gap allows has been saved up, and of that so much is lost as a partition is left: SMs wait, and draw power.
@@ -70,6 +70,8 @@ class AdaptivePolicy(Policy):
     has not been learned yet. So it begins further below the target than others', by a part of what a step leaves of it
     (where that is more): that costs training little, and less where answers are long.
     """
+
+    aims = True
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
@@ -170,13 +172,14 @@ class _Choice:
                 yield self._in_space(min(whole, key=attrgetter("step_ms")))
 
     def _partitions(self) -> tuple[Partition, ...]:
-        """Those that the batch may have. With the rest of a long prompt it is none: that one has waited already."""
-        snapshot = self._snapshot
-        if snapshot.batch.prefill_tokens and any(
-            request.has_begun and request.num_prompt_tokens_left for request in snapshot.requests
-        ):
+        """Those that the batch may have. With the rest of a long prompt it is none: that one has waited already. Nor
+        before it is known what the batch takes alone: nothing could be learned of it."""
+        snapshot, batch = self._snapshot, self._snapshot.batch
+        if not batch.prefill_tokens:
+            return snapshot.partitions
+        if any(request.has_begun and request.num_prompt_tokens_left for request in snapshot.requests):
             return ()
-        return for_batch("adaptive", snapshot.batch, snapshot.partitions)
+        return for_short_prompts(batch, snapshot.partitions) if self._costs.predictor.knows_alone(batch) else ()
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
@@ -253,8 +256,14 @@ class _Choice:
         return slack_ms - _LEAVING_MS if self._snapshot.partitions else slack_ms
 
     def _changing_ms(self, partition: Partition | None) -> float:
-        """What it costs that a batch with other SMs is in flight, shared by those that follow."""
-        return self._leaving_ms / _STEPS_IN_PARTITION if self._is_other(partition) else 0.0
+        """What it costs that a batch with other SMs is in flight, shared by those that follow. Prompts go from a
+        partition to other SMs in any case; from all SMs into one they go for this batch alone."""
+        if not self._is_other(partition):
+            return 0.0
+        if self._snapshot.batch.prefill_tokens:
+            in_flight = self._snapshot.in_flight
+            return _LEAVING_MS if in_flight is not None and in_flight.partition is None else 0.0
+        return self._leaving_ms / _STEPS_IN_PARTITION
 
     def _is_other(self, partition: Partition | None) -> bool:
         """Whether a batch is in flight on other SMs."""

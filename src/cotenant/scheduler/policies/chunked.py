@@ -21,6 +21,8 @@ class ChunkedPolicy(Policy):
     of its sums would, too. Only forward layers that are not captured are fused into the batch; others run behind it.
     """
 
+    aims = True
+
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
 

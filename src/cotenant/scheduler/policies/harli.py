@@ -17,6 +17,8 @@ class HarliPolicy(Policy):
     enough, training is suspended. Harli serves prompts elsewhere; here they have the device to themselves.
     """
 
+    aims = True
+
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
         self._costs = Costs(predictor)

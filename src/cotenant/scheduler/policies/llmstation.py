@@ -21,6 +21,8 @@ class LlmStationPolicy(Policy):
     besides, that short ones share the device and that arrivals are deferred, is left out.
     """
 
+    aims = True
+
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
 
