@@ -34,7 +34,7 @@ from compare_finetune import peer_environment, why_not_importable
 from compare_servers import CONFIG, make_model_folder, wait_healthy
 from mps import Mps, MpsError, running_mps
 from sharing_loads import ENDING_SIGNALS, Client, Measured
-from sharing_processes import SharingError, Training, running, tail, training
+from sharing_processes import SharingError, Training, last_error, running, tail, training
 from sharing_report import merged, new_report, places_missing
 
 from cotenant.bench.colocate_text import comparison_lines, line
@@ -45,6 +45,7 @@ from cotenant.cli.colocate_loads import SteadyPlan, TracePlan, plan_trace, read_
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_cell import judge
+from cotenant.runtime.load import Answer
 
 _WARM_STEPS = 3  # of training, before anything is measured
 _ALL_SMS = 100
@@ -127,6 +128,7 @@ class Sharing:
 
     def _add(self, policy: str, load: SharedLoad, measured: Measured, train_tokens_per_s: float) -> None:
         alone = self.report["train_alone_tokens_per_s"]
+        check_answers(measured.answers, self.arguments.logs / f"server-{policy}.log")
         for slo in self.slos:
             cell = judge(policy, slo, measured.answers, measured.start_s, measured.end_s, with_ttft=measured.with_ttft)
             cell = replace(cell, train_tokens_per_s=train_tokens_per_s)
@@ -209,6 +211,14 @@ def main() -> None:
         raise SystemExit("error: ended by a signal while a load ran") from None
     if problems:
         raise SystemExit(f"{len(problems)} not measured: {'; '.join(problems)}")
+
+
+def check_answers(answers: Sequence[Answer], log: Path) -> None:
+    """Raise SharingError where most requests failed: a server that has come to grief is no way of sharing. Some may."""
+    failures = [answer.failure for answer in answers if answer.failure is not None]
+    if len(failures) > len(answers) / 2:
+        reasons = "; ".join(sorted(set(failures))[:3])
+        raise SharingError(f"{len(failures)} of {len(answers)} requests failed ({reasons}): {last_error(log)} ({log})")
 
 
 def check_peers(arguments: argparse.Namespace) -> None:

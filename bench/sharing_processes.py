@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -55,6 +56,12 @@ def tail(path: Path) -> str:
     """The last line that says something."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "it has said nothing"
+
+
+def last_error(path: Path) -> str:
+    """The last line that names an error; else the last line that says something."""
+    named = re.findall(r"^.*\w*Error: .*$", path.read_text(errors="replace"), re.MULTILINE)
+    return named[-1].strip() if named else tail(path)
 
 
 @dataclass(slots=True)

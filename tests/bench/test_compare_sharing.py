@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cotenant.runtime.load import Answer, Arrival
 from forked import run_command, run_script
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,25 @@ def stand_ins(folder: Path, control: str | None) -> str:
 
 
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is an NVIDIA driver here")
+def test_a_server_that_came_to_grief_is_no_way_of_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from compare_sharing import check_answers
+    from sharing_processes import SharingError
+
+    log = tmp_path / "server.log"
+    log.write_text("torch.AcceleratorError: CUDA error: no such luck\nCompile with more\n\nINFO drained\n")
+    arrival = Arrival(0.0, 4, 8)
+    fine, failed = Answer(arrival, [0.1]), Answer(arrival, [], "HTTP 500")
+    check_answers([fine, failed], log)
+    with pytest.raises(
+        SharingError, match=r"^2 of 3 .*HTTP 500.*: torch.AcceleratorError: CUDA error: no such luck \("
+    ):
+        check_answers([fine, failed, failed], log)
+    log.write_text("it ends\n")
+    with pytest.raises(SharingError, match="it ends"):
+        check_answers([failed], log)
+
+
 def test_without_mps_it_says_what_is_missing(tmp_path: Path) -> None:
     missing = compare_sharing("--json", str(tmp_path / "sharing.json"))
     assert missing.returncode == 1
