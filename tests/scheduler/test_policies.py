@@ -307,10 +307,16 @@ def knows_prompts(beside_ms: float | None, *, of_decodes: bool = True, tasklet_m
     return predictor
 
 
-def with_prompts(predictor: LatencyPredictor, batch: BatchShape = SHORT_PROMPT, new: RequestView = NEW) -> Plan:
+def with_prompts(
+    predictor: LatencyPredictor,
+    batch: BatchShape = SHORT_PROMPT,
+    new: RequestView = NEW,
+    in_flight: InFlight | None = None,
+) -> Plan:
     snapshot = Snapshot(
-        100.0, Slo(500.0, 10.0), batch, (IN_TIME, new), JOB, margin=0.9, partitions=IN_SPACE, num_ending=1
-    )
+        100.0, Slo(500.0, 10.0), batch, (IN_TIME, new), JOB, margin=0.9, partitions=IN_SPACE, num_ending=1,
+        in_flight=in_flight,
+    )  # fmt: skip
     return create_policy("adaptive", predictor).plan(snapshot)
 
 
@@ -320,6 +326,15 @@ def test_short_prompts_run_beside_tasklets_where_training_gains_more_than_they_t
     assert (decided.partition, decided.mode) == (IN_SPACE[0], Mode.SPATIAL)
     assert decided.num_beside > 0
     assert with_prompts(knows_prompts(8.5)).partition is None
+
+
+@pytest.mark.parametrize(("in_flight", "partition"), [(Partition(48, 84), IN_SPACE[0]), (None, None)])
+def test_it_costs_prompts_something_to_leave_all_sms_for_one_batch(
+    in_flight: Partition | None, partition: Partition | None
+) -> None:
+    """From another partition they go to other SMs in any case. Here they gain little."""
+    decided = with_prompts(knows_prompts(5.9), in_flight=InFlight(in_flight, 2.0, DECODE))
+    assert decided.partition == partition
 
 
 @pytest.mark.parametrize("of_decodes", [True, False])

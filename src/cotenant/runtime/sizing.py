@@ -24,11 +24,12 @@ _PROMPT_PARTITION_BYTES, _SHORT_PROMPT_PARTITION_BYTES = 640 << 20, 256 << 20
 
 def prompt_partitions(config: ServerConfig, device: Device) -> dict[Partition, int]:
     """Those of the device's that batches with prompts are captured for, with how many rows such a batch has at most."""
-    coexecution, found = config.coexecution, dict[Partition, int]()
-    for policy in coexecution.policies or (coexecution.policy,):
-        share = prompt_share(policy)
-        partition = None if share is None or config.batch.enforce_eager else share.of(device.partitions)
-        if share is not None and partition is not None:
+    found: dict[Partition, int] = {}
+    if config.batch.enforce_eager:
+        return found
+    for share in filter(None, map(prompt_share, config.coexecution.policies or (config.coexecution.policy,))):
+        partition = share.of(device.partitions)
+        if partition is not None:
             found[partition] = max(found.get(partition, 0), share.most_rows)
     return found
 

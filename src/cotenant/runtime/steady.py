@@ -9,11 +9,10 @@ from cotenant.runtime.load import Answer
 
 # Steady decoding is measured once each sequence has so many tokens and is well within the target, or has so many more.
 SETTLED_TOKENS, _MOST_SETTLING = 16, 512
-# Nor before each has so many, the last of them under the policy: so all policies are timed over the same contexts,
-# however long each has learned. Sequences that are to be shorter than that are timed as soon as may be.
-_UNTIMED = 640
+# Nor before each has so many, the last of them under the policy, which spend what the first have saved up: so all
+# policies are timed over the same contexts. Sequences that are to be shorter than that are timed as soon as may be.
+_UNTIMED, _UNDER_POLICY = 640, 384
 _WELL_WITHIN = 0.8  # of the TPOT target, by the mean gap so far
-_UNDER_POLICY = 384
 # Before that, others decode so many tokens at a time under the policy, until the margin rises by less than this
 # meanwhile, but not for ever: slack that was saved up while it was lower would make TPOT look longer than it is, and
 # training faster.

@@ -63,9 +63,8 @@ class TaskletLanes:
         launches the next one, which has other SMs; but not for longer than the one in flight, by what the last one
         there took."""
         assert plan.partition is not None
-        left_s = (
-            self._begun_s + self._batch_s.get((plan.partition, batch.prefill_tokens > 0), 0.0) - time.perf_counter()
-        )
+        batch_s = self._batch_s.get((plan.partition, batch.prefill_tokens > 0), 0.0)
+        left_s = self._begun_s + batch_s - time.perf_counter()
         launch_s = self._launch_s.get(next_batch.prefill_tokens > 0, 0.0)
         return self.top_up(plan, plan.num_beside, for_s=min(launch_s, left_s))
 

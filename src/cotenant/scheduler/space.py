@@ -27,6 +27,9 @@ NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
 _UNKNOWN_RATIO = 1.25
 # A batch of short prompts whose time nobody knows: as if so much of it were computing.
 _UNKNOWN_PROMPTS_COMPUTE = 0.5
+# Up to about so many rows a batch with prompts spends more time on reading weights than on computing, if no more pairs
+# of a token and one that it attends to come with them.
+SHORT_ROWS, _SHORT_PAIRS = 256, 1 << 19
 # Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
 # in flight by then.
 _SPARE = 4
@@ -36,9 +39,6 @@ _MOST_BESIDE = 64
 def sm_shares(policy: str) -> tuple[float, ...]:
     """Of the SMs, that batches have under a policy while tasklets run on the others."""
     return _SM_SHARES.get(policy, ())
-
-
-SHORT_ROWS = 256
 
 
 class PromptShare(NamedTuple):
@@ -55,10 +55,8 @@ class PromptShare(NamedTuple):
         return found[0] if found and found[0].online_share >= self.least_share else None
 
 
-# Prompts are captured for each partition that they run in, which takes memory and time, so it is one. Adaptive: up to
-# about so many rows a batch spends more time on reading weights than on computing, if it does not attend to much.
+# Prompts are captured for each partition that they run in, which takes memory and time, so it is one.
 _PROMPT_SHARES = {"adaptive": PromptShare(0.6, SHORT_ROWS, 0.5), "static": PromptShare(_STATIC_SHARE, 1 << 30)}
-_SHORT_PAIRS = 1 << 19
 
 
 def prompt_share(policy: str) -> PromptShare | None:

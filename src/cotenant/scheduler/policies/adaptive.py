@@ -34,7 +34,7 @@ _CATCHING_UP_TOKENS, _MOST_LATE_TARGETS = 100, 10
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
 # would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
 _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
-# Of the TTFT target, what short prompts may take longer beside tasklets than alone; no more than new requests wait for.
+# Of the TTFT target, what short prompts may take longer beside tasklets than alone, and no more than _MOST_HOLD_MS.
 _PROMPTS_LATE_SHARE = 0.01
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
@@ -177,9 +177,10 @@ class _Choice:
         snapshot, batch = self._snapshot, self._snapshot.batch
         if not batch.prefill_tokens:
             return snapshot.partitions
-        if any(request.has_begun and request.num_prompt_tokens_left for request in snapshot.requests):
+        found = for_short_prompts(batch, snapshot.partitions)
+        if not found or any(request.has_begun and request.num_prompt_tokens_left for request in snapshot.requests):
             return ()
-        return for_short_prompts(batch, snapshot.partitions) if self._costs.predictor.knows_alone(batch) else ()
+        return found if self._costs.predictor.knows_alone(batch) else ()
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
@@ -258,11 +259,11 @@ class _Choice:
     def _changing_ms(self, partition: Partition | None) -> float:
         """What it costs that a batch with other SMs is in flight, shared by those that follow. Prompts go from a
         partition to other SMs in any case; from all SMs into one they go for this batch alone."""
-        if not self._is_other(partition):
+        in_flight = self._snapshot.in_flight
+        if in_flight is None or in_flight.partition == partition:
             return 0.0
         if self._snapshot.batch.prefill_tokens:
-            in_flight = self._snapshot.in_flight
-            return _LEAVING_MS if in_flight is not None and in_flight.partition is None else 0.0
+            return _LEAVING_MS if in_flight.partition is None else 0.0
         return self._leaving_ms / _STEPS_IN_PARTITION
 
     def _is_other(self, partition: Partition | None) -> bool:
