@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.core.plan import MAX_GAP_TARGETS, RequestView, Slo
+from cotenant.scheduler.chunking import most_margin
 from cotenant.scheduler.slack import SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
@@ -61,20 +62,28 @@ def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:
     long = RequestView("long", 99.0, first_token_s=99.9, num_generated=50, max_tokens=400)
     fresh = RequestView("fresh", 99.0, first_token_s=99.99, num_generated=1, max_tokens=400)
     old = RequestView("old", 99.0, first_token_s=99.0, num_generated=200)
-    assert token_slack_ms((last, long, old), slo, now_s, 0.5) == pytest.approx(9 * 19 - 100), "nothing comes after it"
+    assert token_slack_ms((last, long, old), slo, now_s, 0.5) == pytest.approx(9 * 19.5 - 100), "nothing comes after it"
     assert token_slack_ms((fresh, old), slo, now_s, 0.9) == pytest.approx(18 - 10)
     assert token_slack_ms((long, old), slo, now_s, 1.0) == math.inf
     assert token_slack_ms((fresh, old), slo, now_s, 0.9, least=2) == pytest.approx(18 - 10), "it may have two"
     assert token_slack_ms((fresh, old), slo, now_s, 0.9, least=3) == math.inf
     assert token_slack_ms((fresh, old), slo, now_s, 0.9, num_ahead=1, least=3) == pytest.approx(36 - 10)
-    assert token_slack_ms((last,), slo, now_s, 1.0, least=20) == pytest.approx(9 * 19 - 100), "it ends by its limit"
+    assert token_slack_ms((last,), slo, now_s, 1.0, least=20) == pytest.approx(9 * 19.5 - 100), "it ends by its limit"
     short = RequestView("short", 99.0, first_token_s=99.96, num_generated=3, max_tokens=4)
     assert token_slack_ms((short,), slo, now_s, 0.9, least=20) == pytest.approx(3 * 18 - 40)
     # With a batch in flight the tokens after those are meant.
     nearly = msgspec.structs.replace(last, num_generated=8)
-    assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 19 - 100)
+    assert token_slack_ms((nearly,), slo, now_s, 1.0, num_ahead=1) == pytest.approx(9 * 19.5 - 100)
     assert token_slack_ms((nearly,), slo, now_s, 1.0) == math.inf
     assert token_slack_ms((last, short), slo, now_s, 1.0, num_ahead=1) == math.inf, "they have no token in this batch"
+
+
+def test_an_answer_that_is_on_time_ends_with_a_step_like_the_others() -> None:
+    """Who has taken as long a token as may be aimed at may take as long over the last one."""
+    slo, now_s = Slo(500.0, 20.0), 100.0
+    token_ms = most_margin(slo, step_ms=0.0) * slo.tpot_ms
+    last = RequestView("last", 99.0, first_token_s=now_s - 8 * token_ms / 1e3, num_generated=9, max_tokens=10)
+    assert token_slack_ms((last,), slo, now_s, 0.9) > token_ms - 1e-6
 
 
 def test_who_waits_has_the_slack_of_the_one_that_came_first() -> None:
