@@ -2,12 +2,13 @@
 its own, under the loads of `cotenant bench colocate`.
 
     cotenant bench colocate llama-3.1-8b --load-format dummy --trace conv.csv --busiest 300 --json grid.json
-    python bench/compare_sharing.py --trace conv.csv --busiest 300 --mps-shares 60,80 --append-to grid.json [--site DIR]
+    python bench/compare_sharing.py --trace conv.csv --busiest 300 --mps-shares 90 --append-to grid.json [--site DIR]
     cotenant bench colocate-report grid.json --html grid.html
 
 ``mps``: both on one GPU under NVIDIA MPS; policy `mps-60` gives the server 60% of the SMs and training the other 40%,
-`mps-100` limits neither. ``separate``: two GPUs; as they share nothing, one GPU measures first training alone and then
-the server alone. With ``--no-mps`` both run side by side without MPS (policy `no-mps`): a GPU then gives them turns.
+`mps-100` limits neither. A share with which torch's matrix products are wrong (bench/mps_products.py) is not measured.
+``separate``: two GPUs; as they share nothing, one GPU measures first training alone and then the server alone. With
+``--no-mps`` both run side by side without MPS (policy `no-mps`): a GPU then gives them turns.
 
 Training is PEFT with Liger's kernels (bench/peft_finetune.py) at the batch size, of those named, that is fastest alone;
 harvest is its speed beside the load as a share of its own speed alone, measured in the same run. Targets change nothing
@@ -25,7 +26,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from typing import Any
 from compare_finetune import peer_environment, why_not_importable
 from compare_servers import CONFIG, make_model_folder, wait_healthy
 from mps import Mps, MpsError, running_mps
+from mps_products import explained, products_under
 from sharing_loads import ENDING_SIGNALS, Client, Measured
 from sharing_processes import SharingError, Training, last_error, running, tail, training
 from sharing_report import merged, new_report, places_missing
@@ -109,6 +111,8 @@ class Sharing:
         """Both on one device; ``server_share``: percent of its SMs, None or 100: neither is limited."""
         limits = [None, None] if server_share in (None, _ALL_SMS) else [server_share, 100 - server_share]
         server_environment, environment = [{} if mps is None else mps.environment(limit) for limit in limits]
+        if mps is not None:
+            check_products({"the server": server_environment, "training": environment})
         memory = ["--gpu-memory-utilization", str(self.arguments.server_memory)]
         # The server first: what it may take counts the memory that is in use when it starts.
         with (
@@ -219,6 +223,15 @@ def check_answers(answers: Sequence[Answer], log: Path) -> None:
     if len(failures) > len(answers) / 2:
         reasons = "; ".join(sorted(set(failures))[:3])
         raise SharingError(f"{len(failures)} of {len(answers)} requests failed ({reasons}): {last_error(log)} ({log})")
+
+
+def check_products(environments: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise SharingError where matrix products are wrong under MPS: neither answers nor adapters would be right, and
+    what is left out takes no time."""
+    for name, environment in environments.items():
+        problem = explained(products_under(environment))
+        if problem is not None:
+            raise SharingError(f"{name} cannot be right: {problem}")
 
 
 def check_peers(arguments: argparse.Namespace) -> None:
@@ -352,7 +365,7 @@ def say(text: str) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", type=list_of(str), default=["separate", "mps"], help="separate, mps")
-    parser.add_argument("--mps-shares", type=list_of(int), default=[60, 80], help="the server's percent of the SMs")
+    parser.add_argument("--mps-shares", type=list_of(int), default=[100], help="the server's percent of the SMs")
     parser.add_argument("--no-mps", action="store_true", help="side by side without MPS instead")
     parser.add_argument("--server-memory", type=float, default=0.45, help="--gpu-memory-utilization beside training")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -401,7 +414,7 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
     if not arguments.modes or not set(arguments.modes) <= {"separate", "mps"}:
         parser.error(f"--modes: separate and mps there are, got {','.join(arguments.modes)}")
     if not all(0 < share <= _ALL_SMS for share in arguments.mps_shares):
-        parser.error("--mps-shares: expected percent, like 60,80")
+        parser.error("--mps-shares: expected percent, like 100,60")
     if arguments.device == "cpu" and needs_mps(arguments):
         parser.error("--device cpu: MPS shares a GPU; add --no-mps")
     arguments.logs = (arguments.logs or file.with_name(file.stem + "-logs")).resolve()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cotenant.runtime.load import Answer, Arrival
 from forked import run_command, run_script
@@ -128,7 +129,6 @@ def stand_ins(folder: Path, control: str | None) -> str:
     return os.pathsep.join([str(folder), "/usr/bin", "/bin"])
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is an NVIDIA driver here")
 def test_a_server_that_came_to_grief_is_no_way_of_sharing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     from compare_sharing import check_answers
@@ -148,6 +148,30 @@ def test_a_server_that_came_to_grief_is_no_way_of_sharing(tmp_path: Path, monkey
         check_answers([failed], log)
 
 
+def test_a_share_with_wrong_products_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import compare_sharing as script
+    from sharing_processes import SharingError
+
+    found = {"80": {"num_sms": 106, "wrong": {"16": 0.0, "64": 0.041, "256": 0.3}}}
+    fine = {"num_sms": 132, "wrong": {"16": 0.0, "64": 0.0}}
+    monkeypatch.setattr(script, "products_under", lambda environment: found.get(environment.get("share", ""), fine))
+    script.check_products({"the server": {}, "training": {"share": "20"}})
+    with pytest.raises(SharingError, match=r"^training cannot be right: .* 106 SMs .* with 64, 256 rows, up to 30.0%"):
+        script.check_products({"the server": {}, "training": {"share": "80"}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_products_are_tried_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from mps import MpsError
+    from mps_products import products_under
+
+    with pytest.raises(MpsError, match=r"could not be tried under MPS: .*(NVIDIA|CUDA)"):
+        products_under({})
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is an NVIDIA driver here")
 def test_without_mps_it_says_what_is_missing(tmp_path: Path) -> None:
     missing = compare_sharing("--json", str(tmp_path / "sharing.json"))
     assert missing.returncode == 1

@@ -18,6 +18,7 @@ from cotenant.models.attention_kernels import begin_import, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
+from cotenant.models.product_check import check_products
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.compression import compresses
 from cotenant.runtime.sizing import num_pages
@@ -89,6 +90,9 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         quantization=config.model.quantization,
         compress=compresses(config.model, device.torch_device, resolved.spec, dtype),
     )
+    if runs_on_cuda(config.model.device):
+        check_products(decoder.weights)
+        torch.cuda.empty_cache()  # the KV cache's size follows from what is free
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
     pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
