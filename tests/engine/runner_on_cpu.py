@@ -239,11 +239,10 @@ def on_gpus_runner(small: Any, engine: Any, sizes: Sequence[int]) -> Any:
     engine._flights.runner = runner
     for lane in _PARTITIONS:
         _go_to(lane)
-        # Larger batches with prompts, and in the other lanes all of them, are launched operation by operation.
-        most_rows = 8 if lane == _PARTITIONS[0] else 0
-        while not runner.capture_lane(num_sms=2, prompt_rows=most_rows):
+        with_prompts = lane == _PARTITIONS[0]  # in the others such a batch is launched operation by operation
+        while not runner.capture_lane(num_sms=2, with_prompts=with_prompts):
             pass
-        assert not sizes or list(runner._pieces.get(lane, ())) == ([8] if most_rows else [])
+        assert not sizes or list(runner._pieces.get(lane, ())) == ([8, 32] if with_prompts else [])
     _go_to(_ALL_SMS)
     return engine
 

@@ -155,7 +155,7 @@ class CoExecution:
     compiled: ClassVar[list[str]] = []
 
     def __init__(
-        self, model: support.Model, shares: Sequence[float], max_model_len: int = 256, *, prompt_rows: int = 0
+        self, model: support.Model, shares: Sequence[float], max_model_len: int = 256, *, with_prompts: bool = False
     ) -> None:
         decoder = model.decoder(torch.bfloat16)
         self.online = Overlapped(decoder, enable_prefix_caching=False, max_model_len=max_model_len)
@@ -164,7 +164,7 @@ class CoExecution:
         self.device.split([round(share * self.device.num_multiprocessors) for share in shares])
         self.online.capture(GRAPH_SIZES, [partition.online_sms for partition in self.device.partitions])
         triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: self.compiled.append(fn.name)
-        LaneCaptures(self.device, self.engine, dict.fromkeys(self.device.partitions, prompt_rows)).finish()
+        LaneCaptures(self.device, self.engine, self.device.partitions if with_prompts else ()).finish()
         triton.knobs.runtime.jit_post_compile_hook = None
         self.updates: list[FromWorker] = []
         self.training = TrainingTenant(self.device, decoder, None, WORKLOAD.tasklet_tokens, self.updates.append)
@@ -241,7 +241,7 @@ def test_prompts_that_run_in_a_partition_are_captured_for_it(tmp_path: Path, mon
     launched: list[int] = []
     launch = CapturedPieces.launch
     monkeypatch.setattr(CapturedPieces, "launch", lambda pieces, index: (launched.append(index), launch(pieces, index)))
-    both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5), prompt_rows=256)
+    both = CoExecution(support.make_model("llama", tmp_path / "model"), (0.25, 0.5), with_prompts=True)
     assert both.device.partitions
     for partition in both.device.partitions:
         launched.clear()

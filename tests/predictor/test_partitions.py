@@ -225,60 +225,29 @@ def test_a_partition_that_was_not_used_for_long_is_tried_anew() -> None:
     predictor = LatencyPredictor("h", "m")
     for _ in range(5):
         together(predictor, DECODE, SMALL, 30.0)
-    assert predictor.was_tried(SMALL, DECODE)
+    assert predictor.was_tried(SMALL)
     for _ in range(10_100):
         predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 5.0, 5.0))
-    assert not predictor.was_tried(SMALL, DECODE)
+    assert not predictor.was_tried(SMALL)
     for _ in range(5):
-        assert predictor.was_tried(SMALL, DECODE) is False
+        assert predictor.was_tried(SMALL) is False
         together(predictor, DECODE, SMALL, 9.0)
-    assert predictor.was_tried(SMALL, DECODE)
+    assert predictor.was_tried(SMALL)
     assert predictor.batch_ms(DECODE, beside_training=True, partition=SMALL) == pytest.approx(9.0)
 
 
-def prompts(rows: int) -> BatchShape:
-    return BatchShape(8, 8_000, rows - 8, rows - 8, prefill_pairs=(rows - 8) * (rows - 7) // 2)
-
-
-def prompts_alone_ms(rows: int) -> float:
-    return 4.3 + 0.02 * rows
-
-
-def knows_prompts() -> LatencyPredictor:
-    """On all SMs."""
-    predictor, rng = LatencyPredictor("test hardware", "test model"), random.Random(1)
-    for _ in range(300):
-        rows = rng.randint(16, 600)
-        predictor.observe(IterationRecord(prompts(rows), Mode.NONE, prompts_alone_ms(rows), prompts_alone_ms(rows)))
-    return predictor
-
-
-def test_prompts_beside_training_are_predicted_by_how_many_times_they_take_there() -> None:
-    """The more rows, the more of it is computing."""
-    predictor = knows_prompts()
-
-    def beside_ms(rows: int) -> float:
-        return prompts_alone_ms(rows) * (1.2 + 0.002 * rows)
-
-    def predicted_ms(rows: int) -> float | None:
-        return predictor.batch_ms(prompts(rows), beside_training=True, partition=SMALL)
-
-    for rows in (36, 40, 44, 140, 160, 180):
-        assert not predictor.was_tried(SMALL, prompts(rows))
-        together(predictor, prompts(rows), SMALL, beside_ms(rows))
-        assert not predictor.was_tried(SMALL, DECODE)
-    for rows in (32, 47, 130, 190):
-        assert predictor.was_tried(SMALL, prompts(rows))
-        assert predicted_ms(rows) == pytest.approx(beside_ms(rows), rel=0.08)
-    assert not predictor.was_tried(SMALL, prompts(80))
-    other = LatencyPredictor("test hardware", "test model")
-    other.restore(predictor.export())
-    assert other.batch_ms(prompts(150), beside_training=True, partition=SMALL) == pytest.approx(predicted_ms(150))
+def test_batches_with_prompts_are_no_trials_of_decode_steps() -> None:
+    """`static` runs them in its partition."""
+    predictor, prompts = LatencyPredictor("h", "m"), BatchShape(8, 8_000, 64, 64, prefill_pairs=2_080)
+    for _ in range(5):
+        together(predictor, prompts, SMALL, 9.0)
+    assert not predictor.was_tried(SMALL)
+    for _ in range(5):
+        together(predictor, DECODE, SMALL, 9.0)
+    assert predictor.was_tried(SMALL)
     for _ in range(10_100):
-        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 5.0, 5.0))
-    assert not predictor.was_tried(SMALL, prompts(40)), "they may take less now"
-    together(predictor, prompts(40), SMALL, 1.5 * prompts_alone_ms(40))
-    assert not predictor.was_tried(SMALL, prompts(40))
+        together(predictor, prompts, SMALL, 9.0)
+    assert not predictor.was_tried(SMALL), "for long none was"
 
 
 def test_what_was_learned_of_partitions_can_be_taken_over() -> None:

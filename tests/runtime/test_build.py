@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cotenant.cli.bench_colocate import _config
@@ -24,13 +26,12 @@ class SplitDevice(CpuDevice):
     partitions = (Partition(32, 100), Partition(48, 84), Partition(80, 52))
 
 
-@pytest.mark.parametrize(("policy", "rows"), [("static", {80: 1 << 30}), ("harli", {}), ("adaptive", {80: 256})])
-def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, rows: dict[int, int]) -> None:
+@pytest.mark.parametrize(("policy", "online_sms"), [("static", [80]), ("harli", []), ("adaptive", [])])
+def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, online_sms: list[int]) -> None:
     server = ServerConfig(ModelConfig("tiny"), coexecution=CoExecutionConfig(policy))
-    compared = _config(ModelConfig("tiny"), 0, ["inference-only", "harli", policy], fuse=None)
+    compared = _config(ModelConfig("tiny"), 0, ["adaptive", "harli", policy], fuse=None)
     for config in (server, compared):
-        found = prompt_partitions(config, SplitDevice())
-        assert {partition.online_sms: most for partition, most in found.items()} == rows
-    both = _config(ModelConfig("tiny"), 0, ["adaptive", "static"], fuse=None)
-    assert list(prompt_partitions(both, SplitDevice()).values()) == [1 << 30]
-    assert partition_bytes(1 << 30) > partition_bytes(256) > partition_bytes(0)
+        assert [each.online_sms for each in prompt_partitions(config, SplitDevice())] == online_sms
+        eager = replace(config, batch=replace(config.batch, enforce_eager=True))
+        assert prompt_partitions(eager, SplitDevice()) == ()
+    assert partition_bytes(with_prompts=True) > partition_bytes(with_prompts=False)

@@ -48,17 +48,17 @@ class LateWorker(Worker):
         super().__init__(folder, self.device, self.device.partitions)
         self.failures: list[Exception] = []  # of the next captures
         monkeypatch.setattr(self.engine, "capture_lane", self._capture)
-        self.lanes = LaneCaptures(self.device, self.engine, {MANY: 256})
+        self.lanes = LaneCaptures(self.device, self.engine, (MANY,))
         self.loop._lanes = self.lanes
         self.training.wait_for(lambda: self.lanes.done)
 
-    def _capture(self, num_sms: int, *, prompt_rows: int) -> bool:
+    def _capture(self, num_sms: int, *, with_prompts: bool) -> bool:
         if self.failures:
             raise self.failures.pop(0)
         partition, captured = self.device.current, self.device.captured
         assert partition is not None
         assert partition.online_sms == num_sms
-        assert prompt_rows == (256 if partition == MANY else 0)
+        assert with_prompts == (partition == MANY)
         captured.append(partition)
         return captured.count(partition) == SIZES
 

@@ -138,9 +138,6 @@ class Machine:
     def _alone_ms(self, batch: BatchShape) -> float:
         return STEP_MS
 
-    def _corun_ms(self, batch: BatchShape, partition: Partition) -> float:
-        return CORUN[partition][0] * self._alone_ms(batch) / STEP_MS
-
     def _noisy(self, ms: float) -> float:
         return ms * (1.0 + self._noise * self._rng.uniform(-1, 1))
 
@@ -206,8 +203,8 @@ class Machine:
         alone_ms = self._alone_ms(batch)
         step_ms, gained_ms, waited_ms = self._noisy(alone_ms), 0.0, 0.0
         if plan.partition is not None:
-            self._speed = CORUN[plan.partition][1]
-            step_ms = self._noisy(self._corun_ms(batch, plan.partition))
+            corun_ms, self._speed = CORUN[plan.partition]
+            step_ms = self._noisy(corun_ms * alone_ms / STEP_MS)
             gained_ms, beside = self._train(step_ms, self._speed, plan.num_beside)
         if plan.num_tasklets and self.stalls_ms:
             step_ms += self.stalls_ms.pop()

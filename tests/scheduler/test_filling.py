@@ -130,22 +130,6 @@ def test_what_is_learned_between_plans_is_known_some_plans_later() -> None:
     assert fill(costs, upcoming, 11.0).num_tasklets == 5
 
 
-def test_a_partition_that_was_tried_with_prompts_was_not_with_decode_steps_nor_the_other_way_round() -> None:
-    predictor, partition, beside = taught(), Partition(80, 52), ((TaskletRun(SHAPES[0], 1), 4.0),)
-    prompts = [BatchShape(8, 8_000, tokens, tokens, prefill_pairs=tokens**2 // 2) for tokens in range(16, 256, 4)]
-    for batch in prompts * 3:
-        predictor.observe(IterationRecord(batch, Mode.NONE, 4.0 + 0.02 * batch.prefill_tokens, 8.0))
-    costs, batch, longer = Costs(predictor), prompts[20], prompts[40]
-    for _ in range(5):
-        predictor.observe(IterationRecord(batch, Mode.SPATIAL, 8.0, 8.0, partition=partition, beside=beside))
-    assert costs.of(batch).beside(partition) is not None
-    assert costs.of(DECODE).beside(partition) is None
-    for _ in range(5):
-        predictor.observe(IterationRecord(DECODE, Mode.SPATIAL, 3.0, 3.0, partition=partition, beside=beside))
-    assert costs.of(DECODE).beside(partition) is not None
-    assert costs.of(longer).beside(partition) is None, "of prompts each size is tried"
-
-
 def test_each_shape_of_batch_has_costs_of_its_own() -> None:
     predictor, other = taught(), BatchShape(32, 64_000)
     for _ in range(20):

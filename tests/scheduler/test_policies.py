@@ -281,108 +281,24 @@ def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:
             assert decided.num_tasklets * 2.0 <= max(0.0, 0.9 * target_ms - step_ms)
 
 
-SHORT_PROMPT = BatchShape(4, 400, 60, 60, prefill_pairs=1830)
-NEW = RequestView("n", arrival_s=99.999, num_prompt_tokens_left=60)
-
-
-# As long as its target is, less a little: nothing is saved up that new prompts would be held for.
-IN_TIME = RequestView("t", arrival_s=99.0, first_token_s=100.0 - 0.362, num_generated=40, has_begun=True)
-
-
-def knows_prompts(beside_ms: float | None, *, of_decodes: bool = True, tasklet_ms: float = 4.4) -> LatencyPredictor:
-    """What batches with prompts take alone, and if it is not None what one of them takes in a partition; of decode
-    steps there, too. ``tasklet_ms``: of one there, which takes 2 alone."""
-    predictor, there = taught_predictor(2.0, 1.0, 2.0), ((TaskletRun(BACKWARD, 1), tasklet_ms),)
-    for _ in range(12):
-        for tokens in range(16, 260, 16):
-            batch = replace(SHORT_PROMPT, prefill_tokens=tokens, prefill_context_tokens=tokens)
-            predictor.observe(IterationRecord(batch, Mode.NONE, 3.0 + 0.01 * tokens, 3.0 + 0.01 * tokens))
-    for batch, step_ms in ((DECODE, 2.5 if of_decodes else None), (SHORT_PROMPT, beside_ms)):
-        for _ in range(5 if step_ms is not None else 0):
-            predictor.observe(
-                IterationRecord(
-                    batch, Mode.SPATIAL, step_ms or 0.0, step_ms or 0.0, partition=IN_SPACE[0], beside=there
-                )
-            )
-    return predictor
-
-
-def with_prompts(
-    predictor: LatencyPredictor,
-    batch: BatchShape = SHORT_PROMPT,
-    new: RequestView = NEW,
-    in_flight: InFlight | None = None,
-) -> Plan:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_adaptive_puts_no_batch_with_prompts_in_a_partition(is_known: bool) -> None:
+    """Neither to try it, nor where it would take no longer there than on all SMs."""
+    prompts = BatchShape(4, 400, 60, 60, prefill_pairs=1830)
+    predictor, beside = taught_predictor(2.0, 1.0, 2.0), ((TaskletRun(BACKWARD, 1), 2.0),)
+    for _ in range(200):
+        predictor.observe(IterationRecord(prompts, Mode.NONE, 3.6, 3.6))
+    for batch in (DECODE, prompts) if is_known else (DECODE,):
+        for _ in range(5):
+            predictor.observe(IterationRecord(batch, Mode.SPATIAL, 3.6, 3.6, partition=IN_SPACE[0], beside=beside))
+    # Nothing is saved up that new prompts would be held for.
+    running = RequestView("t", arrival_s=99.0, first_token_s=100.0 - 0.362, num_generated=40, has_begun=True)
+    new = RequestView("n", arrival_s=99.999, num_prompt_tokens_left=60)
     snapshot = Snapshot(
-        100.0, Slo(500.0, 10.0), batch, (IN_TIME, new), JOB, margin=0.9, partitions=IN_SPACE, num_ending=1,
-        in_flight=in_flight,
-    )  # fmt: skip
-    return create_policy("adaptive", predictor).plan(snapshot)
-
-
-def test_short_prompts_run_beside_tasklets_where_training_gains_more_than_they_take_longer() -> None:
-    """A tasklet of 2 ms ends meanwhile; alone they take 3.6."""
-    decided = with_prompts(knows_prompts(4.4))
-    assert (decided.partition, decided.mode) == (IN_SPACE[0], Mode.SPATIAL)
-    assert decided.num_beside > 0
-    assert with_prompts(knows_prompts(8.5)).partition is None
-
-
-@pytest.mark.parametrize(("in_flight", "partition"), [(Partition(48, 84), IN_SPACE[0]), (None, None)])
-def test_it_costs_prompts_something_to_leave_all_sms_for_one_batch(
-    in_flight: Partition | None, partition: Partition | None
-) -> None:
-    """From another partition they go to other SMs in any case. Here they gain little."""
-    decided = with_prompts(knows_prompts(5.9), in_flight=InFlight(in_flight, 2.0, DECODE))
-    assert decided.partition == partition
-
-
-@pytest.mark.parametrize("of_decodes", [True, False])
-def test_short_prompts_are_tried_beside_tasklets_before_anything_is_known_of_that(of_decodes: bool) -> None:
-    decided = with_prompts(knows_prompts(None, of_decodes=of_decodes))
-    assert decided.partition == IN_SPACE[0]
-    assert decided.num_beside > 0
-
-
-def test_long_prompts_and_the_rest_of_long_ones_have_the_device() -> None:
-    predictor = knows_prompts(4.4)
-    for tokens, partition in ((252, IN_SPACE[0]), (253, None)):
-        batch = replace(SHORT_PROMPT, prefill_tokens=tokens, prefill_context_tokens=tokens)
-        new = msgspec.structs.replace(NEW, num_prompt_tokens_left=tokens)
-        assert with_prompts(predictor, batch, new).partition == partition
-    rest = msgspec.structs.replace(NEW, has_begun=True, num_computed=900)
-    assert with_prompts(predictor, new=rest).partition is None
-    behind_much = replace(SHORT_PROMPT, prefill_context_tokens=20_060, prefill_pairs=1_200_000)
-    assert with_prompts(predictor, behind_much).partition is None
-    with_adapters = replace(SHORT_PROMPT, num_adapters=1)
-    assert with_prompts(predictor, with_adapters).partition is None, "launched operation by operation"
-
-
-def test_short_prompts_are_not_tried_while_nobody_knows_what_they_take_alone() -> None:
-    """Nothing could be learned of it, so it would be tried for ever."""
-    predictor = knows_prompts(None)
-    longer = replace(SHORT_PROMPT, prefill_tokens=200, prefill_context_tokens=200)
-    assert with_prompts(predictor, longer).partition is not None
-    predictor = beside(2.5)
-    for _ in range(12):
-        predictor.observe(IterationRecord(SHORT_PROMPT, Mode.NONE, 3.6, 3.6))
-    assert with_prompts(predictor, longer).partition is None
-
-
-@pytest.mark.parametrize(("beside_ms", "partition"), [(8.4, IN_SPACE[0]), (8.8, None)])
-def test_a_first_token_comes_later_for_tasklets_by_a_hundredth_of_its_target_at_most(
-    beside_ms: float, partition: Partition | None
-) -> None:
-    """Alone it takes 3.6 ms; training would get as far beside it as by itself."""
-    predictor = knows_prompts(beside_ms, tasklet_ms=2.0)
-    assert with_prompts(predictor).partition == partition
-
-
-def test_no_first_token_is_late_for_tasklets_beside_its_prompt() -> None:
-    predictor = knows_prompts(4.4)
-    for arrival_s, partition in ((99.51, IN_SPACE[0]), (99.504, None)):
-        new = msgspec.structs.replace(NEW, arrival_s=arrival_s)
-        assert with_prompts(predictor, new=new).partition == partition, "500 ms are the target, and it takes 4.4"
+        100.0, Slo(500.0, 10.0), prompts, (running, new), JOB, margin=0.9, partitions=IN_SPACE, num_ending=1
+    )
+    decided = create_policy("adaptive", predictor).plan(snapshot)
+    assert (decided.run_online, decided.partition, decided.num_beside) == (True, None, 0)
 
 
 @pytest.mark.parametrize("policy", ["chunked", "llmstation"])

@@ -59,18 +59,6 @@ def test_training_goes_on_where_every_batch_has_prompts(load: Load, target_ms: f
     assert harvest > max(least, outcome("harli", load, target_ms)[1])
 
 
-@pytest.mark.parametrize(
-    ("load", "target_ms", "least", "in_time"),
-    [(SHORT, 10.0, 0.375, 0.364), (SHORT, 15.0, 0.51, 0.492), (CROWD, 15.0, 0.33, 0.296)],
-)
-def test_short_prompts_share_in_space_where_that_gets_training_further(
-    load: Load, target_ms: float, least: float, in_time: float
-) -> None:
-    attainment, harvest = outcome("adaptive", load, target_ms)
-    assert attainment >= 0.99
-    assert harvest > least, f"{in_time} where they share in time alone"
-
-
 def test_a_prompt_costs_training_its_own_batches_and_not_the_step_behind_them() -> None:
     """That one is planned while they are in flight."""
     for policy, load, least in (("harli", SHORT, 0.3), ("harli", CROWD, 0.08), ("multitask", SHORT, 0.18)):

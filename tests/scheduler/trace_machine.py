@@ -10,7 +10,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cotenant.core.plan import (
@@ -42,7 +42,6 @@ PARTITIONS = {
 }
 MOST_TOKENS = 4096  # of a batch
 _TILE = 128  # rows
-_CONTENTION = 1.15  # of products beside training
 
 
 class Latencies(NamedTuple):
@@ -180,13 +179,6 @@ class TraceMachine(Machine):
 
     def _alone_ms(self, batch: BatchShape) -> float:
         return self._latencies.batch_ms(batch)
-
-    def _corun_ms(self, batch: BatchShape, partition: Partition) -> float:
-        """What prompts add is computing, which takes as much longer as there are fewer SMs, and some more beside
-        training."""
-        decodes = replace(batch, prefill_tokens=0, prefill_pairs=0)
-        prompts_ms = self._alone_ms(batch) - self._alone_ms(decodes)
-        return super()._corun_ms(decodes, partition) + _CONTENTION * prompts_ms / partition.online_share
 
     def _serve(self) -> float:
         """An iteration: what it got training, as milliseconds alone."""

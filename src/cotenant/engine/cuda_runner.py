@@ -163,12 +163,12 @@ class CudaRunner:
         logger.info("captured in %.1f s: %d sizes of decode steps", time.perf_counter() - start, len(sizes))
 
     @torch.no_grad()
-    def capture_lane(self, num_sms: int, *, prompt_rows: int) -> bool:
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
         lane, wanted = current_lane(), {min(size, len(self._logits)) for size in _PARTITION_SIZES}
         if not self._captured[None]:
             return True
         steps, pieces = self._unfinished.setdefault(lane, _Unfinished({}, {}))
-        pieces_wanted = {*self._piece_sizes} & {*choose_piece_sizes(prompt_rows)} if prompt_rows else set()
+        pieces_wanted = set(self._piece_sizes) if with_prompts else set()
         with sms_at_hand(num_sms):
             if wanted > steps.keys():
                 steps |= self._capture_sizes([max(wanted - steps.keys())])

@@ -216,12 +216,12 @@ class OnlineEngine:
             graph_sizes, lanes, lambda: self._sampler.warm_up(self._decoder.dtype), enforce_eager=enforce_eager
         )
 
-    def capture_lane(self, num_sms: int, *, prompt_rows: int) -> bool:
-        """Capture decode steps again for the lane that is current, which has so many SMs, and batches with prompts of
-        up to ``prompt_rows`` rows (0: none): one size at a time; True when there is none left. Called after
-        ``warm_up``, with nothing in flight on the device. Without this, batches that are launched in a partition run on
-        all SMs, or operation by operation."""
-        return self._runner.capture_lane(num_sms, prompt_rows=prompt_rows)
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
+        """Capture decode steps again for the lane that is current, which has so many SMs, and ``with_prompts`` batches
+        with prompts: one size at a time; True when there is none left. Called after ``warm_up``, with nothing in flight
+        on the device. Without this, batches that are launched in a partition run on all SMs, or operation by
+        operation."""
+        return self._runner.capture_lane(num_sms, with_prompts=with_prompts)
 
     def drop_lanes(self) -> None:
         """Forget what ``capture_lane`` has captured; nothing of it is in flight."""

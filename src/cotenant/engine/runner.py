@@ -38,10 +38,10 @@ class Runner(Protocol):
         ``lanes``: how many SMs each has that ``capture_lane`` will be called for. ``also`` is run for the sake of its
         kernels, which are compiled with the others."""
 
-    def capture_lane(self, num_sms: int, *, prompt_rows: int) -> bool:
-        """Capture decode steps of one more batch size, or then batches with prompts of one more size, up to
-        ``prompt_rows`` rows, for the current lane, which has so many SMs, beside the one of ``warm_up``, if they are
-        captured at all; whether that was the last one."""
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
+        """Capture decode steps of one more batch size, or then batches with prompts of one more size, for the current
+        lane, which has so many SMs, beside the one of ``warm_up``, if they are captured at all; whether that was the
+        last one."""
 
     def drop_lanes(self) -> None:
         """Forget what ``capture_lane`` has captured."""
@@ -66,7 +66,7 @@ class EagerRunner:
     ) -> None:
         also()
 
-    def capture_lane(self, num_sms: int, *, prompt_rows: int) -> bool:
+    def capture_lane(self, num_sms: int, *, with_prompts: bool) -> bool:
         return True
 
     def drop_lanes(self) -> None:

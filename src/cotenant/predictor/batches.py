@@ -73,11 +73,6 @@ class BatchModels:
         ratio = self._after_training[self._num_since] if self._num_since < _NUM_AFTER else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
-    def settled_ms(self, batch: BatchShape) -> float | None:
-        """What a batch with prompts takes long after training."""
-        line_ms = self.line_ms(batch)
-        return None if line_ms is None else line_ms * self.ratio_of(batch)
-
     def trained(self) -> None:
         """Tasklets have run."""
         self._num_since = 0

@@ -132,18 +132,9 @@ class LatencyPredictor:
         known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
         return known_ms if specific is None else less(specific.latency_ms(cautious=cautious), known_ms)
 
-    def was_tried(self, partition: Partition, batch: BatchShape) -> bool:
-        """Whether what is said of such a batch beside training there rests on some that were: any decode steps, or
-        prompts of about that size."""
-        iteration = self._records.iteration
-        if batch.prefill_tokens:
-            return self._partitions.knows_prompts(batch, partition, iteration)
-        return self._partitions.num_together(partition, iteration) >= _TRIALS
-
-    def knows_alone(self, batch: BatchShape) -> bool:
-        """Whether models reach a batch with prompts on all SMs. What it takes elsewhere is learned as so many times
-        that."""
-        return self._batches.models.settled_ms(batch) is not None
+    def was_tried(self, partition: Partition) -> bool:
+        """Whether what is said of a decode step beside training there rests on some that were."""
+        return self._partitions.num_together(partition, self._records.iteration) >= _TRIALS
 
     def has_measured_decode(
         self, num_decode: int, least_context: int, most_context: int, partition: Partition | None = None
@@ -289,14 +280,11 @@ class LatencyPredictor:
         if not batch.empty and not record.is_disturbed:
             group, key = self._batches.keys(batch)
             self._records.add(group, _partition_key(key, partition, together=together), online_ms)
-            if together and batch.prefill_tokens:
-                alone_ms = self._batches.models.settled_ms(batch)
-                self._partitions.observe_prompts(batch, partition, online_ms, alone_ms, self._records.iteration)
-            elif together:
+            if not together:
+                self._partitions.observe_alone(batch, partition.online_sms, online_ms)
+            elif not batch.prefill_tokens:  # with prompts it is no trial of decode steps
                 alone_ms = self._alone_on_partition_ms(batch, partition)
                 self._partitions.observe_together(batch, partition, online_ms, alone_ms, self._records.iteration)
-            else:
-                self._partitions.observe_alone(batch, partition.online_sms, online_ms)
             if self._prior is not None:
                 self._prior.observe_batch(batch, online_ms, partition, beside_training=together)
         for run, elapsed_ms in record.beside:
@@ -314,10 +302,6 @@ class LatencyPredictor:
     def _batch_on_partition_ms(
         self, batch: BatchShape, partition: Partition, *, beside_training: bool, cautious: bool
     ) -> float | None:
-        if batch.prefill_tokens and beside_training:  # hardly a shape comes again, so a record says less
-            factor = self._partitions.prompts_factor(batch, partition, cautious=cautious)
-            if factor is not None and (settled_ms := self._batches.models.settled_ms(batch)):
-                return factor * settled_ms
         group, key = self._batches.keys(batch)
         record_key = _partition_key(key, partition, together=beside_training)
         fresh_ms = self._records.fresh_ms(group, record_key, cautious=cautious)

@@ -1,5 +1,4 @@
-"""Latencies on a partition of the SMs: Harli section 5, two stages, learned from every iteration on one; and batches
-with prompts, which Harli runs on all of them."""
+"""Latencies on a partition of the SMs: Harli section 5, two stages, learned from every iteration on one."""
 
 from __future__ import annotations
 
@@ -28,18 +27,14 @@ class PartitionModels:
     A server that always has tasklets beside its steps measures little of stage 1. Equation 2 is fitted to a partition's
     co-runs as well, which by Equation 3 are a multiple of it, and comes first where it reaches.
 
-    Of a batch with prompts beside training it is learned how many times what it takes alone on all SMs, by about how
-    many rows it has: the more, the more it computes, and the more a part of the SMs costs it.
-
     ``models``: of stage 1 by (online SMs,), of a partition's co-runs by both numbers, Equation 3 by (). ``ratios``:
-    tasklets there against alone on all SMs by (best-effort SMs,), co-runs against stage 1 by (), batches with prompts
-    against alone on all SMs by both numbers and rows.
+    tasklets there against alone on all SMs by (best-effort SMs,), co-runs against stage 1 by ().
     """
 
     def __init__(self) -> None:
         self.models: dict[Sms, OnlineLinearModel] = {}
         self.ratios: dict[Sms, Ratio] = {}
-        self._last_together: dict[Sms, int] = {}  # the iteration of the last co-run of such a kind
+        self._last_together: dict[Sms, int] = {}  # the iteration of a partition's last co-run
 
     def num_together(self, partition: Partition, iteration: int) -> int:
         """Co-runs that were measured there, 0 if for long none was: what took too long once may not now."""
@@ -70,19 +65,6 @@ class PartitionModels:
         ratio = self.ratios.get((best_effort_sms,))
         return ratio.cautious if ratio is not None and ratio.known else None
 
-    def prompts_factor(self, batch: BatchShape, partition: Partition, *, cautious: bool) -> float | None:
-        """How many times what it takes alone on all SMs a batch with prompts takes there, beside training."""
-        ratio = self.ratios.get(_prompts_key(batch, partition))
-        if ratio is None or not ratio.known:
-            return None
-        return max(1.0, ratio.cautious if cautious else ratio.mean)
-
-    def knows_prompts(self, batch: BatchShape, partition: Partition, iteration: int) -> bool:
-        """Whether enough batches with prompts of about this size ran there beside training, and not all long ago."""
-        key = _prompts_key(batch, partition)
-        ratio = self.ratios.get(key)
-        return ratio is not None and ratio.known and not self._is_stale(key, iteration)
-
     def observe_alone(self, batch: BatchShape, online_sms: int, measured_ms: float) -> None:
         self._learn_step((online_sms,), batch, measured_ms)
 
@@ -99,23 +81,12 @@ class PartitionModels:
             self.model(()).update(_features_of(partition), measured_ms / alone_ms)
             self.ratios.setdefault((), Ratio()).add(measured_ms, alone_ms)
 
-    def observe_prompts(
-        self, batch: BatchShape, partition: Partition, measured_ms: float, alone_ms: float | None, iteration: int
-    ) -> None:
-        """``alone_ms``: what the batch takes on all SMs, if that is known."""
-        key = _prompts_key(batch, partition)
-        if self._is_stale(key, iteration):
-            self.ratios.pop(key, None)
-        self._last_together[key] = iteration
-        if alone_ms:
-            self.ratios.setdefault(key, Ratio()).add(measured_ms, alone_ms)
-
     def observe_tasklet(self, best_effort_sms: int, measured_ms: float, alone_ms: float) -> None:
         """``alone_ms``: what such a tasklet takes alone on all SMs."""
         self.ratios.setdefault((best_effort_sms,), Ratio()).add(measured_ms, alone_ms)
 
-    def _is_stale(self, sms: Sms, iteration: int) -> bool:
-        return iteration - self._last_together.setdefault(sms, iteration) > STALE_AFTER
+    def _is_stale(self, partition: Partition, iteration: int) -> bool:
+        return iteration - self._last_together.setdefault(partition, iteration) > STALE_AFTER
 
     def _factor(self, partition: Partition) -> float:
         """Equation 3's, where it was measured enough; else the mean of those measured. A co-run is not faster."""
@@ -134,13 +105,6 @@ class PartitionModels:
     def _learn_step(self, sms: Sms, batch: BatchShape, measured_ms: float) -> None:
         if not batch.prefill_tokens:
             self.model(sms).update(_step_features(batch), measured_ms)
-
-
-def _prompts_key(batch: BatchShape, partition: Partition) -> Sms:
-    """Rows to two binary digits."""
-    rows = batch.num_decode + batch.prefill_tokens
-    shift = max(0, rows.bit_length() - 2)
-    return (*partition, rows >> shift << shift)
 
 
 def _features_of(partition: Partition) -> tuple[float, ...]:

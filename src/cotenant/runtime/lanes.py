@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import torch
 
@@ -29,13 +29,11 @@ class LaneCaptures:
     used.
     """
 
-    def __init__(
-        self, device: Device, engine: OnlineEngine, prompt_rows: Mapping[Partition, int] | None = None
-    ) -> None:
-        """``prompt_rows``: in these partitions batches have prompts, too, with so many rows at most."""
+    def __init__(self, device: Device, engine: OnlineEngine, with_prompts: Collection[Partition] = ()) -> None:
+        """``with_prompts``: in these partitions batches have prompts, too."""
         self._device = device
         self._engine = engine
-        self._prompt_rows = prompt_rows or {}
+        self._with_prompts = with_prompts
         self._left = list(device.partitions)
         self._next_s = 0.0
         self.only_for_jobs = False
@@ -48,7 +46,7 @@ class LaneCaptures:
     @property
     def reserved_bytes(self) -> int:
         """Of the device's free memory, what the captures still need."""
-        return sum(partition_bytes(self._prompt_rows.get(partition, 0)) for partition in self._left)
+        return sum(partition_bytes(with_prompts=partition in self._with_prompts) for partition in self._left)
 
     def usable(self, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
         """Those that batches may be launched in: none until all are captured."""
@@ -83,7 +81,7 @@ class LaneCaptures:
     def _capture(self) -> None:
         partition = self._left[0]
         with self._device.online(partition):
-            if self._engine.capture_lane(partition.online_sms, prompt_rows=self._prompt_rows.get(partition, 0)):
+            if self._engine.capture_lane(partition.online_sms, with_prompts=partition in self._with_prompts):
                 self._left.pop(0)
 
     def _refuse(self, reason: str) -> None:

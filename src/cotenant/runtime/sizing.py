@@ -12,33 +12,26 @@ from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
 from cotenant.models.paged_attention import WORKSPACE_BYTES, workspace_bytes
 from cotenant.models.spec import ModelSpec
-from cotenant.scheduler.space import SHORT_ROWS, prompt_share
+from cotenant.scheduler.space import nearest, prompt_shares
 
 # Workspaces of attention, captured graphs, what libraries keep for themselves.
 _SERVING_BYTES = 5 << 29
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
 _PARTITION_BYTES = 256 << 20
-# One that has graphs of batches with prompts, besides; of short ones, which are some of the sizes.
-_PROMPT_PARTITION_BYTES, _SHORT_PROMPT_PARTITION_BYTES = 640 << 20, 256 << 20
+_PROMPT_PARTITION_BYTES = 640 << 20  # one that has graphs of batches with prompts, besides
 
 
-def prompt_partitions(config: ServerConfig, device: Device) -> dict[Partition, int]:
-    """Those of the device's that batches with prompts are captured for, with how many rows such a batch has at most."""
-    found: dict[Partition, int] = {}
+def prompt_partitions(config: ServerConfig, device: Device) -> tuple[Partition, ...]:
+    """Those of the device's that batches with prompts are captured for."""
     if config.batch.enforce_eager:
-        return found
-    for share in filter(None, map(prompt_share, config.coexecution.policies or (config.coexecution.policy,))):
-        partition = share.of(device.partitions)
-        if partition is not None:
-            found[partition] = max(found.get(partition, 0), share.most_rows)
-    return found
+        return ()
+    policies = config.coexecution.policies or (config.coexecution.policy,)
+    return nearest(device.partitions, tuple(share for policy in policies for share in prompt_shares(policy)))
 
 
-def partition_bytes(prompt_rows: int) -> int:
-    """What is captured for a partition takes so much at most, and what libraries keep for it. ``prompt_rows``: of the
-    largest batch with prompts that may run there; 0: none."""
-    with_prompts = _SHORT_PROMPT_PARTITION_BYTES if prompt_rows <= SHORT_ROWS else _PROMPT_PARTITION_BYTES
-    return _PARTITION_BYTES + (with_prompts if prompt_rows else 0)
+def partition_bytes(*, with_prompts: bool) -> int:
+    """What is captured for a partition takes so much at most, and what libraries keep for it."""
+    return _PARTITION_BYTES + (_PROMPT_PARTITION_BYTES if with_prompts else 0)
 
 
 def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
@@ -70,8 +63,8 @@ def num_pages(
         training = training_bytes(spec, tasklet_tokens, dtype) if config.coexecution.trains else 0
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
         workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
-        prompt_rows = prompt_partitions(config, device)
-        partitions = sum(partition_bytes(prompt_rows.get(each, 0)) for each in device.partitions)
+        with_prompts = prompt_partitions(config, device)
+        partitions = sum(partition_bytes(with_prompts=each in with_prompts) for each in device.partitions)
         own = _SERVING_BYTES + workspace + stacks + serving_bytes(spec, batch, dtype) + partitions
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))

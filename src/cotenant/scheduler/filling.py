@@ -176,7 +176,7 @@ class Costs:
         self.predictor = predictor
         self.batch = batch or BatchShape()
         self._alone = CostTable(self._ask_alone)
-        self._beside: dict[tuple[Partition, bool], CostTable] = {}  # beside batches with prompts, and without
+        self._beside: dict[Partition, CostTable] = {}
         self.behind = CostTable(partial(self._ask_with_batch, fused=False))
         """Behind the batch, which has all SMs."""
         self.fused = CostTable(partial(self._ask_with_batch, fused=True))
@@ -201,15 +201,11 @@ class Costs:
         return self
 
     def beside(self, partition: Partition) -> CostTable | None:
-        """On the partition's best-effort SMs; None where that was not tried, or for long not again, with batches like
-        this one. What it adds to the batch is in the batch's own time."""
-        has_prompts = self.batch.prefill_tokens > 0
-        table = self._beside.get((partition, has_prompts))
-        # Of prompts each size is tried by itself.
-        if (table is None or has_prompts) and not self.predictor.was_tried(partition, self.batch):
-            return None
-        if table is None:
-            table = self._beside[partition, has_prompts] = CostTable(partial(self._ask_beside, partition))
+        """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the
+        batch is in the batch's own time."""
+        table = self._beside.get(partition)
+        if table is None and self.predictor.was_tried(partition):
+            table = self._beside[partition] = CostTable(partial(self._ask_beside, partition))
         return table
 
     def _ask_alone(self, shape: TaskletShape) -> Cost | None:

@@ -1,35 +1,29 @@
-"""Sharing in space: what a partition of the SMs gets training while a batch runs, and what it costs the batch.
+"""Sharing in space: what a partition of the SMs gets training while a decode step runs, and what it costs the step.
 
-A decode step beside tasklets takes longer, for it has fewer SMs and shares the memory's bandwidth; training goes on
-meanwhile at the speed of the SMs that it has. The rest of a request's slack is as good for tasklets on all SMs as
-before. So it is with short prompts, which read all weights and compute little. Long ones leave no SM unused.
+A step beside tasklets takes longer, for it has fewer SMs and shares the memory's bandwidth; training goes on meanwhile
+at the speed of the SMs that it has. The rest of a request's slack is as good for tasklets on all SMs as before.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from cotenant.core.plan import BatchShape, Mode, Partition, Plan
+from cotenant.core.plan import Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletCycle
 from cotenant.scheduler.filling import Costs, take
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
 # more where steps leave less of the target: 32, 48, 64 and 80 of 132. Harli: "coarse-grained steps (e.g., 5% or 10%)"
 # (section 5.1). Static: its StaticMode (section 8.1).
-_STATIC_SHARE = 0.6
 _SM_SHARES = {
     "adaptive": (0.24, 0.36, 0.48, 0.6),
     "harli": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6),
-    "static": (_STATIC_SHARE,),
+    "static": (0.6,),
 }
 NEED_PARTITIONS = ("harli", "static")  # train beside requests in them alone
+_PROMPTS_TOO = ("static",)  # run batches with prompts in them
 # A step on a part of the SMs whose time nobody knows: as if it had nothing to do but compute, and so much more.
 _UNKNOWN_RATIO = 1.25
-# A batch of short prompts whose time nobody knows: as if so much of it were computing.
-_UNKNOWN_PROMPTS_COMPUTE = 0.5
-# Up to about so many rows a batch with prompts spends more time on reading weights than on computing, if no more pairs
-# of a token and one that it attends to come with them.
-SHORT_ROWS, _SHORT_PAIRS = 256, 1 << 19
 # Beside a batch run this many tasklets more than are expected to end with it: its end is what ends them, and a few are
 # in flight by then.
 _SPARE = 4
@@ -41,36 +35,9 @@ def sm_shares(policy: str) -> tuple[float, ...]:
     return _SM_SHARES.get(policy, ())
 
 
-class PromptShare(NamedTuple):
-    """Of the SMs, that batches with prompts have while tasklets run on the others: about ``online_share``, not less
-    than ``least_share``. ``most_rows``: of such a batch, decodes' among them."""
-
-    online_share: float
-    most_rows: int
-    least_share: float = 0.0
-
-    def of(self, partitions: tuple[Partition, ...]) -> Partition | None:
-        """The one of them; None: none has enough."""
-        found = nearest(partitions, (self.online_share,))
-        return found[0] if found and found[0].online_share >= self.least_share else None
-
-
-# Prompts are captured for each partition that they run in, which takes memory and time, so it is one.
-_PROMPT_SHARES = {"adaptive": PromptShare(0.6, SHORT_ROWS, 0.5), "static": PromptShare(_STATIC_SHARE, 1 << 30)}
-
-
-def prompt_share(policy: str) -> PromptShare | None:
-    """None: they have the device to themselves."""
-    return _PROMPT_SHARES.get(policy)
-
-
-def for_short_prompts(batch: BatchShape, partitions: tuple[Partition, ...]) -> tuple[Partition, ...]:
-    """Of some partitions those that a batch with prompts may share the device in under `adaptive`. With adapters
-    nothing of it is captured: launched operation by operation it keeps the host from launching tasklets."""
-    share = _PROMPT_SHARES["adaptive"]
-    is_short = batch.num_decode + batch.prefill_tokens <= share.most_rows and batch.prefill_pairs <= _SHORT_PAIRS
-    found = share.of(partitions) if is_short and not batch.num_adapters else None
-    return () if found is None else (found,)
+def prompt_shares(policy: str) -> tuple[float, ...]:
+    """Of the SMs, that batches with prompts have under a policy while tasklets run on the others."""
+    return sm_shares(policy) if policy in _PROMPTS_TOO else ()
 
 
 def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tuple[Partition, ...]:
@@ -84,7 +51,7 @@ def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tup
 
 
 class Beside(NamedTuple):
-    """A batch in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
+    """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
     ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was; a prior alone would keep
     what it thinks little of from ever being tried. ``is_all``: no tasklet is left then."""
@@ -115,7 +82,7 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
     table = None if known_ms is None else costs.beside(partition)
     if known_ms is None or table is None:
-        return Beside(partition, _unknown_ms(costs.batch, partition, step_ms, known_ms))
+        return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     num_tasklets, used_ms, _, alone_ms, stopped_at, next_cost = take(upcoming, known_ms, table)
     rest_ms, rest_alone_ms, is_known = 0.0, 0.0, True
     is_all = next_cost is None and stopped_at is None
@@ -127,14 +94,6 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     elif stopped_at is not None:
         is_known = num_tasklets > 0
     return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known, is_all)
-
-
-def _unknown_ms(batch: BatchShape, partition: Partition, step_ms: float, prior_ms: float | None) -> float:
-    """For a trial. It is the prior's word where there is one, but for prompts: for these that allows for too much, and
-    few would ever be tried."""
-    if batch.prefill_tokens:
-        return step_ms * (1.0 + _UNKNOWN_PROMPTS_COMPUTE * (1.0 / partition.online_share - 1.0))
-    return prior_ms or step_ms / partition.online_share * _UNKNOWN_RATIO
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0, hold_ms: float = 0.0) -> Plan:

@@ -15,8 +15,8 @@ from cotenant.scheduler.base import Policy, flight_ms, serving_alone, training_a
 from cotenant.scheduler.filling import Costs, Filling, after, fill
 from cotenant.scheduler.holding import held_ms
 from cotenant.scheduler.planner import in_time
-from cotenant.scheduler.slack import SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
-from cotenant.scheduler.space import Beside, for_short_prompts, in_each, in_space
+from cotenant.scheduler.slack import decode_slack_ms, token_slack_ms
+from cotenant.scheduler.space import Beside, in_each, in_space
 
 # A millisecond of slack is worth what tasklets behind a step make of it, less a share. It is spent once as much as the
 # longest gap allows has been saved up, and of that so much is lost as a partition is left: SMs wait, and draw power.
@@ -34,8 +34,6 @@ _CATCHING_UP_TOKENS, _MOST_LATE_TARGETS = 100, 10
 # Of the TTFT target, what new requests wait for tasklets behind a batch: where they come one after the other, training
 # would else get nothing. No longer than that, though: where there is no target to speak of, messages wait, too.
 _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
-# Of the TTFT target, what short prompts may take longer beside tasklets than alone, and no more than _MOST_HOLD_MS.
-_PROMPTS_LATE_SHARE = 0.01
 # Of what a step leaves of the TPOT target, the share that is aimed at before any request has been judged.
 _FIRST_SHARE = 0.8
 
@@ -60,9 +58,8 @@ class AdaptivePolicy(Policy):
     - forward layers inside it, where a job's can be (fused),
     - the step on a part of the SMs and tasklets on the others (spatial), alone or with tasklets behind it.
 
-    With prompts it is the first or, where they are short, the last of these, if all of them end with the batch:
-    tasklets behind it delay no first token but those of requests that come meanwhile, which wait for a small part of
-    their target at most, and tasklets beside it no first token by more than such a part.
+    Beside prompts it is the first of these, if all of them end with the batch: tasklets behind it delay no first token
+    but those of requests that come meanwhile, which wait for a small part of their target at most.
     Prompts that need more batches, and requests that wait for a place in one, have the device to themselves. Before the
     first of them begins, tasklets spend what running requests have saved up, which is of no use from then on.
 
@@ -151,15 +148,15 @@ class _Choice:
         snapshot, upcoming = self._snapshot, self._job.upcoming
         if self._behind.num_tasklets:
             yield self._in_time(self._behind)
-        has_prompts = snapshot.batch.prefill_tokens > 0
-        if snapshot.can_fuse and not has_prompts and upcoming and self._job.next_shape.kind is TaskletKind.FORWARD:
+        if snapshot.batch.prefill_tokens:
+            return
+        if snapshot.can_fuse and upcoming and self._job.next_shape.kind is TaskletKind.FORWARD:
             fused = fill(self._costs, upcoming, self._behind_ms(self._slack_ms), fuse=True)
             if fused.num_fused:
                 yield self._in_time(fused)
-        partitions = self._partitions()
-        if not partitions:
+        if not snapshot.partitions:
             return
-        fitting = self._fitting(in_each(self._costs, partitions, upcoming, self._step_ms))
+        fitting = self._fitting(in_each(self._costs, snapshot.partitions, upcoming, self._step_ms))
         unknown = [shared for shared in fitting if not shared.is_known]
         if unknown:
             yield _Candidate(partial(in_space, min(unknown, key=attrgetter("step_ms"))), None, 0.0)
@@ -170,17 +167,6 @@ class _Choice:
             whole = [each for each in fitting if each.is_all]
             if whole and not shared.is_all:
                 yield self._in_space(min(whole, key=attrgetter("step_ms")))
-
-    def _partitions(self) -> tuple[Partition, ...]:
-        """Those that the batch may have. With the rest of a long prompt it is none: that one has waited already. Nor
-        before it is known what the batch takes alone: nothing could be learned of it."""
-        snapshot, batch = self._snapshot, self._snapshot.batch
-        if not batch.prefill_tokens:
-            return snapshot.partitions
-        found = for_short_prompts(batch, snapshot.partitions)
-        if not found or any(request.has_begun and request.num_prompt_tokens_left for request in snapshot.requests):
-            return ()
-        return found if self._costs.predictor.knows_alone(batch) else ()
 
     def _in_time(self, filling: Filling) -> _Candidate:
         make = partial(in_time, self._step_ms, filling.num_tasklets, filling.num_fused, filling.added_ms, self._hold_ms)
@@ -212,8 +198,6 @@ class _Choice:
         if snapshot.taken_off > 0.0:
             most_ms = min(most_ms, max(snapshot.margin * slo.tpot_ms, in_time_ms))
             in_time_ms = self._step_ms + self._slack_at(learned)
-        if snapshot.batch.prefill_tokens:
-            most_ms = min(most_ms, self._step_ms + self._first_tokens_ms())
 
         def fits(shared: Beside) -> bool:
             step_ms = shared.step_ms
@@ -229,13 +213,6 @@ class _Choice:
             return step_ms <= in_time_ms + late_ms
 
         return [shared for shared in found if fits(shared)]
-
-    def _first_tokens_ms(self) -> float:
-        """By how much later than alone the batch may end for the first tokens that come with it."""
-        snapshot, slo = self._snapshot, self._snapshot.slo
-        begin_s = snapshot.now_s + self._ahead_ms / 1e3
-        slack_ms = first_token_slack_ms(snapshot.requests, slo, begin_s, self._step_ms)
-        return min(_MOST_HOLD_MS, _PROMPTS_LATE_SHARE * slo.ttft_ms, SAFETY * slack_ms)
 
     def _worth(self, shared: Beside) -> float:
         return shared.alone_ms - self._price * (shared.step_ms + self._changing_ms(shared.partition))
@@ -257,14 +234,8 @@ class _Choice:
         return slack_ms - _LEAVING_MS if self._snapshot.partitions else slack_ms
 
     def _changing_ms(self, partition: Partition | None) -> float:
-        """What it costs that a batch with other SMs is in flight, shared by those that follow. Prompts go from a
-        partition to other SMs in any case; from all SMs into one they go for this batch alone."""
-        in_flight = self._snapshot.in_flight
-        if in_flight is None or in_flight.partition == partition:
-            return 0.0
-        if self._snapshot.batch.prefill_tokens:
-            return _LEAVING_MS if in_flight.partition is None else 0.0
-        return self._leaving_ms / _STEPS_IN_PARTITION
+        """What it costs that a batch with other SMs is in flight, shared by those that follow."""
+        return self._leaving_ms / _STEPS_IN_PARTITION if self._is_other(partition) else 0.0
 
     def _is_other(self, partition: Partition | None) -> bool:
         """Whether a batch is in flight on other SMs."""
