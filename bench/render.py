@@ -214,9 +214,9 @@ SECTIONS = (
         "and four times its rate, at 40 ms is of the second; the conversation at 10 ms, at twice its rate, and "
         "`static`'s last cell are of a third. The conversation at 10 ms is, at its own and half its rate, of a "
         "fourth. On the last two SMs run at 1,657 to 1,671 MHz under the conversation, on the first at 1,539 to 1,572 "
-        "under the same limit, so what is had there is more by that, under any policy. The fourth has the version in "
-        "which short prompts may share, which none of this trace did there, and training leaves 0.03 of a decode step "
-        "to prompts where targets are tight, not 0.05; what that changes cannot be told from what the cards do. Where "
+        "under the same limit, so what is had there is more by that, under any policy. The fourth has a version that "
+        "leaves prompts 0.03 of a decode step where targets are tight, not 0.05; what that changes cannot be told "
+        "from what the cards do. Where "
         "serving alone misses the SLO nothing else was measured: eight of the 32 places, where prompts fill the "
         "device (four times the rate of either trace, but for the conversation at 40 ms) or short answers have no "
         "time for a prompt that comes in between (the code trace at twice its rate and 10 ms). In the 24 others "
@@ -354,12 +354,11 @@ SECTIONS = (
         "colocate_prompts_h200.json",
         "On a GPU: short questions",
         "Prompts of 32 to 160 tokens, 16 and 64 a second (`python bench/short_prompts.py short.csv`): batches that "
-        "read all weights and compute little. Before, tasklets ran behind them alone; since, beside them as well, in "
-        "a partition, where that gets training further. One run behind the other on one GPU, two rounds of each cell. "
-        "It is 0.8 to 3.1 points of harvest, but at 64 a second and 25 ms, where prompts hardly share and runs differ "
-        "by as much as the two versions do. The median first token comes within a millisecond of what it did, at 16 a "
-        "second and 25 ms 5 ms later. Since then it costs prompts something to go into the partition from all SMs, as "
-        "they do where steps share in time.",
+        "read all weights and compute little. First with tasklets beside batches of up to 256 rows as well, in a "
+        "partition, where that was to get training further (`adaptive` of commit 4c1af35); then behind them alone, as "
+        "it is now. In turn on one GPU in one process, two rounds of each cell: beside prompts gains nothing at 10 ms "
+        "and 16 a second, and else costs 0.4 to 0.5 points of harvest. Two runs one behind the other had differed by "
+        "-0.7 to 3.1 points the other way: more than is in question.",
     ),
     Section(
         "colocate_short_h100.json",
@@ -448,11 +447,24 @@ SECTIONS = (
     Section(
         "sharing_h200.json",
         "On a GPU: the server and PEFT's training in two processes",
-        "Loads as of the grid, over HTTP. `mps-60`: both on one GPU under NVIDIA MPS, the server with 60% of the SMs, "
-        "which trains 5,439 and 5,365 tokens/s at the trace's own and half its rate. `separate`: two GPUs, each by "
-        "itself. Training is PEFT with Liger's cross entropy, not compiled, 12,892 tokens/s alone; harvest is a share "
-        "of that. With 80% of the SMs a CUDA error ended the server's worker, before any answer and again after four: "
-        "it is not known why, and such cells are left out. Other measurements ran on the other GPU of the host.",
+        "Loads as of the grid, over HTTP. `mps-100`: both on one GPU under NVIDIA MPS, neither limited, which trains "
+        "7,572 and 8,363 tokens/s at the trace's own and half its rate. `separate`: two GPUs, each by itself. "
+        "Training is PEFT with Liger's cross entropy, not compiled, 12,794 tokens/s alone; harvest is a share of "
+        "that. It is in time at 25 and 40 ms, whatever the target trains as much, and no request meets 10 ms; in the "
+        "grid `adaptive` trains 10,604 and 12,569 tokens/s at 40 ms and 9,852 and 11,818 at 25, all in time. With 80% "
+        "or 60% of the SMs for the server torch's products are wrong, see below, so there are no such cells: earlier "
+        "runs had some, in which parts of the products were left out. Other measurements ran on the other GPUs of the "
+        "host.",
+    ),
+    Section(
+        "mps_products_h200.txt",
+        "On a GPU: matrix products under MPS with a part of the SMs",
+        "Nothing of this project runs there but the check: torch's own products of bf16 matrices, into memory that "
+        "holds no number before, against sums made element by element. A server whose products fail it does not start "
+        "(`models/product_check.py`), and `bench/compare_sharing.py` leaves such shares out. Partitions by green "
+        "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them; a GPU test "
+        "tries products there.",
+        "python bench/mps_products.py 100 95 90 80 60 40 20",
     ),
     Section(
         "decode_attention_h200.txt",

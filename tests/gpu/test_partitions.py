@@ -19,12 +19,14 @@ from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device, create_device
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.engine.flight import Flight
+from cotenant.models.product_check import wrong_share
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.training import TrainingTenant
+from cotenant.scheduler.space import sm_shares
 from cotenant.wire.messages import FromWorker, JobFailed, JobSucceeded
 from gpu import support
 from gpu.support import Overlapped, prompt, request, tokens
@@ -143,6 +145,34 @@ def test_lanes_keep_their_order_across_partitions(device: Device) -> None:
     assert (value == 61).all()
     finished = device.finished_tasklets()
     assert {tasklet.partition for tasklet in finished} == set(lanes)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], ids=str)
+def test_products_with_a_large_models_matrices_are_right_in_each_partition(shape: tuple[int, int]) -> None:
+    """Of both tenants, whatever kernel the library takes. Where MPS gives a process a part of the SMs they are not."""
+    device = create_device("cuda")
+    assert device.num_multiprocessors is not None
+    shares = {share for policy in ("adaptive", "harli", "static") for share in sm_shares(policy)}
+    device.split(round(share * device.num_multiprocessors) for share in shares)
+    if not device.partitions:
+        pytest.skip("this GPU, its driver or its bindings have no green contexts")
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    wrong: dict[tuple[int, int], float] = {}  # by rows and SMs
+    for rows in (16, 64, 256, 2048):
+        x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+
+        def launch() -> TaskletShape:
+            wrong[rows, partition.best_effort_sms] = wrong_share(x, weight)  # noqa: B023
+            return SHAPE
+
+        for partition in device.partitions:
+            with device.online(partition):
+                wrong[rows, partition.online_sms] = wrong_share(x, weight)
+            device.wait_for_room()
+            device.run_tasklet(launch, partition=partition)
+    device.synchronize()
+    assert not any(wrong.values()), wrong
 
 
 # Both tenants.
