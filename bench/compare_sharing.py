@@ -2,7 +2,7 @@
 its own, under the loads of `cotenant bench colocate`.
 
     cotenant bench colocate llama-3.1-8b --load-format dummy --trace conv.csv --busiest 300 --json grid.json
-    python bench/compare_sharing.py --trace conv.csv --busiest 300 --mps-shares 90 --append-to grid.json [--site DIR]
+    python bench/compare_sharing.py --trace conv.csv --busiest 300 --mps-shares 100 --append-to grid.json [--site DIR]
     cotenant bench colocate-report grid.json --html grid.html
 
 ``mps``: both on one GPU under NVIDIA MPS; policy `mps-60` gives the server 60% of the SMs and training the other 40%,
@@ -112,7 +112,7 @@ class Sharing:
         limits = [None, None] if server_share in (None, _ALL_SMS) else [server_share, 100 - server_share]
         server_environment, environment = [{} if mps is None else mps.environment(limit) for limit in limits]
         if mps is not None:
-            check_products({"the server": server_environment, "training": environment})
+            check_shares({"the server": server_environment, "training": environment})
         memory = ["--gpu-memory-utilization", str(self.arguments.server_memory)]
         # The server first: what it may take counts the memory that is in use when it starts.
         with (
@@ -225,10 +225,14 @@ def check_answers(answers: Sequence[Answer], log: Path) -> None:
         raise SharingError(f"{len(failures)} of {len(answers)} requests failed ({reasons}): {last_error(log)} ({log})")
 
 
-def check_products(environments: Mapping[str, Mapping[str, str]]) -> None:
+def check_shares(environments: Mapping[str, Mapping[str, str]]) -> None:
     """Raise SharingError where matrix products are wrong under MPS: neither answers nor adapters would be right, and
     what is left out takes no time."""
+    tried: list[Mapping[str, str]] = []
     for name, environment in environments.items():
+        if environment in tried:
+            continue
+        tried.append(environment)
         problem = explained(products_under(environment))
         if problem is not None:
             raise SharingError(f"{name} cannot be right: {problem}")

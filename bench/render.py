@@ -356,9 +356,10 @@ SECTIONS = (
         "Prompts of 32 to 160 tokens, 16 and 64 a second (`python bench/short_prompts.py short.csv`): batches that "
         "read all weights and compute little. First with tasklets beside batches of up to 256 rows as well, in a "
         "partition, where that was to get training further (`adaptive` of commit 4c1af35); then behind them alone, as "
-        "it is now. In turn on one GPU in one process, two rounds of each cell: beside prompts gains nothing at 10 ms "
-        "and 16 a second, and else costs 0.4 to 0.5 points of harvest. Two runs one behind the other had differed by "
-        "-0.7 to 3.1 points the other way: more than is in question.",
+        "it is now. In turn on one GPU in one process, two rounds of each cell. Beside prompts training gets 0.1 to "
+        "0.5 points of harvest less, which at 64 a second is within what rounds differ by, and at 16 a second and 25 "
+        "ms the median first token comes 5 ms later. Two processes one behind the other had differed by -0.7 to 3.1 "
+        "points the other way: more than is in question.",
     ),
     Section(
         "colocate_short_h100.json",
@@ -450,17 +451,18 @@ SECTIONS = (
         "Loads as of the grid, over HTTP. `mps-100`: both on one GPU under NVIDIA MPS, neither limited, which trains "
         "7,572 and 8,363 tokens/s at the trace's own and half its rate. `separate`: two GPUs, each by itself. "
         "Training is PEFT with Liger's cross entropy, not compiled, 12,794 tokens/s alone; harvest is a share of "
-        "that. It is in time at 25 and 40 ms, whatever the target trains as much, and no request meets 10 ms; in the "
-        "grid `adaptive` trains 10,604 and 12,569 tokens/s at 40 ms and 9,852 and 11,818 at 25, all in time. With 80% "
-        "or 60% of the SMs for the server torch's products are wrong, see below, so there are no such cells: earlier "
-        "runs had some, in which parts of the products were left out. Other measurements ran on the other GPUs of the "
-        "host.",
+        "that. `mps-100` trains as much whatever the target is; it is in time at 25 and 40 ms and misses 15 and 10. "
+        "In the grid `adaptive` trains 10,604 and 12,569 tokens/s at 40 ms and 9,852 and 11,818 at 25, all in time. "
+        "With 80% or 60% of the SMs for the server torch's products are wrong, see below, so there are no such cells: "
+        "earlier runs had some, in which parts of the products were left out. Other measurements ran on the other "
+        "GPUs of the host.",
     ),
     Section(
         "mps_products_h200.txt",
         "On a GPU: matrix products under MPS with a part of the SMs",
         "Nothing of this project runs there but the check: torch's own products of bf16 matrices, into memory that "
-        "holds no number before, against sums made element by element. A server whose products fail it does not start "
+        "holds no number before, against sums made element by element, in 16 rows of each here, so a share is of "
+        "those, and where it is 0 in many rows others may be wrong. A server whose products fail it does not start "
         "(`models/product_check.py`), and `bench/compare_sharing.py` leaves such shares out. Partitions by green "
         "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them; a GPU test "
         "tries products there.",

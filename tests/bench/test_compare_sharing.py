@@ -154,11 +154,18 @@ def test_a_share_with_wrong_products_is_not_measured(monkeypatch: pytest.MonkeyP
     from sharing_processes import SharingError
 
     found = {"80": {"num_sms": 106, "wrong": {"16": 0.0, "64": 0.041, "256": 0.3}}}
-    fine = {"num_sms": 132, "wrong": {"16": 0.0, "64": 0.0}}
-    monkeypatch.setattr(script, "products_under", lambda environment: found.get(environment.get("share", ""), fine))
-    script.check_products({"the server": {}, "training": {"share": "20"}})
+    fine, asked = {"num_sms": 132, "wrong": {"16": 0.0, "64": 0.0}}, []
+
+    def products_under(environment: dict[str, str]) -> dict[str, Any]:
+        asked.append(environment)
+        return found.get(environment.get("share", ""), fine)
+
+    monkeypatch.setattr(script, "products_under", products_under)
+    script.check_shares({"the server": {}, "training": {"share": "20"}})
+    script.check_shares({"the server": {}, "training": {}})
+    assert len(asked) == 3, "what both have is tried once"
     with pytest.raises(SharingError, match=r"^training cannot be right: .* 106 SMs .* with 64, 256 rows, up to 30.0%"):
-        script.check_products({"the server": {}, "training": {"share": "80"}})
+        script.check_shares({"the server": {}, "training": {"share": "80"}})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

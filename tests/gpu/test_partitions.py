@@ -157,18 +157,18 @@ def test_products_with_a_large_models_matrices_are_right_in_each_partition(shape
     if not device.partitions:
         pytest.skip("this GPU, its driver or its bindings have no green contexts")
     weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    wrong: dict[tuple[int, int], float] = {}  # by rows and SMs
+    wrong: dict[tuple[str, int, int], float] = {}  # by tenant, rows and SMs
     for rows in (16, 64, 256, 2048):
         x = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
         torch.cuda.synchronize()
 
         def launch() -> TaskletShape:
-            wrong[rows, partition.best_effort_sms] = wrong_share(x, weight)  # noqa: B023
+            wrong["best effort", rows, partition.best_effort_sms] = wrong_share(x, weight)  # noqa: B023
             return SHAPE
 
         for partition in device.partitions:
             with device.online(partition):
-                wrong[rows, partition.online_sms] = wrong_share(x, weight)
+                wrong["online", rows, partition.online_sms] = wrong_share(x, weight)
             device.wait_for_room()
             device.run_tasklet(launch, partition=partition)
     device.synchronize()

@@ -8,8 +8,10 @@ import pytest
 
 from cotenant.cli.bench_colocate import _config
 from cotenant.config import CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device.cpu.device import CpuDevice
+from cotenant.runtime import build
 from cotenant.runtime.build import build_serving
 from cotenant.runtime.sizing import partition_bytes, prompt_partitions
 
@@ -20,6 +22,18 @@ def test_a_policy_that_needs_partitions_is_told_where_there_are_none(
 ) -> None:
     build_serving(ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig(policy)))
     assert ("training runs only while nobody asks" in caplog.text) == is_told
+
+
+def test_a_gpu_whose_products_are_wrong_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_products(_: object) -> None:
+        raise InvalidInputError("they are wrong")
+
+    config = ServerConfig(ModelConfig("tiny", device="cpu"))
+    monkeypatch.setattr(build, "check_products", check_products)
+    build_serving(config)
+    monkeypatch.setattr(build, "runs_on_cuda", lambda device: True)
+    with pytest.raises(InvalidInputError, match="they are wrong"):
+        build_serving(config)
 
 
 class SplitDevice(CpuDevice):

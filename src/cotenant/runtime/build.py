@@ -91,7 +91,8 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         compress=compresses(config.model, device.torch_device, resolved.spec, dtype),
     )
     if runs_on_cuda(config.model.device):
-        check_products(decoder.weights)
+        with device.online():
+            check_products(decoder.weights)
         torch.cuda.empty_cache()  # the KV cache's size follows from what is free
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
