@@ -35,6 +35,7 @@ from compare_finetune import peer_environment, why_not_importable
 from compare_servers import CONFIG, make_model_folder, wait_healthy
 from mps import Mps, MpsError, running_mps
 from mps_products import explained, products_under
+from sharing_flags import ALL_SMS, config_name, needs_mps, parse, peer_label
 from sharing_loads import ENDING_SIGNALS, Client, Measured
 from sharing_processes import SharingError, Training, last_error, running, tail, training
 from sharing_report import merged, new_report, places_missing
@@ -42,7 +43,7 @@ from sharing_report import merged, new_report, places_missing
 from cotenant.bench.colocate_text import comparison_lines, line
 from cotenant.bench.comparison import SEPARATE, compare
 from cotenant.bench.server import free_port
-from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99, cell_figures
+from cotenant.cli.colocate_figures import cell_figures
 from cotenant.cli.colocate_loads import SteadyPlan, TracePlan, plan_trace, read_traces
 from cotenant.core.errors import CotenantError
 from cotenant.core.plan import Slo
@@ -50,7 +51,6 @@ from cotenant.runtime.colocate_cell import judge
 from cotenant.runtime.load import Answer
 
 _WARM_STEPS = 3  # of training, before anything is measured
-_ALL_SMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Sharing:
 
     def shared(self, policy: str, batch_size: int, mps: Mps | None, server_share: int | None) -> None:
         """Both on one device; ``server_share``: percent of its SMs, None or 100: neither is limited."""
-        limits = [None, None] if server_share in (None, _ALL_SMS) else [server_share, 100 - server_share]
+        limits = [None, None] if server_share in (None, ALL_SMS) else [server_share, 100 - server_share]
         server_environment, environment = [{} if mps is None else mps.environment(limit) for limit in limits]
         if mps is not None:
             check_shares({"the server": server_environment, "training": environment})
@@ -206,7 +206,7 @@ def main() -> None:
         signal.signal(
             number, lambda number, _: sys.exit(128 + number)
         )  # so that the processes and the daemon are ended
-    arguments = parse()
+    arguments = parse(__doc__)
     try:
         problems = measure(arguments)
     except (CotenantError, MpsError, SharingError) as error:
@@ -320,10 +320,6 @@ def named_policies(arguments: argparse.Namespace) -> dict[str, int | None]:
     return found
 
 
-def needs_mps(arguments: argparse.Namespace) -> bool:
-    return "mps" in arguments.modes and not arguments.no_mps
-
-
 def check_append(
     arguments: argparse.Namespace, model: str, loads: Sequence[dict[str, Any]], slos: Sequence[Slo]
 ) -> None:
@@ -345,15 +341,6 @@ def check_append(
         raise SharingError(f"--append-to: {path} has nothing of {'; '.join(missing)}: name its loads and targets")
 
 
-def config_name(arguments: argparse.Namespace) -> str:
-    return "llama-3.1-8b" if arguments.config is None else arguments.config.stem
-
-
-def peer_label(arguments: argparse.Namespace) -> str:
-    liger = {"none": "", "cross-entropy": ", Liger cross-entropy", "all": ", Liger"}[arguments.liger]
-    return f"peft{liger}{'' if arguments.no_compile else ', compiled'}"
-
-
 def write(path: Path, content: dict[str, Any]) -> None:
     """At once: a run that is cut off leaves the file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -364,72 +351,6 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 def say(text: str) -> None:
     print(text, flush=True)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", type=list_of(str), default=["separate", "mps"], help="separate, mps")
-    parser.add_argument("--mps-shares", type=list_of(int), default=[100], help="the server's percent of the SMs")
-    parser.add_argument("--no-mps", action="store_true", help="side by side without MPS instead")
-    parser.add_argument("--server-memory", type=float, default=0.45, help="--gpu-memory-utilization beside training")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--config", type=Path, help="another config.json of a Llama than Llama-3.1-8B's")
-    parser.add_argument("--cotenant-args", default="", help="more flags for cotenant serve")
-    of_load = parser.add_argument_group("the load, as for cotenant bench colocate")
-    of_load.add_argument("--slo-tpot-ms", type=list_of(float), default=[10.0, 15.0, 25.0, 40.0])
-    of_load.add_argument("--slo-ttft-ms", type=float, default=500.0)
-    of_load.add_argument("--slo-attainment", type=float, default=0.99)
-    of_load.add_argument("--steady-batch-sizes", type=list_of(int), default=[32], help="its --batch-sizes; '' for none")
-    of_load.add_argument("--context", type=int, default=1024)
-    of_load.add_argument("--num-tokens", type=int, default=512)
-    of_load.add_argument("--trace", type=Path, action="append", default=[])
-    of_load.add_argument("--window", metavar="START:END")
-    of_load.add_argument("--busiest", type=float)
-    of_load.add_argument("--min-requests", type=int, default=MIN_VALUES_FOR_P99)
-    of_load.add_argument("--cell-seconds", type=float)
-    of_load.add_argument("--time-scale", type=list_of(float), default=[1.0])
-    of_load.add_argument("--max-model-len", type=int, default=0)
-    of_training = parser.add_argument_group("training, by PEFT")
-    of_training.add_argument("--site", default="", help="a folder of packages for it, before all others")
-    of_training.add_argument("--liger", choices=["none", "cross-entropy", "all"], default="cross-entropy")
-    of_training.add_argument("--no-compile", action="store_true")
-    of_training.add_argument(
-        "--batch-sizes", type=list_of(int), default=[1, 2, 4], help="sequences; the fastest is kept"
-    )
-    of_training.add_argument("--seq-len", type=int, default=2048)
-    of_training.add_argument("--tokens-per-step", type=int, default=16384)
-    of_training.add_argument("--r", type=int, default=16)
-    of_training.add_argument("--alone-seconds", type=float, default=10.0)
-    of_training.add_argument("--timeout", type=float, default=400.0, help="seconds for its start, or for a step")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--append-to", type=Path, help="a file of `cotenant bench colocate --json`")
-    parser.add_argument("--logs", type=Path, help="a folder; else beside the file, with its name")
-    arguments = parser.parse_args()
-    check(parser, arguments)
-    return arguments
-
-
-def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the program for flags that do not go together."""
-    file = arguments.json or arguments.append_to
-    if file is None:
-        parser.error("--json or --append-to: where are the figures to go?")
-    if not arguments.modes or not set(arguments.modes) <= {"separate", "mps"}:
-        parser.error(f"--modes: separate and mps there are, got {','.join(arguments.modes)}")
-    if not all(0 < share <= _ALL_SMS for share in arguments.mps_shares):
-        parser.error("--mps-shares: expected percent, like 100,60")
-    if arguments.device == "cpu" and needs_mps(arguments):
-        parser.error("--device cpu: MPS shares a GPU; add --no-mps")
-    arguments.logs = (arguments.logs or file.with_name(file.stem + "-logs")).resolve()
-
-
-def list_of(kind: type) -> Any:
-    def read(text: str) -> list[Any]:
-        return [kind(part) for part in text.split(",") if part.strip()]
-
-    read.__name__ = f"list of {kind.__name__}"
-    return read
 
 
 if __name__ == "__main__":
