@@ -409,6 +409,11 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     before = int(aims()[in_time][0])
     ours["attainment"] = 0.98
     assert aims()[in_time][:2] == [str(before - 1), "**missed**"]
+    aim = "errors of prediction, over the grid: p95 10% alone, in each cell"
+    serving = [cell["prediction_error"]["alone"] for cell in grid["cells"] if cell["policy"] == "inference-only"]
+    assert f"where nothing trains {len(serving)} of {len(serving)} cells, " in aims()[aim][0]
+    serving[0]["p95"] = 0.2
+    assert f"where nothing trains {len(serving) - 1} of {len(serving)} cells, 20.0% at most" in aims()[aim][0]
     steady = json.loads((tmp_path / "colocate_steady_h200.json").read_text())
     (cell,) = [c for c in steady[-1]["cells"] if (c["policy"], c["slo"]["tpot_ms"]) == ("adaptive", 40)]
     cell |= {"harvest": 0.889, "tpot_ms": {**cell["tpot_ms"], "mean": 39.0}, "attainment": 1.0}
