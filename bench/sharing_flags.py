@@ -12,6 +12,7 @@ ALL_SMS = 100  # percent
 
 
 def parse(description: str | None) -> argparse.Namespace:
+    """What was asked for. Ends the program for what cannot be."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", type=list_of(str), default=["separate", "mps"], help="separate, mps")
     parser.add_argument("--mps-shares", type=list_of(int), default=[100], help="the server's percent of the SMs")

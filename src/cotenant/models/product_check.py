@@ -19,7 +19,7 @@ from cotenant.models.weights import DecoderWeights
 
 logger = logging.getLogger(__name__)
 
-ROWS = (16, 64, 512)  # libraries have other kernels for each
+_ROWS = (16, 64, 512)  # libraries have other kernels for each
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_ROWS_SUMMED = 16
 _MOST_ELEMENTS = 1 << 24  # at once, in float32
@@ -55,7 +55,7 @@ def check_products(weights: DecoderWeights) -> None:
         if matrix.dtype not in _DTYPES:
             continue
         generator = torch.Generator(matrix.device).manual_seed(0)
-        for num_rows in ROWS:
+        for num_rows in _ROWS:
             shape = (num_rows, matrix.shape[1])
             x = torch.randn(shape, generator=generator, device=matrix.device, dtype=matrix.dtype)
             if share := wrong_share(x, matrix):

@@ -14,7 +14,8 @@ from cotenant.core.plan import RequestView, Slo
 # the client) and the error of its predictions.
 SAFETY = 0.7
 # Of the target, for a token that is the last: the rest is for what the worker cannot see, for nothing else is to come.
-# No less than what is aimed at besides, or each answer would end with a step that nothing shares.
+# No less than what is aimed at where prompts come (`chunking.most_margin`), or each answer would end there with a step
+# that nothing shares.
 _LAST_SHARE = 0.975
 _SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 
