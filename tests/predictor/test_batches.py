@@ -117,6 +117,41 @@ def test_a_part_of_a_tile_costs_as_much_as_a_whole_one_also_where_no_batch_was_o
         assert predictor.batch_ms(batch, cautious=False) == pytest.approx(in_tiles_ms(batch), rel=0.02)
 
 
+def few_rows_ms(batch: BatchShape) -> float:
+    """As on an H200 beside training: up to three tiles reading the weights takes longer than computing with them."""
+    tiles = math.ceil((batch.num_decode + batch.prefill_tokens) / TILE)
+    return 4.5 + batch.context_tokens / 30_000 + TILE * (0.017 * min(tiles, 3) + 0.0225 * max(0, tiles - 3))
+
+
+@pytest.fixture(scope="module")
+def few_rows() -> LatencyPredictor:
+    """Has seen batches of a tile, and of three and more."""
+    rng, predictor = random.Random(13), LatencyPredictor("h", "m")
+    for _ in range(300):
+        decodes = BatchShape(rng.randint(4, 40), rng.randint(5_000, 50_000))
+        rows = rng.choice((rng.randint(64, TILE), rng.randint(2 * TILE + 1, 2000)))
+        for batch in (decodes, with_prompts(decodes, (rows - decodes.num_decode, 0))):
+            learn(predictor, batch, few_rows_ms(batch) * rng.uniform(0.98, 1.02))
+    return predictor
+
+
+def test_a_row_more_of_few_costs_less_than_one_of_many(few_rows: LatencyPredictor) -> None:
+    for rows in range(TILE + 1, 2 * TILE + 1, 8):
+        batch = with_prompts(BatchShape(20, 20_000), (rows - 20, 0))
+        assert few_rows.batch_ms(batch, cautious=False) == pytest.approx(few_rows_ms(batch), rel=0.02)
+
+
+@pytest.mark.parametrize("rows", [256, 384, 512, 768, 1280, 2048])
+def test_a_chunk_has_as_many_tokens_as_take_so_long(few_rows: LatencyPredictor, rows: int) -> None:
+    """Whatever a token of more or of fewer costs."""
+    decodes = BatchShape(20, 20_000)
+    batch = with_prompts(decodes, (rows - decodes.num_decode, 0))
+    limit_ms = few_rows.batch_ms(batch)
+    assert limit_ms is not None
+    found = few_rows.prompt_tokens_within(decodes, limit_ms)
+    assert found == pytest.approx(batch.prefill_tokens, abs=1)
+
+
 def test_prompts_go_by_the_model_not_by_a_record_of_some_about_like_them(predictor: LatencyPredictor) -> None:
     """The last chunks of long prompts, and a whole one in a batch with the decodes and the size of theirs."""
     restored, decodes = LatencyPredictor("h", "m"), BatchShape(8, 10_000)

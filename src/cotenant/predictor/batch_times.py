@@ -6,13 +6,21 @@ last of them long ago, while the model has just seen others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels, BatchStates
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
-_PROMPT_TOKENS = 8 * TILE  # or less, of the prompt that tells what a prompt token costs
+_Ask = Callable[[BatchShape], float | None]
+
+# What a prompt token costs depends on how many there are. It is asked first of this many, or as many less as make whole
+# tiles with the decodes, then of about as many as there is room for, in whole tiles, some times: one token more costs
+# from half to four times what those do on average.
+_PROMPT_TOKENS, _MOST_ASKED = 8 * TILE, 3
+_LEAST_OF_MEAN, _MOST_OF_MEAN = 0.5, 4.0
 
 
 class BatchTimes:
@@ -47,39 +55,36 @@ class BatchTimes:
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        probe = _PROMPT_TOKENS - decodes.num_decode % TILE  # whole tiles with the decodes
-        tokens = self._tokens_within(decodes, limit_ms, probe, num_computed)
-        if tokens is None or tokens <= probe:
-            return tokens
-        # Attention grows with the square: of so long a prompt a token costs more.
-        longer = self._tokens_within(decodes, limit_ms, tokens, num_computed)
-        return tokens if longer is None else longer
-
-    def _tokens_within(self, decodes: BatchShape, limit_ms: float, prompt_tokens: int, num_computed: int) -> int | None:
-        """By what a token of so long a prompt costs."""
-        num_decode, context, num_adapters = decodes.num_decode, decodes.context_tokens, decodes.num_adapters
-        attended, pairs = prompt_tokens + num_computed, causal_pairs(prompt_tokens, num_computed)
-        with_prompt = BatchShape(num_decode, context, prompt_tokens, attended, num_adapters, pairs)
-        shapes = [decodes, with_prompt]
-        times_ms = [self._reached_ms(decodes), self.models.line_ms(with_prompt)]  # of decodes it is the line's
-        is_line = None not in times_ms
-        if not is_line and self._prior is not None:
-            times_ms = [self._prior.batch_ms(shape) for shape in shapes]
-        if None in times_ms:
-            times_ms = [self.models.guessed_ms(shape) for shape in shapes]
-        alone_ms, with_prompt_ms = times_ms
-        if alone_ms is None or with_prompt_ms is None or with_prompt_ms <= alone_ms:
+        num_decode = decodes.num_decode
+        asked = _PROMPT_TOKENS - num_decode % TILE
+        known = self._known_ms(decodes, _with_prompt(decodes, asked, num_computed))
+        if known is None:
             return None
-        token_ms = (with_prompt_ms - alone_ms) / prompt_tokens
-        if is_line:
-            limit_ms /= self.models.ratio_now()
-        tokens = int((limit_ms - alone_ms) / token_ms)
-        # About so many in whole tiles, and what is particular to that size.
-        rows = round((num_decode + tokens) / TILE) * TILE
-        if is_line and rows > num_decode:
-            limit_ms /= self.models.ratio_of(BatchShape(num_decode, context, rows - num_decode))
-            tokens = int((limit_ms - alone_ms) / token_ms)
+        ask, alone_ms, taken_ms = known
+        mean_ms = (taken_ms - alone_ms) / asked
+        tokens = asked + int((limit_ms - taken_ms) / mean_ms)
+        for _ in range(_MOST_ASKED):
+            around = round((num_decode + tokens) / TILE) * TILE - num_decode
+            around_ms = None if around <= 0 or around == asked else ask(_with_prompt(decodes, around, num_computed))
+            if around_ms is None:
+                break
+            token_ms = (around_ms - taken_ms) / (around - asked)
+            token_ms = min(max(token_ms, _LEAST_OF_MEAN * mean_ms), _MOST_OF_MEAN * mean_ms)
+            asked, taken_ms = around, around_ms
+            tokens = around + int((limit_ms - around_ms) / token_ms)
         return tokens
+
+    def _known_ms(self, decodes: BatchShape, with_prompt: BatchShape) -> tuple[_Ask, float, float] | None:
+        """What two batches take, the second of which takes longer, by the first that knows both, which is there to be
+        asked of others: the models where they reach, the prior, a guess."""
+        asks: list[_Ask] = [self._reached_ms, self.models.guessed_ms]
+        if self._prior is not None:
+            asks.insert(1, self._prior.batch_ms)
+        for ask in asks:
+            alone_ms, taken_ms = ask(decodes), ask(with_prompt)
+            if alone_ms is not None and taken_ms is not None:
+                return (ask, alone_ms, taken_ms) if taken_ms > alone_ms else None
+        return None
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, no more than
@@ -124,3 +129,9 @@ class BatchTimes:
 def less(stale_ms: float, known_ms: float | None) -> float:
     """What a stale record says, unless something else that is known says less: then the shape is tried again."""
     return stale_ms if known_ms is None else min(stale_ms, known_ms)
+
+
+def _with_prompt(decodes: BatchShape, prompt_tokens: int, num_computed: int) -> BatchShape:
+    """The same batch with tokens of a prompt that attend to those before them, too."""
+    attended, pairs = prompt_tokens + num_computed, causal_pairs(prompt_tokens, num_computed)
+    return BatchShape(decodes.num_decode, decodes.context_tokens, prompt_tokens, attended, decodes.num_adapters, pairs)

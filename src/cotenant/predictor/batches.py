@@ -3,10 +3,10 @@
 LLMStation section 4.2 has one linear model of a batch. Prompts have one of their own here, for what a decode step's
 tokens cost tells little of what a prompt's do: attention grows with their square, and what earlier chunks have cached
 is read in another way than what is new. Products take all rows alike, decodes' and prompts', and in tiles, of which a
-part costs as much as a whole one. And what no line follows is learned as a ratio by size: captured batches are padded,
-and which tiles there are depends on the size. Another ratio is by how many batches with prompts there were since
-training: the first shares SMs with the tasklet in flight, and clocks that training has lowered rise again in some
-tenths of a second.
+part costs as much as a whole one, and each of the first few less than each of the rest. And what no line follows is
+learned as a ratio by size: captured batches are padded, and which tiles there are depends on the size. Another ratio is
+by how many batches with prompts there were since training: the first shares SMs with the tasklet in flight, and clocks
+that training has lowered rise again in some tenths of a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from cotenant.predictor.ratio import Ratio
 from cotenant.predictor.shapes import TILE, adapter_features, size_of
 
 _DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
-_PROMPT_SCALES = (1.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
+_PROMPT_SCALES = (1.0, 256.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
+_FEW_ROWS = 3 * TILE  # up to about so many reading the weights bounds products, and a row more costs less
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
 _MOST_TIMES, _LEAST_MS = 8.0, 0.1
 _MOST_OFF = 2.0  # times that a size may be from the model: more is a stall, and some sizes hardly come again
@@ -153,4 +154,5 @@ def _features(batch: BatchShape) -> tuple[float, ...]:
     in_tiles = -(-rows // TILE) * TILE
     cached = max(0, batch.prefill_context_tokens - batch.prefill_tokens)
     attended = (context, float(batch.prefill_pairs), float(cached))
-    return (1.0, float(rows), float(in_tiles), *attended, *adapter_features(batch))
+    beyond = float(max(0, in_tiles - _FEW_ROWS))
+    return (1.0, float(rows), float(in_tiles), beyond, *attended, *adapter_features(batch))

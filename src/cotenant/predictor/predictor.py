@@ -313,6 +313,7 @@ class LatencyPredictor:
             known_ms = self._partitions.together_ms(batch, partition, alone_ms)
         else:
             known_ms = self._partitions.alone_ms(batch, partition.online_sms)
+            known_ms = known_ms or self._partitions.guessed_alone_ms(batch, partition)
         if record is not None:
             return less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:

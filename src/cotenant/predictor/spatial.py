@@ -60,6 +60,11 @@ class PartitionModels:
         by_itself_ms = alone_ms()
         return None if by_itself_ms is None else by_itself_ms * self._factor(partition)
 
+    def guessed_alone_ms(self, batch: BatchShape, partition: Partition) -> float | None:
+        """Where stage 1 does not reach: what this partition's co-runs say, by stage 2 the other way round."""
+        measured_ms = self._step_ms(partition, batch)
+        return None if measured_ms is None else measured_ms / self._factor(partition)
+
     def tasklet_factor(self, best_effort_sms: int) -> float | None:
         """How many times what they take alone on all SMs tasklets take there, beside a batch on the others."""
         ratio = self.ratios.get((best_effort_sms,))

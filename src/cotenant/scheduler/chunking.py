@@ -33,6 +33,8 @@ _MOST_UNCOUNTED, _IN_TIME, _ROOM_SHARE = 16, 0.9, 0.5
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
+# Of the time that a batch may take: what is said of one is its mean, and who has no more is late by any more.
+_AIMED_SHARE = 0.97
 _LEAST_TOKENS = 64  # of prompts: they are never shut out
 
 
@@ -102,8 +104,9 @@ def _patient_ms(
 def _tokens_within(
     predictor: LatencyPredictor, decodes: BatchShape, limit_ms: float, first: RequestView | None
 ) -> int | None:
-    """As many prompt tokens as make a batch take that long, those of ``first`` before others'. None: nobody knows."""
+    """As many prompt tokens as a batch has time for, those of ``first`` before others'. None: nobody knows."""
     num_computed = 0 if first is None else first.num_computed
+    limit_ms *= _AIMED_SHARE
     tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed)
     if first is None or num_computed == 0 or tokens is None or tokens <= first.num_prompt_tokens_left:
         return tokens
