@@ -459,11 +459,11 @@ SECTIONS = (
         "mps_products_h200.txt",
         "On a GPU: matrix products under MPS with a part of the SMs",
         "Nothing of this project runs there but the check: torch's own products of bf16 matrices, into memory that "
-        "holds no number before, against sums made element by element, in 16 rows of each here, so a share is of "
-        "those, and where it is 0 in many rows others may be wrong. A server whose products fail it does not start "
+        "holds no number before, against sums made element by element. Elements that were not written are found in "
+        "all rows, others that are wrong in 16 of them. A server whose products fail it does not start "
         "(`models/product_check.py`), and `bench/compare_sharing.py` leaves such shares out. Partitions by green "
-        "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them; a GPU test "
-        "tries products there.",
+        "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them: there the same "
+        "products are right, for both tenants (`tests/gpu/test_partitions.py`).",
         "python bench/mps_products.py 100 95 90 80 60 40 20",
     ),
     Section(
