@@ -380,6 +380,25 @@ def test_memory_ends_where_it_began(online: Overlapped) -> None:
     assert not online.engine.has_work
 
 
+def test_more_and_more_requests_need_no_new_memory_of_the_device() -> None:
+    """For which the host waits until all has ended that is in flight. Logits of Llama's vocabulary would need some with
+    every eighth request."""
+    spec = replace(ARCHITECTURES["llama-3.1-8b"], num_layers=1)
+    online = Overlapped(
+        load_decoder(ResolvedModel("llama", None, spec, random_weights=True), DEVICE, torch.bfloat16, seed=0),
+        num_pages=2048,
+        max_num_seqs=128,
+        max_num_batched_tokens=256,
+        max_model_len=512,
+    )
+    online.capture((8, 128))
+    online.run([request(prompt(100, seed), 10) for seed in range(8)])
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    online.run([request(prompt(100, seed), 140) for seed in range(128)], at_once=1)
+    assert max(step.shape.num_decode for step in online.steps if step.shape.prefill_tokens) > 100
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
 def test_the_device_hardly_waits_between_steps() -> None:
     """With the shapes of an 8B model: a small one's step ends before the host has prepared the next."""
     resolved = ResolvedModel("llama-3.1-8b", None, ARCHITECTURES["llama-3.1-8b"], random_weights=True)

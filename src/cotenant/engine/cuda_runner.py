@@ -353,7 +353,12 @@ class CudaRunner:
                 spans=() if use_grouped else spans,
                 grouped=self._grouped(tensors[4:]) if use_grouped else None,
             )
-        return self._forward.logits(normed) if sampled else None
+        if not sampled:
+            return None
+        # Batches do not overlap, so all have their logits in one place: for new memory of the device the host waits
+        # until what is in flight has ended, and these are larger with every request.
+        fits = len(sampled) <= len(self._logits)
+        return self._forward.logits(normed, self._logits[: len(sampled)] if fits else None)
 
     def _plan(self, host: HostBatch, lists: Sequence[_Lists], indices: torch.Tensor) -> _AttendInto:
         """Plan the attention of every segment. ``indices``: all their pages on the device, one list after the other."""
