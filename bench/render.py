@@ -462,7 +462,7 @@ SECTIONS = (
         "holds no number before, against sums made element by element. Elements that were not written are found in "
         "all rows, others that are wrong in 16 of them. A server whose products fail it does not start "
         "(`models/product_check.py`), and `bench/compare_sharing.py` leaves such shares out. Partitions by green "
-        "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them: there the same "
+        "contexts, in which `adaptive` shares, are another thing, for a process of all SMs makes them: there such "
         "products are right, for both tenants (`tests/gpu/test_partitions.py`).",
         "python bench/mps_products.py 100 95 90 80 60 40 20",
     ),

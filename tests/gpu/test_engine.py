@@ -392,6 +392,7 @@ def test_more_and_more_requests_need_no_new_memory_of_the_device() -> None:
         max_model_len=512,
     )
     online.capture((8, 128))
+    online.engine.wait_for_kernels()
     online.run([request(prompt(100, seed), 10) for seed in range(8)])
     before = torch.cuda.memory_stats()["num_device_alloc"]
     online.run([request(prompt(100, seed), 140) for seed in range(128)], at_once=1)

@@ -12,6 +12,8 @@ import pytest
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.predictor.prior import Prior
+from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
 from cotenant.predictor.shapes import TILE, batch_key
 
 
@@ -150,6 +152,46 @@ def test_a_chunk_has_as_many_tokens_as_take_so_long(few_rows: LatencyPredictor, 
     assert limit_ms is not None
     found = few_rows.prompt_tokens_within(decodes, limit_ms)
     assert found == pytest.approx(batch.prefill_tokens, abs=1)
+
+
+def roofline_prior() -> Prior:
+    return Prior(Roofline(ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0), RATES["NVIDIA H200"]))
+
+
+@pytest.mark.parametrize("rows", [1024, 2048, 4096])
+@pytest.mark.parametrize("has_prior", [True, False])
+def test_a_chunk_larger_than_any_before_takes_about_as_long_as_it_may(rows: int, has_prior: bool) -> None:
+    """Or less: what a line that is led on by noise says of so many tokens is not believed where they would cost less
+    than few do."""
+    for seed in range(6):
+        rng, predictor = random.Random(seed), LatencyPredictor("h", "m", roofline_prior() if has_prior else None)
+        for _ in range(300):
+            decodes = BatchShape(rng.randint(4, 40), rng.randint(5_000, 50_000))
+            for batch in (decodes, with_prompts(decodes, (rng.randint(16, 1024 - decodes.num_decode), 0))):
+                learn(predictor, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
+        decodes = BatchShape(20, 20_000)
+        limit_ms = true_ms(with_prompts(decodes, (rows - decodes.num_decode, 0)))
+        found = predictor.prompt_tokens_within(decodes, limit_ms)
+        assert found is not None
+        assert 0.45 < true_ms(with_prompts(decodes, (found, 0))) / limit_ms < 1.2
+
+
+@pytest.mark.parametrize("rows", [384, 512, 640])
+def test_small_chunks_do_not_keep_larger_ones_from_being_tried(rows: int) -> None:
+    """Which the roofline is too cautious of."""
+    rng, predictor = random.Random(16), LatencyPredictor("h", "m", roofline_prior())
+    decodes = BatchShape(20, 20_000)
+    for _ in range(100):
+        for batch in (decodes, with_prompts(decodes, (rng.randint(32, 340), 0))):
+            learn(predictor, batch, few_rows_ms(batch) * rng.uniform(0.98, 1.02))
+    limit_ms, in_tiles = few_rows_ms(with_prompts(decodes, (rows - 20, 0))), 0
+    for _ in range(20):
+        found = predictor.prompt_tokens_within(decodes, limit_ms)
+        assert found is not None
+        in_tiles = (20 + found + TILE // 4) // TILE * TILE
+        batch = with_prompts(decodes, (in_tiles - 20, 0))
+        learn(predictor, batch, few_rows_ms(batch) * rng.uniform(0.98, 1.02))
+    assert in_tiles == rows
 
 
 def test_prompts_go_by_the_model_not_by_a_record_of_some_about_like_them(predictor: LatencyPredictor) -> None:

@@ -355,8 +355,8 @@ class CudaRunner:
             )
         if not sampled:
             return None
-        # Batches do not overlap, so all have their logits in one place: for new memory of the device the host waits
-        # until what is in flight has ended, and these are larger with every request.
+        # Where decode steps have theirs, for batches do not overlap. For new memory of the device the host waits until
+        # what is in flight has ended, and logits are larger with every request.
         fits = len(sampled) <= len(self._logits)
         return self._forward.logits(normed, self._logits[: len(sampled)] if fits else None)
 

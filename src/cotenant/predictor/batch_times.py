@@ -6,21 +6,18 @@ last of them long ago, while the model has just seen others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels, BatchStates
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
-_Ask = Callable[[BatchShape], float | None]
-
-# What a prompt token costs depends on how many there are. It is asked first of this many, or as many less as make whole
-# tiles with the decodes, then of about as many as there is room for, in whole tiles, some times: one token more costs
-# from half to four times what those do on average.
-_PROMPT_TOKENS, _MOST_ASKED = 8 * TILE, 3
-_LEAST_OF_MEAN, _MOST_OF_MEAN = 0.5, 4.0
+# What a prompt token costs depends on how many there are. It is asked first of so many tiles of them and the decodes,
+# the first of these that the models tell of; then of about as many as there is room for, in whole tiles, some times: a
+# token more costs from half to four times what those do on average. A guess says at most twice what it would be by the
+# tokens first asked of.
+_FIRST_TILES, _MOST_ASKED = (8, 3, 1), 3
+_LEAST_OF_MEAN, _MOST_OF_MEAN, _MOST_GUESSED = 0.5, 4.0, 2.0
 
 
 class BatchTimes:
@@ -55,17 +52,18 @@ class BatchTimes:
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
-        num_decode = decodes.num_decode
-        asked = _PROMPT_TOKENS - num_decode % TILE
-        known = self._known_ms(decodes, _with_prompt(decodes, asked, num_computed))
-        if known is None:
+        found = self._first_asked(decodes, num_computed)
+        if found is None:
             return None
-        ask, alone_ms, taken_ms = known
-        mean_ms = (taken_ms - alone_ms) / asked
+        first, alone_ms, taken_ms, told = found
+        asked, mean_ms = first, (taken_ms - alone_ms) / first
         tokens = asked + int((limit_ms - taken_ms) / mean_ms)
         for _ in range(_MOST_ASKED):
-            around = round((num_decode + tokens) / TILE) * TILE - num_decode
-            around_ms = None if around <= 0 or around == asked else ask(_with_prompt(decodes, around, num_computed))
+            around = round((decodes.num_decode + tokens) / TILE) * TILE - decodes.num_decode
+            if around <= 0 or around == asked:
+                break
+            least_ms = alone_ms + mean_ms * around if around > first else 0.0
+            around_ms = self._asked_ms(_with_prompt(decodes, around, num_computed), told, least_ms)
             if around_ms is None:
                 break
             token_ms = (around_ms - taken_ms) / (around - asked)
@@ -74,17 +72,40 @@ class BatchTimes:
             tokens = around + int((limit_ms - around_ms) / token_ms)
         return tokens
 
-    def _known_ms(self, decodes: BatchShape, with_prompt: BatchShape) -> tuple[_Ask, float, float] | None:
-        """What two batches take, the second of which takes longer, by the first that knows both, which is there to be
-        asked of others: the models where they reach, the prior, a guess."""
-        asks: list[_Ask] = [self._reached_ms, self.models.guessed_ms]
-        if self._prior is not None:
-            asks.insert(1, self._prior.batch_ms)
-        for ask in asks:
+    def _first_asked(self, decodes: BatchShape, num_computed: int) -> tuple[int, float, float, int] | None:
+        """A number of prompt tokens, what the decodes take without and with them, which is more, and the largest number
+        of them that the models tell of: 0 where it was said by the prior or is a guess. None: nobody knows."""
+        beyond_tiles = decodes.num_decode % TILE
+        alone_ms = self._reached_ms(decodes)
+        if alone_ms is not None:
+            for tiles in _FIRST_TILES:
+                asked = tiles * TILE - beyond_tiles
+                taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
+                if taken_ms is not None and taken_ms > alone_ms:
+                    return asked, alone_ms, taken_ms, asked
+        asked = _FIRST_TILES[0] * TILE - beyond_tiles
+        with_prompt = _with_prompt(decodes, asked, num_computed)
+        for ask in (self.models.guessed_ms,) if self._prior is None else (self._prior.batch_ms, self.models.guessed_ms):
             alone_ms, taken_ms = ask(decodes), ask(with_prompt)
             if alone_ms is not None and taken_ms is not None:
-                return (ask, alone_ms, taken_ms) if taken_ms > alone_ms else None
+                return (asked, alone_ms, taken_ms, 0) if taken_ms > alone_ms else None
         return None
+
+    def _asked_ms(self, batch: BatchShape, told: int, least_ms: float) -> float | None:
+        """By the models where they reach, and a little beyond the ``told`` prompt tokens that they tell of: what is too
+        cautious there would not let them be told of more. Else by the prior, else a guess. Where the models do not
+        reach no less than ``least_ms``, as if each token cost what few do, nor by a guess much more than that."""
+        known_ms = self.models.reached_ms(batch)
+        if known_ms is not None:
+            return known_ms
+        if self._prior is not None and batch.prefill_tokens > 2 * told:
+            known_ms = self._prior.batch_ms(batch)
+            if known_ms is not None:
+                return max(least_ms, known_ms)
+        known_ms = self.models.guessed_ms(batch)
+        if known_ms is None or not least_ms:
+            return known_ms
+        return min(max(least_ms, known_ms), _MOST_GUESSED * least_ms)
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, no more than

@@ -63,7 +63,7 @@ class PartitionModels:
     def guessed_alone_ms(self, batch: BatchShape, partition: Partition) -> float | None:
         """Where stage 1 does not reach: what this partition's co-runs say, by stage 2 the other way round."""
         measured_ms = self._step_ms(partition, batch)
-        return None if measured_ms is None else measured_ms / self._factor(partition)
+        return None if measured_ms is None else measured_ms / self._factor(partition, cautious=False)
 
     def tasklet_factor(self, best_effort_sms: int) -> float | None:
         """How many times what they take alone on all SMs tasklets take there, beside a batch on the others."""
@@ -93,13 +93,16 @@ class PartitionModels:
     def _is_stale(self, partition: Partition, iteration: int) -> bool:
         return iteration - self._last_together.setdefault(partition, iteration) > STALE_AFTER
 
-    def _factor(self, partition: Partition) -> float:
-        """Equation 3's, where it was measured enough; else the mean of those measured. A co-run is not faster."""
+    def _factor(self, partition: Partition, *, cautious: bool = True) -> float:
+        """Equation 3's, where it was measured enough; else the mean of those measured, ``cautious``: and a deviation on
+        top. A co-run is not faster."""
         model, ratio = self.models.get(()), self.ratios.get(())
         factor = None if model is None else model.reached(_features_of(partition))
         if factor is not None:
             return max(1.0, factor)
-        return max(1.0, ratio.cautious) if ratio is not None and ratio.known else CONTENTION
+        if ratio is None or not ratio.known:
+            return CONTENTION
+        return max(1.0, ratio.cautious if cautious else ratio.mean)
 
     def _step_ms(self, sms: Sms, batch: BatchShape) -> float | None:
         model = self.models.get(sms)

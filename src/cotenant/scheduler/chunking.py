@@ -143,7 +143,8 @@ def prompt_budget(
     if tokens is None:
         return most
     always = max(tokens, _LEAST_TOKENS)
-    patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, max(0.0, least_ms - step_ms) / always)
+    token_ms = max(0.0, _AIMED_SHARE * least_ms - step_ms) / always
+    patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, token_ms)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
         tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first) or 0)
