@@ -55,15 +55,15 @@ class BatchTimes:
         found = self._first_asked(decodes, num_computed)
         if found is None:
             return None
-        first, alone_ms, taken_ms, told = found
-        asked, mean_ms = first, (taken_ms - alone_ms) / first
+        first, alone_ms, taken_ms, is_told = found
+        asked, mean_ms, guessed_to = first, (taken_ms - alone_ms) / first, 2 * first if is_told else 0
         tokens = asked + int((limit_ms - taken_ms) / mean_ms)
         for _ in range(_MOST_ASKED):
             around = round((decodes.num_decode + tokens) / TILE) * TILE - decodes.num_decode
             if around <= 0 or around == asked:
                 break
             least_ms = alone_ms + mean_ms * around if around > first else 0.0
-            around_ms = self._asked_ms(_with_prompt(decodes, around, num_computed), told, least_ms)
+            around_ms = self._asked_ms(_with_prompt(decodes, around, num_computed), guessed_to, least_ms)
             if around_ms is None:
                 break
             token_ms = (around_ms - taken_ms) / (around - asked)
@@ -72,9 +72,9 @@ class BatchTimes:
             tokens = around + int((limit_ms - around_ms) / token_ms)
         return tokens
 
-    def _first_asked(self, decodes: BatchShape, num_computed: int) -> tuple[int, float, float, int] | None:
-        """A number of prompt tokens, what the decodes take without and with them, which is more, and the largest number
-        of them that the models tell of: 0 where it was said by the prior or is a guess. None: nobody knows."""
+    def _first_asked(self, decodes: BatchShape, num_computed: int) -> tuple[int, float, float, bool] | None:
+        """A number of prompt tokens, what the decodes take without and with them, which is more, and whether the models
+        tell of these: else it was said by the prior or is a guess. None: nobody knows."""
         beyond_tiles = decodes.num_decode % TILE
         alone_ms = self._reached_ms(decodes)
         if alone_ms is not None:
@@ -82,23 +82,23 @@ class BatchTimes:
                 asked = tiles * TILE - beyond_tiles
                 taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
                 if taken_ms is not None and taken_ms > alone_ms:
-                    return asked, alone_ms, taken_ms, asked
+                    return asked, alone_ms, taken_ms, True
         asked = _FIRST_TILES[0] * TILE - beyond_tiles
         with_prompt = _with_prompt(decodes, asked, num_computed)
         for ask in (self.models.guessed_ms,) if self._prior is None else (self._prior.batch_ms, self.models.guessed_ms):
             alone_ms, taken_ms = ask(decodes), ask(with_prompt)
             if alone_ms is not None and taken_ms is not None:
-                return (asked, alone_ms, taken_ms, 0) if taken_ms > alone_ms else None
+                return (asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
         return None
 
-    def _asked_ms(self, batch: BatchShape, told: int, least_ms: float) -> float | None:
-        """By the models where they reach, and a little beyond the ``told`` prompt tokens that they tell of: what is too
-        cautious there would not let them be told of more. Else by the prior, else a guess. Where the models do not
-        reach no less than ``least_ms``, as if each token cost what few do, nor by a guess much more than that."""
+    def _asked_ms(self, batch: BatchShape, guessed_to: int, least_ms: float) -> float | None:
+        """By the models where they reach, then a guess up to so many prompt tokens as ``guessed_to``: what is too
+        cautious there would not let the models be told of more. Else by the prior, else a guess. Where the models do
+        not reach no less than ``least_ms``, as if each token cost what few do, nor by a guess much more than that."""
         known_ms = self.models.reached_ms(batch)
         if known_ms is not None:
             return known_ms
-        if self._prior is not None and batch.prefill_tokens > 2 * told:
+        if self._prior is not None and batch.prefill_tokens > guessed_to:
             known_ms = self._prior.batch_ms(batch)
             if known_ms is not None:
                 return max(least_ms, known_ms)

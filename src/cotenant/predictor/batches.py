@@ -57,19 +57,19 @@ class BatchModels:
 
     def reached_ms(self, batch: BatchShape) -> float | None:
         """What a model says, if it rests on what was measured."""
-        model_ms = self.line_ms(batch)
+        model_ms = self._line_ms(batch)
         return None if model_ms is None else model_ms * self._ratio(batch)
 
-    def line_ms(self, batch: BatchShape) -> float | None:
+    def _line_ms(self, batch: BatchShape) -> float | None:
         """The same without what is particular to its size, and to what ran before."""
         return self._model_of(batch).reached(_features(batch))
 
-    def ratio_of(self, batch: BatchShape) -> float:
-        """What is particular to its size, as times what ``line_ms`` says; 1 where nobody knows."""
+    def _ratio_of(self, batch: BatchShape) -> float:
+        """What is particular to its size, as times what ``_line_ms`` says; 1 where nobody knows."""
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
-    def ratio_now(self) -> float:
+    def _ratio_now(self) -> float:
         """The same of a batch with prompts now, as times what one takes long after training."""
         ratio = self._after_training[self._num_since] if self._num_since < _NUM_AFTER else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
@@ -106,7 +106,7 @@ class BatchModels:
 
     def _observe_ratios(self, batch: BatchShape, measured_ms: float, model_ms: float, *, is_disturbed: bool) -> None:
         """Each without what the other one says."""
-        of_size_ms, now_ms = model_ms * self.ratio_of(batch), model_ms * self.ratio_now()
+        of_size_ms, now_ms = model_ms * self._ratio_of(batch), model_ms * self._ratio_now()
         if self._num_since < _NUM_AFTER:
             self._after_training[self._num_since].add(_within(measured_ms, of_size_ms), of_size_ms)
         if not is_disturbed:
@@ -135,7 +135,7 @@ class BatchModels:
 
     def _ratio(self, batch: BatchShape) -> float:
         """Of all that a line does not tell."""
-        return self.ratio_of(batch) * self.ratio_now() if batch.prefill_tokens else 1.0
+        return self._ratio_of(batch) * self._ratio_now() if batch.prefill_tokens else 1.0
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
