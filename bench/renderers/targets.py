@@ -47,8 +47,8 @@ _SLOW = (
     "a batch in flight. Less Python in a plan, or a language that is compiled."
 )
 _FEW = (
-    "Beside a job few batches have the device alone, down to {num} in a cell, most of them prompts that come just "
-    "after training, whose last tasklet and lower clocks slow them. Idle pauses: more of them, or longer."
+    "Beside a job few batches have the device alone, down to {num} in a cell, so one or two of them decide. Most have "
+    "prompts and come soon after training, which has lowered the clocks. More of them: longer cells, or idle pauses."
 )
 
 
