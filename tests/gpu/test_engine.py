@@ -21,7 +21,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from cotenant.config import LoraConfig
+from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.core.request import AdapterRef, Request, SequenceOutput
 from cotenant.engine.flight import OnlineStep
@@ -29,6 +29,7 @@ from cotenant.engine.sampling_state import SamplingState
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import save_adapter
 from cotenant.models.registry import ARCHITECTURES, ResolvedModel
+from cotenant.runtime.sizing import batch_bytes
 from gpu import support
 from gpu.support import DEVICE, Model, Outputs, Overlapped, logits_of, logprobs, prompt, request, tokens
 from models.support import random_adapter
@@ -398,6 +399,40 @@ def test_more_and_more_requests_need_no_new_memory_of_the_device() -> None:
     online.run([request(prompt(100, seed), 140) for seed in range(128)], at_once=1)
     assert max(step.shape.num_decode for step in online.steps if step.shape.prefill_tokens) > 100
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+def test_no_batch_needs_more_memory_than_was_set_aside() -> None:
+    """However many requests there are, with all that is chosen by and with nothing captured; also when the libraries
+    take what they keep from that memory, and when torch gives all back that is unused."""
+    spec = replace(ARCHITECTURES["llama-3.1-8b"], num_layers=1)
+    batch = BatchConfig(max_num_seqs=128, max_num_batched_tokens=4096)
+    online = Overlapped(
+        load_decoder(ResolvedModel("llama", None, spec, random_weights=True), DEVICE, torch.bfloat16, seed=0),
+        num_pages=2048,
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
+        max_model_len=512,
+    )
+    with online.device.online():
+        online.engine.warm_up(enforce_eager=True)
+    online.engine.wait_for_kernels()
+
+    num_bytes = batch_bytes(spec, batch, torch.bfloat16)
+    online.device.set_aside(num_bytes)  # as at a server's start: before libraries have what they keep
+
+    def run(count: int) -> tuple[int, int]:
+        """How often torch has asked the device for memory of tensors that are not small, and how much it has."""
+        wanted = {"repetition_penalty": 1.2, "logit_bias": {7: 1.0}, "logprobs": 3}
+        online.run([request(prompt(100, seed), 6, **wanted) for seed in range(count)], at_once=count)
+        stats = torch.cuda.memory_stats()
+        return int(stats["segment.large_pool.allocated"]), int(stats["reserved_bytes.large_pool.current"])
+
+    before = run(2)
+    assert [run(count) for count in (8, 24, 64, 128)] == [before] * 4
+    torch.cuda.empty_cache()
+    count, reserved_bytes = before
+    assert run(128)[0] == count
+    assert reserved_bytes >= run(24)[1] >= num_bytes
 
 
 def test_the_device_hardly_waits_between_steps() -> None:

@@ -21,7 +21,7 @@ from cotenant.models.paged_attention import is_supported
 from cotenant.models.product_check import check_products
 from cotenant.models.registry import ResolvedModel, resolve_model
 from cotenant.runtime.compression import compresses
-from cotenant.runtime.sizing import num_pages
+from cotenant.runtime.sizing import batch_bytes, num_pages
 from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,8 @@ TASKLET_TOKENS = {"cpu": 256, "cuda": 2048}
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A device, a model on it, and the engine that serves it, warmed up but for the partitions of the SMs."""
+    """A device, a model on it, and the engine that serves it, warmed up but for the partitions of the SMs.
+    ``batch_bytes``: of the device's free memory, what batches need while they run."""
 
     device: Device
     resolved: ResolvedModel
@@ -40,6 +41,7 @@ class Serving:
     engine: OnlineEngine
     max_model_len: int
     tasklet_tokens: int
+    batch_bytes: int
 
 
 def runs_on_cuda(device: str) -> bool:
@@ -121,8 +123,13 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
             f"--gpu-memory-utilization or --num-pages ({error})",
             param="gpu-memory-utilization",
         ) from error
+    num_bytes = batch_bytes(resolved.spec, config.batch.resolved(device.torch_device.type), decoder.dtype)
+    try:
+        device.set_aside(num_bytes)
+    except torch.OutOfMemoryError:  # --num-pages has left so little
+        logger.warning("batches will wait for memory while they run: there are no %d MiB to set aside", num_bytes >> 20)
     spare_host_threads(device)
-    return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens)
+    return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens, num_bytes)
 
 
 def spare_host_threads(device: Device) -> None:

@@ -65,7 +65,8 @@ def num_pages(
         workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
         with_prompts = prompt_partitions(config, device)
         partitions = sum(partition_bytes(with_prompts=each in with_prompts) for each in device.partitions)
-        own = _SERVING_BYTES + workspace + stacks + serving_bytes(spec, batch, dtype) + partitions
+        own = _SERVING_BYTES + workspace + stacks + partitions
+        own += batch_bytes(spec, batch, dtype) + _kept_bytes(spec, batch, dtype)
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))
     else:
@@ -81,9 +82,15 @@ def num_pages(
     return count, max(count, most)
 
 
-def serving_bytes(spec: ModelSpec, batch: BatchConfig, dtype: torch.dtype) -> int:
-    """What the largest batch needs while it runs: each token's widest activations, each sequence's logits."""
+def batch_bytes(spec: ModelSpec, batch: BatchConfig, dtype: torch.dtype) -> int:
+    """What the largest batch needs while it runs on all SMs, of requests that want no log-probabilities of their
+    prompts: each token's widest activations, and each sequence's logits as they are computed, as they are picked for
+    log-probabilities, as fp32, and a mark for each."""
     widest = 4 * spec.intermediate_size + 6 * spec.hidden_size
-    # Logits in the model's dtype and in fp32, and what the sampler counts for penalties.
-    logits = batch.max_num_seqs * spec.vocab_size * (dtype.itemsize + 4 + 4)
+    logits = batch.max_num_seqs * spec.vocab_size * (2 * dtype.itemsize + 4 + 1)
     return batch.max_num_batched_tokens * widest * dtype.itemsize + logits
+
+
+def _kept_bytes(spec: ModelSpec, batch: BatchConfig, dtype: torch.dtype) -> int:
+    """Of each sequence from the start on: captured batches' logits, and what the sampler counts for penalties."""
+    return batch.max_num_seqs * spec.vocab_size * (dtype.itemsize + 4)

@@ -24,7 +24,7 @@ from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
 from cotenant.runtime.self_profile import SelfProfile
-from cotenant.runtime.sizing import prompt_partitions, serving_bytes
+from cotenant.runtime.sizing import prompt_partitions
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
@@ -107,7 +107,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         serving.tasklet_tokens,
         send,
         limit_is_fixed=config.coexecution.tasklet_tokens is not None,
-        serving_bytes=serving_bytes(spec, config.batch.resolved(device.torch_device.type), decoder.dtype),
+        batch_bytes=serving.batch_bytes,
     )
     executor = Executor(device, decoder, engine, training, trace)
     slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)

@@ -51,11 +51,11 @@ class TrainingTenant:
         send: Callable[[FromWorker], None],
         *,
         limit_is_fixed: bool = True,
-        serving_bytes: int = 0,
+        batch_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``limit_is_fixed``: the user chose ``max_tasklet_tokens``; if not, a job may take a smaller number that suits
-        the device better. ``serving_bytes``: of the device's free memory, what batches need while they run."""
+        the device better. ``batch_bytes``: of the device's free memory, what batches need while they run."""
         self._is_ready: Callable[[], bool] = lambda: True
         self._reserved_bytes: Callable[[], int] = lambda: 0
         self._device = device
@@ -63,7 +63,7 @@ class TrainingTenant:
         self._tokenizer_folder = tokenizer_folder
         self._max_tasklet_tokens = max_tasklet_tokens
         self._limit_is_fixed = limit_is_fixed
-        self._serving_bytes = serving_bytes
+        self._batch_bytes = batch_bytes
         self._clock = clock
         self._send = send
         self._preparer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="job-preparer")
@@ -172,7 +172,7 @@ class TrainingTenant:
     def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
         free_bytes, total_bytes = self._device.memory_bytes()
         if self._device.torch_device.type == "cuda":
-            free_bytes = max(0, free_bytes - self._serving_bytes - self._reserved_bytes())
+            free_bytes = max(0, free_bytes - self._batch_bytes - self._reserved_bytes())
         else:  # other programs' memory comes and goes there, and so does what counts as free
             free_bytes = total_bytes
         return TrainingJob(

@@ -16,6 +16,12 @@ from cotenant.device.cuda.pacing import TaskletQueue
 from cotenant.device.cuda.partitions import BEST_EFFORT_PRIORITY, ONLINE_PRIORITY, Partitions
 from cotenant.device.cuda.physical_memory import PhysicalMemory
 
+# Torch gives a piece of memory back only when nothing of it is in use, and cuts a tensor from the smallest unused part,
+# of its stream's, that it fits into. Pieces for less than 10 MiB are for several tensors, those for less than 1 MiB
+# are others.
+_LEAST_ASIDE, _ANCHOR_BYTES = 32 << 20, 2 << 20
+_MOST_TRIED = 256  # another allocator than torch's usual one may put the anchor anywhere
+
 
 class CudaDevice:
     """Tensors of the two lanes come from pools of their own: the caching allocator keeps one per stream.
@@ -42,6 +48,7 @@ class CudaDevice:
         self._default = self._current = torch.cuda.default_stream(self.torch_device)
         self._tasklets = TaskletQueue(self._best_effort)
         self._memory = PhysicalMemory(self.torch_device)
+        self._anchor: torch.Tensor | None = None  # what keeps the memory that was set aside
 
     def split(self, online_sms: Iterable[int]) -> None:
         self._partitions.split(online_sms)
@@ -154,6 +161,18 @@ class CudaDevice:
 
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return self._memory.release(most_bytes) > 0
+
+    def set_aside(self, num_bytes: int) -> None:
+        num_bytes = max(num_bytes, _LEAST_ASIDE)
+        torch.cuda.empty_cache()  # other unused parts, which may fit the anchor better, are rests of pieces in use now
+        anchors: list[torch.Tensor] = []
+        with self._launching_on(self._online):
+            piece = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+            inside = range(piece.data_ptr(), piece.data_ptr() + num_bytes)
+            del piece
+            while self._anchor is None and len(anchors) < _MOST_TRIED:
+                anchors.append(torch.empty(_ANCHOR_BYTES, dtype=torch.uint8, device=self.torch_device))
+                self._anchor = anchors[-1] if anchors[-1].data_ptr() in inside else None
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)
