@@ -182,6 +182,17 @@ def test_errors_of_prediction_are_means_over_all_iterations() -> None:
         "Mean error of prediction, over all iterations: inference-only alone 1.0% of 1000, adaptive alone 3.0% of 60, "
         "adaptive with training 2.0% of 300."
     ) in comparison_lines(comparison)
+    known = {"mean": 0.01, "p95": 0.5, "share_above_10_percent": 0.02, "iterations": 100}
+    comparison = compared(
+        cell("adaptive", 60.0) | errors(0.01, 100, co_run=known),
+        cell("adaptive", 60.0, tpot_ms=25.0) | errors(0.01, 100, co_run=known | {"share_above_10_percent": 0.08}),
+    )
+    assert comparison["prediction"]["adaptive"]["co_run"] == {
+        "mean": 0.01,
+        "share_above_10_percent": 0.05,
+        "iterations": 200,
+    }
+    assert any("with training 1.0% of 200 (5.0% of them above 10%)." in line for line in comparison_lines(comparison))
     del comparison["prediction"]
     assert not any("prediction" in line for line in comparison_lines(comparison)), "of an earlier version"
 

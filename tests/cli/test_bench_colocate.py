@@ -78,6 +78,11 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
             assert cell["harvest"] + sum(lost.values()) == pytest.approx(1.0, abs=1e-3)
             assert lost["decode alone"] > 0
             assert lost["rest"] > -0.01, "one thing at a time runs on a CPU"
+        errors = [error for error in cell["prediction_error"].values() if error is not None]
+        assert sum(error["iterations"] for error in errors) <= sum(cell["iterations"].values())
+        for worst in (each for error in errors for each in error["farthest_off"]):
+            assert worst.get("num_decode", 0) + worst.get("prefill_tokens", 0) > 0
+            assert worst["apart_ms"] > 0
         timeline = cell["timeline"]
         assert len(timeline["seconds"]) == len(timeline["step_ms"]) == len(timeline["trained_tokens"]) <= 200
         assert timeline["seconds"][-1] == pytest.approx(cell["duration_s"], abs=1e-2)

@@ -217,7 +217,7 @@ def test_spatial_iterations_are_compared_with_what_was_expected_of_them() -> Non
     predictor.observe(
         IterationRecord(DECODE, Mode.SPATIAL, 5.0, 5.0, partition=SMALL, beside=((TaskletRun(shape, 1), 3.0),))
     )
-    assert predictor.last_error_ratio == pytest.approx((8.0 - 6.0) / 8.0)
+    assert predictor.last_deviation_ratio == pytest.approx((6.0 - 8.0) / 8.0)
 
 
 def test_a_batch_whose_time_tells_nothing_teaches_nothing() -> None:

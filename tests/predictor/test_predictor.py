@@ -255,6 +255,7 @@ def test_an_iteration_is_compared_with_what_was_expected_of_it() -> None:
     forward, backward = TaskletRun(FORWARD, 2), TaskletRun(BACKWARD, 1)
     predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 3.0, 99.0, ((forward, 3.0), (backward, 2.0))))
     assert predictor.last_error_ratio == pytest.approx(abs(2.0 + 2 * 1.0 + 3.0 - 8.0) / 8.0)
+    assert predictor.last_deviation_ratio == -predictor.last_error_ratio
     unknown = TaskletShape(TaskletKind.OPTIMIZER, 7)
     predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 2.0, 3.0, ((TaskletRun(unknown, 1), 1.0),)))
     assert predictor.last_error_ratio is None

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from cotenant.core.plan import Slo
-from cotenant.runtime.colocate_cell import Cell, pooled
+from cotenant.cli.colocate_figures import cell_figures
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Slo
+from cotenant.runtime.colocate_cell import NUM_FARTHEST_OFF, Cell, Errors, Predicted, pooled
+from cotenant.runtime.colocate_watch import Watch
+from cotenant.runtime.load import Load
+from cotenant.runtime.tenants import Tenants
+from cotenant.runtime.timeline import Timeline
 
 
 def run(train_tokens_per_s: float, duration_s: float = 1.0, **more: Any) -> Cell:
@@ -28,16 +35,29 @@ def run(train_tokens_per_s: float, duration_s: float = 1.0, **more: Any) -> Cell
     )
 
 
+def predicted(deviation_ratio: float, at_s: float = 1.0) -> Predicted:
+    batch = BatchShape(num_decode=3, context_tokens=30)
+    return Predicted(deviation_ratio, at_s, 9.0, IterationRecord(batch, Mode.NONE, 8.0, 8.0))
+
+
+def errors(*each: Predicted) -> Errors:
+    found = Errors()
+    for one in each:
+        found.add(one)
+    return found
+
+
 def test_a_single_run_is_what_it_is() -> None:
     only = run(7.0)
     assert pooled([only]) is only
 
 
 def test_requests_are_of_all_runs_and_speeds_are_means() -> None:
+    quarter, half, less = predicted(0.25), predicted(0.5), predicted(-0.3)
     cell = pooled(
         [
-            run(4.0, modes={"none": 1}, prediction_errors={"alone": [0.1], "co_run": []}),
-            run(1.0, 2.0, modes={"none": 2, "spatial": 5}, prediction_errors={"alone": [0.2], "co_run": [0.3]}),
+            run(4.0, modes={"none": 1}, errors={"alone": errors(quarter), "co_run": errors()}),
+            run(1.0, 2.0, modes={"none": 2, "spatial": 5}, errors={"alone": errors(half), "co_run": errors(less)}),
             run(3.0, modes={}),
         ]
     )
@@ -49,7 +69,54 @@ def test_requests_are_of_all_runs_and_speeds_are_means() -> None:
     assert cell.attained_in_runs == (0.5, 0.5, 0.5)
     assert cell.timeline == {"of": 3.0}, "the median run's"
     assert cell.modes == {"none": 3, "spatial": 5}
-    assert cell.prediction_errors == {"alone": [0.1, 0.2], "co_run": [0.3]}
+    assert {kind: (each.ratios, each.worst()) for kind, each in cell.errors.items()} == {
+        "alone": ([0.25, 0.5], [half, quarter]),
+        "co_run": ([0.3], [less]),
+    }
+
+
+def test_what_was_predicted_worst_is_named() -> None:
+    """Too little or too much is as wrong; the worst first, and no more of them than a few."""
+    many = [predicted(0.001 * index, at_s=float(index)) for index in range(96)]
+    parts = errors(*many[:50], predicted(-0.4, 7.5)), errors(*many[50:], *many[:3])
+    cell = pooled([run(1.0, errors={"alone": part, "co_run": errors()}) for part in parts])
+    found = cell_figures({}, cell, 1.0)["prediction_error"]
+    assert found["co_run"] is None
+    alone = found["alone"]
+    assert alone["iterations"] == 100
+    assert alone["mean"] == pytest.approx((sum(range(96)) * 0.001 + 0.003 + 0.4) / 100, abs=1e-4)
+    assert alone["p95"] == pytest.approx(0.092), "five of a hundred are as far off"
+    assert alone["share_above_10_percent"] == 0.01
+    assert [each["deviation"] for each in alone["farthest_off"]] == pytest.approx(
+        [-0.4, *(0.001 * index for index in range(95, 95 - NUM_FARTHEST_OFF + 1, -1))]
+    )
+    assert alone["farthest_off"][0] == {
+        "deviation": -0.4,
+        "at_s": 7.5,
+        "apart_ms": 9.0,
+        "online_ms": 8.0,
+        "mode": "none",
+        "num_tasklets": 0,
+        "num_decode": 3,
+        "context_tokens": 30,
+    }
+
+
+def test_iterations_are_apart_from_when_they_are_watched() -> None:
+    """Also where the load had begun long before."""
+    load, record = Load((), 16, seed=0), predicted(0.3).record
+    time.sleep(0.05)
+    tenants = SimpleNamespace(
+        training=SimpleNamespace(job_id=None), predictor=SimpleNamespace(last_deviation_ratio=0.3)
+    )
+    watch = Watch(load, cast(Tenants, tenants), 16, Timeline())
+    watch.note(record)
+    time.sleep(0.02)
+    watch.note(record)
+    first, second = watch.errors["alone"].farthest_off
+    assert 0 < first.apart_ms <= first.at_s * 1e3 - 50
+    assert second.apart_ms == pytest.approx((second.at_s - first.at_s) * 1e3)
+    assert second.apart_ms >= 20
 
 
 def test_shares_are_means_over_the_time_where_all_runs_have_them() -> None:

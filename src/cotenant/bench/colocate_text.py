@@ -87,11 +87,16 @@ def _prediction_lines(policies: Mapping[str, Mapping[str, Mapping[str, float]]])
     """``policies``: see ``compare``; a report of an earlier version has none."""
     names = {"alone": "alone", "co_run": "with training"}
     parts = [
-        f"{policy} {names[kind]} {errors['mean']:.1%} of {errors['iterations']}"
+        f"{policy} {names[kind]} {errors['mean']:.1%} of {errors['iterations']}{_above_text(errors)}"
         for policy, kinds in policies.items()
         for kind, errors in kinds.items()
     ]
     return [f"Mean error of prediction, over all iterations: {', '.join(parts)}."] if parts else []
+
+
+def _above_text(errors: Mapping[str, float]) -> str:
+    share = errors.get("share_above_10_percent")
+    return "" if share is None else f" ({share:.1%} of them above 10%)"
 
 
 def _ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ REFERENCE = "inference-only"
 SEPARATE = "separate"  # of bench/compare_sharing.py: it has two GPUs, so it is never the best other
 TOLERANCE = 0.03
 _NO_RIVALS = (SUBJECT, SEPARATE)
+_ERRORS = ("mean", "share_above_10_percent")  # cells of an earlier version lack the second
 _PLACE = ("load", "batch_size", "context", "num_tokens", "trace", "format", "time_scale", "num_runs", "request_rate")
 
 Report = Mapping[str, Any]
@@ -29,7 +30,8 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     ``ratios``: of ``adaptive``'s average to those of the best other policy, `chunked` and `static` (None: not in the
     run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
     is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``. ``prediction``: the mean
-    absolute errors, each iteration of all cells counting as much, of `inference-only` and ``adaptive``."""
+    absolute errors and the share of iterations whose error is above 10%, over all cells, of `inference-only` and
+    ``adaptive``."""
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     alone = report["train_alone_tokens_per_s"]
     places = [_place(cells, slo_attainment, alone) for cells in by_place(report["cells"])]
@@ -135,8 +137,9 @@ def _prediction(policy: str, cells: Sequence[Cell]) -> dict[str, dict[str, float
         errors = [each[kind] for each in measured if each.get(kind)]
         count = sum(each["iterations"] for each in errors)
         if count:
-            mean = sum(each["mean"] * each["iterations"] for each in errors) / count
-            found[kind] = {"mean": round(mean, 4), "iterations": count}
+            names = [name for name in _ERRORS if all(name in each for each in errors)]
+            means = {name: sum(each[name] * each["iterations"] for each in errors) / count for name in names}
+            found[kind] = {**{name: round(value, 4) for name, value in means.items()}, "iterations": count}
     return found
 
 

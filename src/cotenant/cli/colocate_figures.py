@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cotenant.bench.summary import distribution, percentiles
 
 if TYPE_CHECKING:
-    from cotenant.runtime.colocate_cell import Cell
+    from cotenant.runtime.colocate_cell import Cell, Errors, Predicted
 
 MIN_VALUES_FOR_P99 = 100
 
@@ -35,20 +36,38 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
         "harvest": round(cell.train_tokens_per_s / alone_tokens_per_s, 4),
         **({"harvest_of_runs": harvests} if harvests else {}),
         "iterations": cell.modes,
-        "prediction_error": {name: _errors(errors) for name, errors in cell.prediction_errors.items()},
+        "prediction_error": {name: _errors(errors) for name, errors in cell.errors.items()},
         "utilisation": cell.utilisation,
         "device_time": cell.device_time,
         "timeline": cell.timeline,
     }
 
 
-def _errors(ratios: Sequence[float]) -> dict[str, float] | None:
-    if not ratios:
+def _errors(errors: Errors) -> dict[str, Any] | None:
+    if not errors.ratios:
         return None
+    ratios = sorted(errors.ratios)
     return {
         "mean": round(sum(ratios) / len(ratios), 4),
-        "p95": round(sorted(ratios)[int(0.95 * len(ratios))], 4),
+        "p95": round(ratios[int(0.95 * len(ratios))], 4),
+        "share_above_10_percent": round(sum(ratio > 0.1 for ratio in ratios) / len(ratios), 6),
         "iterations": len(ratios),
+        "farthest_off": [_predicted_figures(each) for each in errors.worst()],
+    }
+
+
+def _predicted_figures(predicted: Predicted) -> dict[str, Any]:
+    """An iteration in a few fields. Of a batch's those that are not 0."""
+    record = predicted.record
+    batch = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
+    return {
+        "deviation": round(predicted.deviation_ratio, 4),
+        "at_s": round(predicted.at_s, 3),
+        "apart_ms": round(predicted.apart_ms, 3),
+        "online_ms": round(record.online_ms, 3),
+        "mode": record.mode.value,
+        "num_tasklets": record.num_tasklets,
+        **{name: value for name, value in batch.items() if value},
     }
 
 

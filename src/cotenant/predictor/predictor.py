@@ -47,8 +47,9 @@ class CoRun:
 class LatencyPredictor:
     """Predicts online batches and tasklets; ``observe`` feeds it what was measured.
 
-    ``last_error_ratio``: of what the last iteration's batch and tasklets took on the device, the share by which their
-    sum was expected wrong; None where one of them could not be predicted. ``error_ratio``: its fading mean.
+    ``last_deviation_ratio``: of what the last iteration's batch and tasklets took on the device, the share by which
+    their sum was expected to be more, below 0 if less; None where one of them could not be predicted.
+    ``last_error_ratio``: without the sign. ``error_ratio``: its fading mean.
 
     Returns None where nothing is known yet: a policy then tries one tasklet and learns. ``prior``: of this model on
     this hardware, where the device's rates are known.
@@ -63,7 +64,7 @@ class LatencyPredictor:
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
         self.error_ratio: float | None = None
-        self.last_error_ratio: float | None = None
+        self.last_deviation_ratio: float | None = None
 
     def trains(self, what: str) -> None:
         """Tasklets from now on are those of such a job: what it trains, as far as their times depend on it besides
@@ -214,7 +215,7 @@ class LatencyPredictor:
 
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration, having compared it with what was to be expected of it."""
-        self.last_error_ratio = None if record.is_disturbed else self._error_of(record)
+        self.last_deviation_ratio = None if record.is_disturbed else self._deviation_of(record)
         if self.last_error_ratio is not None:
             previous = self.last_error_ratio if self.error_ratio is None else self.error_ratio
             self.error_ratio = previous + _ERROR_WEIGHT * (self.last_error_ratio - previous)
@@ -232,7 +233,11 @@ class LatencyPredictor:
         if record.num_tasklets:
             self._batches.trained()
 
-    def _error_of(self, record: IterationRecord) -> float | None:
+    @property
+    def last_error_ratio(self) -> float | None:
+        return None if self.last_deviation_ratio is None else abs(self.last_deviation_ratio)
+
+    def _deviation_of(self, record: IterationRecord) -> float | None:
         """By means: a cautious prediction is meant to be too high."""
         batch, partition = record.batch, record.partition
         is_shared = partition is not None and record.mode is not Mode.NONE
@@ -249,7 +254,7 @@ class LatencyPredictor:
         if measured_ms <= 0 or any(each_ms is None for each_ms, _ in parts):
             return None
         expected_ms = sum(each_ms * count for each_ms, count in parts if each_ms is not None)
-        return abs(expected_ms - measured_ms) / measured_ms
+        return (expected_ms - measured_ms) / measured_ms
 
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
         each_ms = self._bounded(shape, each_ms)

@@ -7,22 +7,61 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cotenant.core.plan import Slo
+from cotenant.core.plan import IterationRecord, Slo
 
 if TYPE_CHECKING:
     from cotenant.runtime.load import Answer
 
 ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
+NUM_FARTHEST_OFF = 10  # iterations that are told of
+
+
+class Predicted(NamedTuple):
+    """An iteration beside what was expected of it: ``LatencyPredictor.last_deviation_ratio``. ``at_s``: when its
+    results were there, since the load began; ``apart_ms``: since those of the iteration before."""
+
+    deviation_ratio: float
+    at_s: float
+    apart_ms: float
+    record: IterationRecord
+
+
+@dataclass(slots=True)
+class Errors:
+    """Of iterations of one kind. ``ratios``: of each, without the sign. ``farthest_off``: those with the largest, in no
+    order, few enough for the rest not to be kept."""
+
+    ratios: list[float] = field(default_factory=list)
+    farthest_off: list[Predicted] = field(default_factory=list)
+
+    def add(self, predicted: Predicted) -> None:
+        self.ratios.append(abs(predicted.deviation_ratio))
+        self.farthest_off.append(predicted)
+        if len(self.farthest_off) > NUM_FARTHEST_OFF:
+            self.farthest_off.remove(min(self.farthest_off, key=_how_far))
+
+    def worst(self) -> list[Predicted]:
+        """The worst first."""
+        return sorted(self.farthest_off, key=_how_far, reverse=True)
+
+    @classmethod
+    def pooled(cls, errors: Sequence[Errors]) -> Errors:
+        found = sorted((each for one in errors for each in one.farthest_off), key=_how_far, reverse=True)
+        return cls([ratio for each in errors for ratio in each.ratios], found[:NUM_FARTHEST_OFF])
+
+
+def _how_far(predicted: Predicted) -> float:
+    return abs(predicted.deviation_ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What one policy did under one load. Requests' figures are lists in milliseconds, for whoever sums them up:
     ``itl_ms`` of all gaps between two tokens. ``attained``: requests that met both targets, of those answered or
-    failed. ``modes``: iterations with a batch, by how training shared them. ``prediction_errors``: of batches alone and
-    with training, relative, an iteration each. ``timeline``: ``Timeline.figures``. ``utilisation``:
+    failed. ``modes``: iterations with a batch, by how training shared them. ``errors``: of those that were predicted,
+    alone and with training. ``timeline``: ``Timeline.figures``. ``utilisation``:
     ``UtilisationSampler.figures``. ``device_time``: ``DeviceTime.figures``. What has a default is not known of a server
     and a training process that are seen from outside, but for the tokens trained. ``trained_in_runs``: tokens/s of
     each run, where it was measured more than once (``pooled``); ``attained_in_runs``: the share of its requests that
@@ -40,7 +79,7 @@ class Cell:
     output_tokens_per_s: float
     train_tokens_per_s: float = 0.0
     modes: dict[str, int] = field(default_factory=dict)
-    prediction_errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
+    errors: dict[str, Errors] = field(default_factory=lambda: {"alone": Errors(), "co_run": Errors()})
     timeline: dict[str, Any] = field(default_factory=dict)
     utilisation: dict[str, float] | None = None
     device_time: dict[str, float] | None = None
@@ -70,9 +109,7 @@ def pooled(runs: Sequence[Cell]) -> Cell:
         output_tokens_per_s=_mean([run.output_tokens_per_s for run in runs], shares),
         train_tokens_per_s=_mean([run.train_tokens_per_s for run in runs], shares),
         modes=dict(modes),
-        prediction_errors={
-            kind: [error for run in runs for error in run.prediction_errors[kind]] for kind in runs[0].prediction_errors
-        },
+        errors={kind: Errors.pooled([run.errors[kind] for run in runs]) for kind in runs[0].errors},
         timeline=by_training[len(runs) // 2].timeline,
         utilisation=_mean_of_each([run.utilisation for run in runs], shares),
         device_time=_pooled_time(runs, shares),

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from cotenant.core.plan import IterationRecord, Mode, Slo
-from cotenant.runtime.colocate_cell import Cell, judge
+from cotenant.runtime.colocate_cell import Cell, Errors, Predicted, judge
 from cotenant.runtime.load import Load
 from cotenant.runtime.tenants import Tenants
 from cotenant.runtime.timeline import Timeline
@@ -22,9 +22,13 @@ class Watch:
     step_tokens: int
     timeline: Timeline
     modes: Counter[str] = field(default_factory=Counter)
-    errors: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "co_run": []})
+    errors: dict[str, Errors] = field(default_factory=lambda: {"alone": Errors(), "co_run": Errors()})
     num_tasklets: int = 0  # that ended
     step_tasklets: int = 0  # of the longest step so far, of whichever watch: all are alike
+    noted_s: float = field(init=False)  # when the last iteration was, by the load's clock
+
+    def __post_init__(self) -> None:
+        self.noted_s = self.load.now_s
 
     def note(self, record: IterationRecord) -> None:
         training, now_s = self.tenants.training, self.load.now_s
@@ -38,10 +42,12 @@ class Watch:
             self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
-            error = self.tenants.predictor.last_error_ratio
-            if error is not None:
+            deviation = self.tenants.predictor.last_deviation_ratio
+            if deviation is not None:
                 is_alone = record.mode is Mode.NONE and not record.is_disturbed
-                self.errors["alone" if is_alone else "co_run"].append(error)
+                found = Predicted(deviation, now_s, (now_s - self.noted_s) * 1e3, record)
+                self.errors["alone" if is_alone else "co_run"].add(found)
+        self.noted_s = now_s
 
 
 def measured_cell(
@@ -61,7 +67,7 @@ def measured_cell(
         judge(policy, slo, watch.load.answers, start_s, end_s, with_ttft=with_ttft, until_s=until_s),
         train_tokens_per_s=watch.timeline.tokens_per_s(start_s, end_s),
         modes=dict(watch.modes),
-        prediction_errors=watch.errors,
+        errors=watch.errors,
         timeline=watch.timeline.figures(start_s, end_s),
         utilisation=utilisation,
         device_time=device_time,
