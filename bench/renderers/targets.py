@@ -13,7 +13,20 @@ from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
+_PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a newer version
 _PLANNING = ("planner_h200.txt", "planner_slow_h200.txt")
+# (what, the calls that it takes, what was aimed at in microseconds)
+_PLANNING_ROWS = (
+    ("a plan, by records", ("AdaptivePolicy, records",), 50),
+    (
+        "the same where 64 prompts wait: their chunk's size and turns, too",
+        ("AdaptivePolicy, records", "prompt_budget, records", "take_turns, records"),
+        50,
+    ),
+    ("a plan, by models", ("AdaptivePolicy, models",), 200),
+    ("predicting a decode step, by records", ("batch_ms, records",), 5),
+    ("predicting a batch with prompts, of which models tell", ("batch_ms of prompts, records",), 5),
+)
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
     "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what it came to. "
@@ -46,19 +59,20 @@ _SLOW = (
     "One host takes more than twice the time of the other for all that is asked here. It is spent while the device has "
     "a batch in flight. Less Python in a plan, or a language that is compiled."
 )
-_FEW = (
-    "Beside a job few batches have the device alone, down to {num} in a cell, so one or two of them decide. Most have "
-    "prompts and come soon after training, which has lowered the clocks. More of them: longer cells, or idle pauses."
+_ABOVE_TENTH = (
+    "Above: {above}; {least:.0%} to {most:.0%} of their batches are, of {num} or more. In the grid, by an earlier "
+    "version, {others} other places were above and {same} of these. Which batches they are was not kept; runs by later "
+    "versions name the ten worst of each cell."
 )
 
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY)]
+    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED)]
     if not all(path.exists() for path in paths):
         return []
-    grid, steady = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_prediction_rows(grid)]
+    grid, steady, predicted = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_prediction_rows(grid, predicted)]
     rows += _planning_rows([results / name for name in _PLANNING if (results / name).exists()])
     return ["## What was aimed at", _ABOVE, table(_HEADER, [_row(*row) for row in rows])]
 
@@ -118,25 +132,60 @@ def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     yield "a trace at half its rate on each", aim, f"{mean:.3f}", mean >= 1.5, why
 
 
-def _prediction_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
-    errors = grid["comparison"]["prediction"]
-    name = "errors of prediction, over the grid"
-    serving_mean, alone_mean, shared_mean = (
-        errors[policy][kind]["mean"] for policy, kind in ((REFERENCE, "alone"), (SUBJECT, "alone"), (SUBJECT, "co_run"))
+def _prediction_rows(grid: Result, predicted: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+    """Serving alone as in the grid, beside a job as in ``predicted``, in those of its places that are in the grid."""
+    before = {_spot(cell): _p95_alone(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
+    cells = [cell for cell in predicted["cells"] if _spot(cell) in before]
+    by_itself = [cell["prediction_error"]["alone"] for cell in grid["cells"] if cell["policy"] == REFERENCE]
+    serving = [each for each in by_itself if each]
+    errors = [cell["prediction_error"] for cell in cells]
+    alone, shared = ([each[kind] for each in errors if each[kind]] for kind in ("alone", "co_run"))
+    name = "errors of prediction, [beside a job](#on-a-gpu-errors-of-prediction-over-the-grid)"
+    served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
+    mean, most = _over_all(alone, "mean"), max(each["mean"] for each in alone)
+    text = f"{mean:.1%}, in cells up to {most:.1%}; where nothing trains, in the grid, {served:.1%}"
+    yield name, "mean 3% alone", text, max(mean, served) <= 0.03, ""
+    mean, most = _over_all(shared, "mean"), max(each["mean"] for each in shared)
+    yield name, "mean 5% with training", f"{mean:.1%}, in cells up to {most:.1%}", mean <= 0.05, ""
+    shares = [_over_all(each, "share_above_10_percent") for each in (alone, shared)]
+    text = "{:.1%} of those alone are above 10%, {:.1%} of those with training".format(*shares)
+    yield name, "p95 10%, of all batches (read so later): at most 5% above", text, max(shares) <= 0.05, ""
+    most = max(each["p95"] for each in shared)
+    yield name, "p95 10% with training, in each cell", f"{most:.1%} at most", most <= 0.1, ""
+    text = f"{_p95_text(alone)}; where nothing trains, in the grid, {_p95_text(serving)}"
+    above = [cell for cell in cells if _p95_alone(cell) > 0.1]
+    is_met = not above and all(each["p95"] <= 0.1 for each in serving)
+    yield name, "p95 10% alone, in each cell", text, is_met, _why_above(above, before) if above else ""
+
+
+def _why_above(above: Sequence[Result], before: Mapping[tuple[str, float, float], float]) -> str:
+    """``before``: the p95 of the grid's places."""
+    spots = [_spot(cell) for cell in above]
+    shares = [cell["prediction_error"]["alone"]["share_above_10_percent"] for cell in above]
+    return _ABOVE_TENTH.format(
+        above=", ".join("{} x {:g} at {:g} ms".format(*spot) for spot in spots),
+        least=min(shares),
+        most=max(shares),
+        num=min(cell["prediction_error"]["alone"]["iterations"] for cell in above),
+        others=sum(p95 > 0.1 for spot, p95 in before.items() if spot not in spots),
+        same=sum(before[spot] > 0.1 for spot in spots) or "none",
     )
-    text = f"{serving_mean:.1%} where nothing trains, {alone_mean:.1%} beside a job"
-    yield name, "mean 3% alone", text, max(serving_mean, alone_mean) <= 0.03, ""
-    yield name, "mean 5% with training", f"{shared_mean:.1%}", shared_mean <= 0.05, ""
-    beside, by_itself = (
-        [cell["prediction_error"] for cell in grid["cells"] if cell["policy"] == policy]
-        for policy in (SUBJECT, REFERENCE)
-    )
-    shared_p95 = max(each["co_run"]["p95"] for each in beside if each["co_run"])
-    yield name, "p95 10% with training, in each cell", f"{shared_p95:.1%} at most", shared_p95 <= 0.1, ""
-    alone, serving = ([each["alone"] for each in found if each["alone"]] for found in (beside, by_itself))
-    text = f"beside a job {_p95_text(alone)}; where nothing trains {_p95_text(serving)}"
-    why = _FEW.format(num=min(each["iterations"] for each in alone))
-    yield name, "p95 10% alone, in each cell", text, all(each["p95"] <= 0.1 for each in (*alone, *serving)), why
+
+
+def _p95_alone(cell: Result) -> float:
+    """0 where no batch had the device alone."""
+    return float((cell["prediction_error"]["alone"] or {"p95": 0.0})["p95"])
+
+
+def _spot(cell: Result) -> tuple[str, float, float]:
+    """Its place, however many runs were made there."""
+    return cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]
+
+
+def _over_all(errors: Sequence[Result], name: str) -> float:
+    """A mean in which each batch counts as much."""
+    count = sum(each["iterations"] for each in errors)
+    return sum(float(each[name]) * each["iterations"] for each in errors) / count
 
 
 def _p95_text(cells: Sequence[Result]) -> str:
@@ -145,14 +194,19 @@ def _p95_text(cells: Sequence[Result]) -> str:
 
 
 def _planning_rows(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bool, str]]:
-    """Of each host."""
+    """Of each host; what several calls take is their sum, where a host has all of them."""
     texts = [path.read_text(encoding="utf-8") for path in files]
-    for load, known, most_us in (("a plan", "records", 50), ("a plan", "models", 200), ("a prediction", "records", 5)):
-        label = f"batch_ms, {known} " if load == "a prediction" else f"AdaptivePolicy, {known} "
-        found = [float(match[1]) for text in texts if (match := re.search(rf"^{label} *p50 +([\d.]+) us", text, re.M))]
+    for load, labels, most_us in _PLANNING_ROWS:
+        each = [[_median_us(text, label) for label in labels] for text in texts]
+        found = [sum(us for us in host if us is not None) for host in each if None not in host]
         if found:
-            measured = ", ".join(f"{each:.1f}" for each in found) + " µs"
-            yield f"the cost of {load}, by {known}", f"{most_us} µs", measured, max(found) <= most_us, _SLOW
+            measured = ", ".join(f"{us:.1f}" for us in found) + " µs"
+            yield f"the cost of {load}", f"{most_us} µs", measured, max(found) <= most_us, _SLOW
+
+
+def _median_us(text: str, label: str) -> float | None:
+    match = re.search(rf"^{label} *p50 +([\d.]+) us", text, re.M)
+    return None if match is None else float(match[1])
 
 
 def _others(place: Result) -> Iterator[tuple[str, float]]:
