@@ -70,10 +70,12 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
         assert outcome.num_mixed_iterations > 5, "nothing was co-executed"
 
 
+@pytest.mark.parametrize(("policy", "ttft_ms"), [("multitask", 10_000.0), SHORT])
 def test_fused_forwards_change_no_token_and_the_adapter_by_rounding_alone(
-    decoder: Decoder, undisturbed: tuple[dict[str, list[int]], bytes], tmp_path: Path
+    decoder: Decoder, undisturbed: tuple[dict[str, list[int]], bytes], tmp_path: Path, policy: str, ttft_ms: float
 ) -> None:
-    outcome = run(decoder, "multitask", arrivals(), support.make_spec(tmp_path, n_epochs=4), fuse=True)
+    spec = support.make_spec(tmp_path, n_epochs=4)
+    outcome = run(decoder, policy, arrivals(), spec, ttft_ms=ttft_ms, fuse=True)
     assert outcome.num_fused > 10
     assert outcome.tokens == undisturbed[0]
     alone, fused = safetensors.torch.load(undisturbed[1]), safetensors.torch.load(adapter_of(tmp_path))

@@ -65,12 +65,18 @@ async def ask(client: httpx.AsyncClient, model: str, question: str, max_tokens: 
     return str(answer["choices"][0]["message"]["content"]).strip()
 
 
-async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    """Samples of `/metrics`, summed over labels, by name."""
+async def metrics(client: httpx.AsyncClient, label: str | None = None) -> dict[str, float]:
+    """Samples of `/metrics`, summed over labels, by name; or those that have ``label``, by name and that label's value,
+    as in `cotenant:iterations_total fused`."""
     text = (await client.get("/metrics")).text
     samples: dict[str, float] = {}
     for match in _SAMPLE.finditer(text):
         name = match["name"]
+        if label is not None:
+            value = re.search(rf'(?:^|,){label}="([^"]*)"', match["labels"] or "")
+            if value is None:
+                continue
+            name = f"{name} {value[1]}"
         samples[name] = samples.get(name, 0.0) + float(match["value"])
     return samples
 

@@ -29,17 +29,20 @@ from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
 ASSETS = Path(__file__).parent.parent / "assets" / "demo"
 TARGET_FACTOR = 4.0
 _TRAINED = "cotenant:trained_tokens_total"
+_ITERATIONS = "cotenant:iterations_total"
 _START_TIMEOUT_S = 120.0
 _FINISHED = ("succeeded", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """How long each phase runs and how much traffic there is. ``beside``: the policy of the last phase, '' for none."""
+    """How long each phase runs and how much traffic there is. ``beside``: the policy of the last phase, '' for none.
+    ``fuse``: forward tasklets may run inside batches."""
 
     output: Path
     policy: str = "adaptive"
     beside: str = "whole-step"
+    fuse: bool = True
     rate_per_s: float = 3.0
     max_tokens: int = 48
     alone_s: float = 20.0
@@ -125,9 +128,11 @@ class Demo:
             num_steps = max(_MIN_STEPS, round(steps_per_s * self._options.corun_s * 0.7))
             job = await self._create_job(client, files, num_steps)
             await self._wait_for_status(client, job["id"], ("running",))
+            before = await _num_iterations(client)
             corun, corun_rate, corun_s = await self._both(
                 client, job["id"], self._options.policy, self._options.corun_s
             )
+            iterations = _since(before, await _num_iterations(client))
             job = await self._finish(client, job["id"])
             tuned_answer = await ask(client, job["fine_tuned_model"], self._lesson.question)
             loss = await self._loss(client, job["id"])
@@ -139,6 +144,7 @@ class Demo:
                 "alone": summarize(alone, targets, self._options.alone_s),
                 "corun": summarize(corun, targets, corun_s),
             },
+            "iterations": iterations,
             "finetune": {
                 "alone_tokens_per_s": round(alone_rate, 2),
                 **_corun_speed(corun_rate, alone_rate),
@@ -165,11 +171,14 @@ class Demo:
             job = await self._create_job(client, files, _ENDLESS_STEPS)
             await self._wait_for_first_step(client, job["id"])
             duration_s = min(self._options.beside_s, self._options.corun_s)
+            before = await _num_iterations(client)
             corun, corun_rate, corun_s = await self._both(client, job["id"], policy, duration_s)
+            iterations = _since(before, await _num_iterations(client))
             await self._cancel(client, job["id"])
         part = {
             "policy": policy,
             "online": {"corun": summarize(corun, targets, corun_s)},
+            "iterations": iterations,
             "finetune": _corun_speed(corun_rate, alone_rate),
         }
         return part, corun
@@ -179,6 +188,7 @@ class Demo:
         """A client of a fresh server that is up. All servers share a data folder, so what one has learned of the
         machine's speed the next one knows."""
         flags = ["--data-dir", str(self._options.output / "data"), "--policy", policy]
+        flags.append("--fuse" if self._options.fuse else "--no-fuse")
         if targets is not None:
             flags += ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
         with running_server("tiny", flags, self._options.output / "server.log") as url:
@@ -335,6 +345,16 @@ async def _read_trained(client: httpx.AsyncClient) -> tuple[float, float]:
     """The time in seconds, and the tokens that the server has trained on by then."""
     tokens = (await metrics(client)).get(_TRAINED, 0.0)
     return time.perf_counter(), tokens
+
+
+async def _num_iterations(client: httpx.AsyncClient) -> dict[str, float]:
+    """Of the worker's loop, by mode."""
+    found, start = await metrics(client, "mode"), f"{_ITERATIONS} "
+    return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+
+
+def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, int]:
+    return {mode: round(value - before.get(mode, 0.0)) for mode, value in now.items()}
 
 
 async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:

@@ -86,9 +86,16 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{job['alone_tokens_per_s']:.0f}",
             *(speed(part["finetune"]) for part in parts),
         ),
+        ("iterations", "", *(_modes(part["iterations"]) for part in parts)),
         ("training loss, first → last", "", f"{loss[0]:.3f} → {loss[-1]:.3f}" if loss else "none"),
     ]
     return [(*row, *[""] * (2 + len(parts) - len(row))) for row in rows]
+
+
+def _modes(iterations: dict[str, int]) -> str:
+    """How training shared them."""
+    shared = [f"{count} {mode}" for mode, count in iterations.items() if mode != "none" and count]
+    return ", ".join([*shared, f"{iterations.get('none', 0)} without training"])
 
 
 def _with_job(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ def demo(
     request_rate: Annotated[float, typer.Option(min=0.1, help="Chat requests a second.")] = 3.0,
     corun_seconds: Annotated[float, typer.Option(min=5.0, help="How long requests and training run together.")] = 60.0,
     seed: Annotated[int, typer.Option(help="Seed of the traffic and the job.")] = 0,
+    fuse: Annotated[bool, typer.Option(help="Let forward tasklets run inside batches.")] = True,
 ) -> None:
     """Serve the built-in model, fine-tune it under chat traffic, and report what each did to the other."""
     _check_trains("policy", policy)
@@ -47,6 +48,7 @@ def demo(
         rate_per_s=request_rate,
         corun_s=corun_seconds,
         seed=seed,
+        fuse=fuse,
     )
     try:
         report = asyncio.run(Demo(options, console).run())
