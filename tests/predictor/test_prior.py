@@ -6,10 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
+from cotenant.core.plan import (
+    BatchShape,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    RequestView,
+    Slo,
+    Snapshot,
+    causal_pairs,
+)
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.predictor.prior import Prior
+from cotenant.predictor.prior import ALLOWANCE, UNMEASURED, Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline, bandwidth_share, rates_by_clocks
 from cotenant.scheduler import create_policy
 from taught import in_turn
@@ -75,10 +85,27 @@ def test_rates_of_other_devices_are_a_share_of_their_data_sheets() -> None:
     assert rates_by_clocks((8, 0), 108, 0.0, 2.04e12) is None, "a driver that tells no clock"
 
 
-def test_nothing_measured_nothing_said() -> None:
-    predictor = LatencyPredictor("h", "m", Prior(ROOFLINE))
-    assert predictor.batch_ms(BatchShape(8, 4000)) is None
-    assert predictor.tasklet_ms(TaskletShape(TaskletKind.BACKWARD, 512, 512), partition=Partition(32, 100)) is None
+@given(batch=batches)
+def test_where_nothing_was_measured_the_roofline_speaks_of_batches_on_all_sms_alone(batch: BatchShape) -> None:
+    predictor, partition = LatencyPredictor("h", "m", Prior(ROOFLINE)), Partition(32, 100)
+    assert predictor.batch_ms(batch) == pytest.approx(UNMEASURED * ROOFLINE.batch_ms(batch))
+    assert predictor.batch_ms(batch, partition=partition) is None
+    assert predictor.tasklet_ms(TaskletShape(TaskletKind.BACKWARD, 512, 512), partition=partition) is None
+    other, other_ms = BatchShape(0, 0, 500, 500) if batch.prefill_tokens else BatchShape(200, 4000), 9.0
+    for _ in range(3):
+        predictor.observe(IterationRecord(other, Mode.NONE, other_ms, other_ms))
+    by_other_ms = ROOFLINE.batch_ms(batch) * other_ms / ROOFLINE.batch_ms(other)
+    assert predictor.batch_ms(batch) == pytest.approx(ALLOWANCE * by_other_ms), "what was measured corrects it"
+
+
+def test_the_first_prompts_beside_running_requests_have_chunks_that_these_have_time_for() -> None:
+    predictor, decodes = LatencyPredictor("h", "m", Prior(ROOFLINE)), BatchShape(8, 4000)
+    for limit_ms in (20.0, 40.0):
+        tokens = predictor.prompt_tokens_within(decodes, limit_ms)
+        assert tokens is not None
+        batch = BatchShape(8, 4000, tokens, tokens, 0, causal_pairs(tokens))
+        assert 0.8 * limit_ms < UNMEASURED * ROOFLINE.batch_ms(batch) < 1.1 * limit_ms
+    assert LatencyPredictor("h", "m").prompt_tokens_within(decodes, 20.0) is None
 
 
 @given(asked=batches, shape=tasklets, partition=st.sampled_from([Partition(16, 116), Partition(48, 84)]))
