@@ -52,8 +52,12 @@ def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     for track in Track:
         ends = [event["ts"] + event["dur"] for event in spans[track]]
         assert all(event["ts"] >= end - 0.5 for event, end in zip(spans[track][1:], ends, strict=False)), track
-    modes = {event["args"]["mode"] for event in spans[Track.LOOP] if event["name"] == "execute"}
-    assert "temporal" in modes
+    iterations = [event["args"] for event in spans[Track.LOOP] if event["name"] == "execute"]
+    assert "temporal" in {each["mode"] for each in iterations}
+    assert sum(each["ended_tasklets"] for each in iterations) == len(spans[Track.BEST_EFFORT])
+    predicted = [each for each in iterations if each["predicted_ms"] is not None]
+    assert predicted, "of what was measured before"
+    assert all(each["taken_ms"] > 0 and each["predicted_ms"] > 0 for each in predicted)
 
 
 def test_what_shares_a_batch_and_where_is_told(tmp_path: Path) -> None:

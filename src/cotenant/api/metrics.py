@@ -198,7 +198,7 @@ class _WorkerCollector(Collector):
             tasklets.add_metric([*self._labels, kind], count)
         yield tasklets
         iterations = CounterMetricFamily(
-            PREFIX + "iterations", "Iterations of the worker loop, by mode.", labels=["model_name", "mode"]
+            PREFIX + "iterations", "Iterations with a batch or tasklets, by mode.", labels=["model_name", "mode"]
         )
         for name in Mode:
             iterations.add_metric([*self._labels, name], stats.num_iterations.get(name, 0))

@@ -183,7 +183,8 @@ class WorkerLoop:
             self._idle_since_s = time.time()
         self._publish(record, snapshot, plan)
         if self._trace is not None:
-            self._trace.iteration([*begins_s, time.perf_counter()], plan, record)
+            deviation = self._predictor.last_deviation_ratio
+            self._trace.iteration([*begins_s, time.perf_counter()], plan, record, deviation)
             self._trace.flush()
         return record
 

@@ -31,9 +31,10 @@ class LoopStats:
         self._mode = Mode.NONE
 
     def count(self, record: IterationRecord, now_s: float, *, has_job: bool) -> None:
-        """An iteration that ended at ``now_s``."""
+        """An iteration that ended at ``now_s``. One in which nothing ended, as while nobody asks, is not one more."""
         self._harvest.note(record, now_s, has_job=has_job)
-        self._num_iterations[record.mode.value] += 1
+        if not record.batch.empty or record.num_tasklets:
+            self._num_iterations[record.mode.value] += 1
         self._mode = record.mode
         error_ratio = self._predictor.last_error_ratio
         if error_ratio is not None:

@@ -80,18 +80,30 @@ class Trace:
         now_us = round((time.perf_counter() - self._start_s) * 1e6, 1)
         self._add({"ph": "i", "pid": _PROCESS, "tid": Track.LOOP, "name": name, "ts": now_us, "s": "p"})
 
-    def iteration(self, begins_s: Sequence[float], plan: Plan, record: IterationRecord) -> None:
-        """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end."""
+    def iteration(
+        self, begins_s: Sequence[float], plan: Plan, record: IterationRecord, deviation_ratio: float | None
+    ) -> None:
+        """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end.
+        ``deviation_ratio``: see ``LatencyPredictor``."""
         if record.batch.empty and not record.tasklets and not record.beside and record.total_ms < _IDLE_MS:
             return
-        planned = {"mode": plan.mode.value, "tasklets": plan.num_tasklets, "fused": plan.num_fused}
+        taken_ms = record.online_ms + sum(time_ms for _, time_ms in (*record.tasklets, *record.beside))
+        arguments = {
+            "mode": plan.mode.value,
+            "planned_tasklets": "to the end of the step" if plan.until_step_end else plan.num_tasklets,
+            "planned_fused": plan.num_fused,
+            "planned_ms": record.predicted_ms,
+            "ended_tasklets": record.num_tasklets,
+            "taken_ms": round(taken_ms, 3),
+            "predicted_ms": None if deviation_ratio is None else round(taken_ms * (1 + deviation_ratio), 3),
+            "total_ms": round(record.total_ms, 3),
+        }
         if plan.partition is not None:
-            planned |= {"online_sms": plan.partition.online_sms, "most_beside": plan.num_beside}
-        predicted = {"predicted_ms": record.predicted_ms, "total_ms": round(record.total_ms, 3)}
+            arguments |= {"online_sms": plan.partition.online_sms, "most_beside": plan.num_beside}
         for name, start_s, end_s in zip(
             ("observe", "plan", "execute", "publish"), begins_s[:-1], begins_s[1:], strict=True
         ):
-            self.span(Track.LOOP, name, start_s, end_s, **(planned | predicted if name == "execute" else {}))
+            self.span(Track.LOOP, name, start_s, end_s, **(arguments if name == "execute" else {}))
 
     def batch(
         self,
