@@ -163,6 +163,16 @@ def test_two_gpus_as_measured_are_no_rival_on_one() -> None:
     assert only["ratios"]["best_other"] == {"policy": "mps-60", "ratio": 1.5}
 
 
+@pytest.mark.parametrize(
+    ("policy", "speed", "is_told"), [("static", 100.0, False), ("static", 104.0, True), ("separate", 120.0, False)]
+)
+def test_training_beside_requests_that_was_faster_than_alone_is_no_gain(
+    policy: str, speed: float, is_told: bool
+) -> None:
+    lines = comparison_lines(compared(cell("adaptive", 60.0), cell(policy, speed)))
+    assert [line.startswith("A harvest of 104% is no gain") for line in lines].count(True) == is_told
+
+
 def test_errors_of_prediction_are_means_over_all_iterations() -> None:
     def errors(alone: float, count: int, **more: dict[str, float]) -> dict[str, Any]:
         return {"prediction_error": {"alone": {"mean": alone, "p95": 0.5, "iterations": count}, "co_run": None, **more}}

@@ -408,7 +408,17 @@ def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
     assert json.loads(paths[1].read_text()) == part(100.0, device="NVIDIA H200")
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"kind": "serve"}', "[1]"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{",
+        '{"kind": "serve"}',
+        "[1]",
+        '{"kind": "colocate"}',
+        '{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": [{"policy": "static"}]}',
+    ],
+)
 def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "figures.json").write_text(content)

@@ -68,6 +68,13 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
         f"{comparison['num_whole_places']} of {num_places} places (load, rate and target), those where every policy "
         "that trains was measured; a place where a policy misses the SLO counts as 0 for it."
     ]
+    policies = [item for place in comparison["places"] for item in place["policies"].items()]
+    harvests = [figures["harvest"] for name, figures in policies if name != SEPARATE]  # it trains on a GPU of its own
+    if max(harvests, default=0.0) > 1.0:
+        lines.append(
+            f"A harvest of {max(harvests):.0%} is no gain: training alone was timed while the machine was slower, or "
+            "for too short a time (--alone-seconds). Whatever is compared with it is too high."
+        )
     if SEPARATE in comparison["averages"]:
         lines.append(f"`{SEPARATE}` has two GPUs and is left out where the best other policy is named.")
     if SUBJECT not in comparison["averages"]:

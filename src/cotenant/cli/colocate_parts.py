@@ -28,17 +28,30 @@ _SAME = (
 # What a run that goes on has to have in common with what it goes on with, besides; earlier versions wrote none of it.
 _SAME_RUN = ("max_model_len", "learning_seconds")
 
+_NEEDED = ("command", "train_alone_tokens_per_s", "cells")
+_NEEDED_OF_CELLS = ("load", "policy", "slo", "num_requests", "attainment", "train_tokens_per_s", "harvest")
+
 Report = dict[str, Any]
 
 
 def read_report(path: Path) -> Report:
     """What `cotenant bench colocate --json` has written. Raises InvalidInputError."""
+    is_none = f"{path} is not what `cotenant bench colocate --json` writes"
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise InvalidInputError(f"{path} cannot be read: {error}", param="file") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{is_none}: {error}", param="file") from error
     if not isinstance(report, dict) or report.get("kind") != KIND:
-        raise InvalidInputError(f"{path} is not what `cotenant bench colocate --json` writes", param="file")
+        raise InvalidInputError(is_none, param="file")
+    for name in _NEEDED:
+        if name not in report:
+            raise InvalidInputError(f"{is_none}: it has no {name}", param="file")
+    for number, cell in enumerate(report["cells"]):
+        for name in _NEEDED_OF_CELLS:
+            if name not in cell:
+                raise InvalidInputError(f"{is_none}: its cell {number} has no {name}", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
     defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False, "rounds": 1}
