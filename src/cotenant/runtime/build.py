@@ -84,6 +84,8 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
             "nobody asks",
             config.coexecution.policy,
         )
+    if config.coexecution.sm_shares and not device.partitions:
+        logger.warning("--sm-shares: there are no multiprocessors to divide here, so nothing comes of it")
     decoder = load_decoder(
         resolved,
         device.torch_device,
