@@ -62,10 +62,10 @@ def test_mooncake_is_put_in_order(tmp_path: Path) -> None:
     [
         ("", "line 1: expected the header of an Azure trace"),
         ("a,b,c\n1,2,3\n", "line 1: expected the header of an Azure trace"),
-        (AZURE + "2023-11-16 18:15:52,12\n", "line 5: expected timestamp,contexttokens,generatedtokens"),
-        (AZURE + "yesterday,12,3\n", "line 5: expected timestamp"),
+        (AZURE + "2023-11-16 18:15:52,12\n", "line 5: there is no generatedtokens"),
+        (AZURE + "yesterday,12,3\n", "line 5: timestamp is 'yesterday', which is not a time"),
         (AZURE + '"' + "x" * 200_000, "line 5: field larger than field limit"),
-        (BURSTGPT + "120,GPT-4,-3,4,1,API log\n", "line 5: expected timestamp"),
+        (BURSTGPT + "120,GPT-4,-3,4,1,API log\n", "line 5: request tokens is '-3', which is not a count of tokens"),
         (BURSTGPT + "inf,GPT-4,3,4,7,API log\n", "line 5: the time 'inf' is not a finite number"),
         (MOONCAKE + "{oops\n", "line 5: JSON is malformed"),
         (MOONCAKE + '{"timestamp": 1, "input_length": "x", "output_length": 1}\n', "line 5: Expected 'int', got 'str'"),

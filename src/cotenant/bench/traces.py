@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
 import msgspec
 
@@ -145,6 +145,8 @@ def _format_of(first_line: str, path: Path) -> tuple[str, _Reader]:
     )
 
 
+_Value = TypeVar("_Value")
+
 _AZURE_COLUMNS = ("timestamp", "contexttokens", "generatedtokens")
 _BURSTGPT_COLUMNS = ("timestamp", "request tokens", "response tokens")
 
@@ -168,14 +170,27 @@ def _read_csv(
         if not row:
             continue
         try:
-            at_s = parse_time(row[time_index])
-            input_len, output_len = _tokens(row[input_index]), _tokens(row[output_index])
-        except (ValueError, IndexError):
-            expected = ",".join(columns)
-            raise _bad_line(path, reader.line_num, f"expected {expected}, got {','.join(row)[:100]!r}") from None
+            at_s = _value(row, time_index, columns[0], parse_time)
+            input_len, output_len = (
+                _value(row, index, column, _tokens)
+                for index, column in zip((input_index, output_index), columns[1:], strict=True)
+            )
+        except ValueError as error:
+            raise _bad_line(path, reader.line_num, str(error)) from None
         if not math.isfinite(at_s):
             raise _bad_line(path, reader.line_num, f"the time {row[time_index]!r} is not a finite number")
         yield TraceRequest(at_s, input_len, output_len)
+
+
+def _value(row: list[str], index: int, column: str, parse: Callable[[str], _Value]) -> _Value:
+    """Raises ValueError, which says what is wrong."""
+    if index >= len(row):
+        raise ValueError(f"there is no {column}")
+    try:
+        return parse(row[index])
+    except ValueError:
+        kind = "a count of tokens" if parse is _tokens else "a time"
+        raise ValueError(f"{column} is {row[index][:100]!r}, which is not {kind}") from None
 
 
 def _csv_rows(reader: _csv.Reader, path: Path) -> Iterator[list[str]]:
