@@ -348,6 +348,35 @@ def beside(step_ms: float) -> LatencyPredictor:
     return predictor
 
 
+@pytest.mark.parametrize(
+    ("shape", "step_ms", "partitions", "expected"),
+    [
+        (BACKWARD, 3.0, IN_SPACE, IN_SPACE[0]),
+        (BACKWARD, 19.0, IN_SPACE, None),  # later than the target
+        (BACKWARD, 16.0, IN_SPACE, None),  # four tasklets of 2 ms take the step 14 ms more
+        (BACKWARD, 3.0, (), None),
+        (FORWARD, 3.0, IN_SPACE, None),
+    ],
+)
+def test_llmstation_runs_a_backward_in_parallel_with_the_step_where_that_is_faster(
+    shape: TaskletShape, step_ms: float, partitions: tuple[Partition, ...], expected: Partition | None
+) -> None:
+    job = JobView("job", in_turn(TaskletRun(shape, 40)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (RUNNING,), job, margin=0.9, partitions=partitions)
+    decided = create_policy("llmstation", beside(step_ms)).plan(snapshot)
+    assert decided.partition == expected
+    assert decided.num_tasklets > 4
+    assert decided.predicted_ms is not None
+    assert decided.predicted_ms <= 18.0, "0.9 of the target, for each iteration"
+
+
+def test_llmstation_tries_a_partition_that_nobody_knows() -> None:
+    job = JobView("job", in_turn(TaskletRun(BACKWARD, 40)))
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (RUNNING,), job, margin=0.9, partitions=IN_SPACE)
+    decided = create_policy("llmstation", taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+    assert (decided.partition, decided.predicted_ms) == (IN_SPACE[0], None)
+
+
 # A long answer, one that ends with this token, and a short one, which may.
 @pytest.mark.parametrize(("num_generated", "max_tokens"), [(100, None), (100, 101), (4, None)])
 @pytest.mark.parametrize(

@@ -35,9 +35,11 @@ from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.turns import take_turns
 from scheduler.machine import ALONE_MS, HOST_MS, Machine
 
+_ADAPTIVES = (Partition(32, 100), Partition(48, 84), Partition(64, 68), Partition(80, 52))
 # Of each policy that shares in space.
 PARTITIONS = {
-    "adaptive": (Partition(32, 100), Partition(48, 84), Partition(64, 68), Partition(80, 52)),
+    "adaptive": _ADAPTIVES,
+    "llmstation": _ADAPTIVES,
     "harli": (Partition(16, 116), Partition(24, 108), Partition(40, 92), Partition(48, 84), Partition(64, 68)),
 }
 MOST_TOKENS = 4096  # of a batch

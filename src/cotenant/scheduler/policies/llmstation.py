@@ -1,33 +1,80 @@
-"""LLMStation's Algorithm 1 (section 4.1) with one decoding SLO for every iteration, and tasklets behind the steps."""
+"""LLMStation's Algorithm 1 (section 4.1) with one decoding SLO for every iteration."""
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from cotenant.core.plan import Plan, Snapshot
+from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, iteration_target_ms, plan_or_step_ms
+from cotenant.scheduler.filling import Costs, after, fill
 from cotenant.scheduler.planner import by_equation_1
+from cotenant.scheduler.space import Beside, in_each, in_space
+
+_CLEARLY = 1.03  # times as fast: to leave a partition, and to come back, costs something
+_BACKWARD = frozenset(kind for kind in TaskletKind if kind.value.startswith(("backward", "recompute")))
 
 
 class LlmStationPolicy(Policy):
     """As published: new requests are prefilled first, with training suspended; a decode step takes along as many
-    tasklets as Equation 1 allows within the TPOT target, whatever a request has been served faster or slower before.
-    To count that is what `multitask` adds.
+    tasklets as Equation 1 allows within the TPOT target, whatever a request has been served faster or slower before (to
+    count that is what `multitask` adds). In a forward they are fused into the step (lines 15 to 18), in a backward they
+    run in parallel with it (lines 19 to 23): here on the SMs that a partition leaves them, the one with which training
+    is fastest, and behind the step for what is left of the target. Where that is slower than all of them behind a step
+    that has all SMs, or there are no partitions, they run behind it.
 
-    What differs: backward tasklets run behind the step, where LLMStation runs them in parallel with it (lines 19–23),
-    for on all SMs batches and tasklets take turns here, so Equation 1's l_d is a step and then a tasklet. Forward
-    layers are fused into the step only where they can be: captured layers, which most jobs on a GPU have, cannot. With
-    those it is sharing in time, by Equation 1's budget. The target is aimed at with the learned margin, and the longest
-    gap is kept. Tasklets that the step waits for were counted with the one before. What the paper says of prompts
-    besides, that short ones share the device and that arrivals are deferred, is left out.
+    What differs: forward layers are fused only where they can be. Captured layers, which most jobs on a GPU have,
+    cannot: theirs run behind the step, by Equation 1's budget. The target is aimed at with the learned margin, and the
+    longest gap is kept. Tasklets that the step waits for were counted with the one before. What the paper says of
+    prompts besides, that short ones share the device and that arrivals are deferred, is left out.
     """
 
     aims = True
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
+        self._costs = Costs(predictor)
 
     def plan(self, snapshot: Snapshot) -> Plan:
         step_ms = plan_or_step_ms(self._predictor, snapshot)
         if isinstance(step_ms, Plan):
             return step_ms
-        return by_equation_1(self._predictor, snapshot, step_ms, iteration_target_ms(snapshot) - step_ms)
+        assert snapshot.job is not None
+        target_ms = iteration_target_ms(snapshot)
+        if snapshot.partitions and snapshot.job.next_shape.kind in _BACKWARD:
+            in_parallel = self._in_parallel(snapshot, step_ms, target_ms)
+            if in_parallel is not None:
+                return in_parallel
+        return by_equation_1(self._predictor, snapshot, step_ms, target_ms - step_ms)
+
+    def _in_parallel(self, snapshot: Snapshot, step_ms: float, target_ms: float) -> Plan | None:
+        """None where tasklets behind a step on all SMs get training further, in the same time."""
+        assert snapshot.job is not None
+        costs, upcoming = self._costs.of(snapshot.batch), snapshot.job.upcoming
+        found = [each for each in in_each(costs, snapshot.partitions, upcoming, step_ms) if each.step_ms <= target_ms]
+        unknown = [each for each in found if not each.is_known]
+        if unknown:  # which LLMStation's profile has measured
+            return in_space(min(unknown, key=attrgetter("step_ms")))
+        behind = fill(costs, upcoming, target_ms - step_ms)
+        if behind.num_tasklets and not behind.alone_ms:
+            return None  # one of an unknown shape
+        best, best_speed = None, _CLEARLY * behind.alone_ms / (step_ms + behind.added_ms)
+        for shared in found:
+            plan, speed = self._filled(costs, snapshot, shared, target_ms)
+            if speed > best_speed:
+                best, best_speed = plan, speed
+        return best
+
+    @staticmethod
+    def _filled(costs: Costs, snapshot: Snapshot, shared: Beside, target_ms: float) -> tuple[Plan, float]:
+        """The step in a partition, with tasklets beside it and, in what is left of the target, behind it; and how far
+        that gets training in a millisecond, in those that it would take alone."""
+        assert snapshot.job is not None
+        left_ms = target_ms - shared.step_ms - shared.rest_ms
+        rest = fill(costs, after(snapshot.job.upcoming, shared.num_tasklets + 1), left_ms)
+        if not rest.alone_ms:
+            return in_space(shared), shared.alone_ms / shared.step_ms
+        behind_ms = shared.rest_ms + rest.added_ms
+        gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
+        return in_space(shared, rest.num_tasklets, behind_ms), gained_ms / (shared.step_ms + behind_ms)
