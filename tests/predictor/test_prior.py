@@ -108,6 +108,19 @@ def test_the_first_prompts_beside_running_requests_have_chunks_that_these_have_t
     assert LatencyPredictor("h", "m").prompt_tokens_within(decodes, 20.0) is None
 
 
+def test_where_the_host_takes_longer_than_any_roofline_prompts_are_not_thought_to_be_faster_than_decodes() -> None:
+    small = Prior(Roofline(ModelSizes(16, 1024, 4096, 16, 4, 64, 32000, 2.0, 2.0), H200))
+    predictor, decodes = LatencyPredictor("h", "m", small), BatchShape(8, 4000)
+    with_prompts = BatchShape(8, 4000, 1024, 1024, 0, causal_pairs(1024))
+    for num_measured in (3, 9):
+        for _ in range(num_measured):
+            predictor.observe(IterationRecord(decodes, Mode.NONE, 2.5, 2.5))
+        predicted_ms = predictor.batch_ms(with_prompts)
+        assert predicted_ms is not None
+        assert predicted_ms >= 2.5
+        assert predictor.prompt_tokens_within(decodes, 20.0) is not None
+
+
 @given(asked=batches, shape=tasklets, partition=st.sampled_from([Partition(16, 116), Partition(48, 84)]))
 def test_one_shape_of_a_kind_corrects_the_prior_of_all(
     asked: BatchShape, shape: TaskletShape, partition: Partition

@@ -85,7 +85,8 @@ class BatchTimes:
                     return asked, alone_ms, taken_ms, True
         asked = _FIRST_TILES[0] * TILE - beyond_tiles
         with_prompt = _with_prompt(decodes, asked, num_computed)
-        for ask in (self.models.guessed_ms,) if self._prior is None else (self._prior.batch_ms, self.models.guessed_ms):
+        prior, guessed_ms = self._prior, self.models.guessed_ms
+        for ask in (guessed_ms,) if prior is None else (prior.batch_ms, guessed_ms, prior.unmeasured_ms):
             alone_ms, taken_ms = ask(decodes), ask(with_prompt)
             if alone_ms is not None and taken_ms is not None:
                 return (asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
@@ -103,6 +104,8 @@ class BatchTimes:
             if known_ms is not None:
                 return max(least_ms, known_ms)
         known_ms = self.models.guessed_ms(batch)
+        if known_ms is None and self._prior is not None:
+            known_ms = self._prior.unmeasured_ms(batch)
         if known_ms is None or not least_ms:
             return known_ms
         return min(max(least_ms, known_ms), _MOST_GUESSED * least_ms)
@@ -143,8 +146,9 @@ class BatchTimes:
         reached_ms = self.models.reached_ms(batch)
         if reached_ms is not None:
             return reached_ms or None
-        prior_ms = None if self._prior is None else self._prior.batch_ms(batch)
-        return prior_ms or self.models.guessed_ms(batch) or None
+        if self._prior is None:
+            return self.models.guessed_ms(batch) or None
+        return self._prior.batch_ms(batch) or self.models.guessed_ms(batch) or self._prior.unmeasured_ms(batch)
 
 
 def less(stale_ms: float, known_ms: float | None) -> float:

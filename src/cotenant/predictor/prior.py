@@ -10,14 +10,15 @@ from cotenant.predictor.spatial import CONTENTION
 
 # Shapes of one kind differ in how near they come to the roofline: what a shape itself was not measured for.
 ALLOWANCE = 1.25
-# The same where nothing of the kind was measured: on an H200 decode steps come within 1.35 times the roofline.
+# The same where nothing of the kind was measured: an 8B model's decode steps on an H200 come within 1.35 times the
+# roofline. Small models, with which the host is what takes long, do not.
 UNMEASURED = 1.5
 
 
 class Prior:
-    """``ratios``: measured against the roofline, by kind of work and where: on all SMs, on a partition, or on one
-    beside the other tenant. Of batches on all SMs it speaks from the beginning, else of a kind once some of it was
-    measured, of whatever shape: what partitions take is not guessed, so that each is tried."""
+    """Speaks of a kind of work once some of it was measured, of whatever shape; of batches on all SMs also before that
+    (``unmeasured_ms``), for those who know of nothing better. ``ratios``: measured against the roofline, by kind of
+    work and where: on all SMs, on a partition, or on one beside the other tenant."""
 
     def __init__(self, roofline: Roofline) -> None:
         self._roofline = roofline
@@ -30,8 +31,7 @@ class Prior:
         count, and the other tenant costs what ``CONTENTION`` says."""
         kind = _kind_of(batch)
         if partition is None:
-            whole_ms = self._roofline.batch_ms(batch)
-            return self._known_ms(kind, whole_ms, 1.0) or (whole_ms * UNMEASURED if whole_ms > 0 else None)
+            return self._known_ms(kind, self._roofline.batch_ms(batch), 1.0)
         roofline_ms = self._roofline.batch_ms(batch, partition.online_sms)
         contention = CONTENTION if beside_training else 1.0
         together_ms = self._known_ms(_beside(kind), roofline_ms, 1.0) if beside_training else None
@@ -40,6 +40,13 @@ class Prior:
             or self._known_ms(_on_partition(kind), roofline_ms, contention)
             or self._known_ms(kind, roofline_ms, contention)
         )
+
+    def unmeasured_ms(self, batch: BatchShape) -> float | None:
+        """One of a kind of which nothing was measured, on all SMs: by the bare roofline, and as far from it as other
+        kinds are if that is more."""
+        roofline_ms = self._roofline.batch_ms(batch)
+        ratios = [ratio.cautious for ratio in self.ratios.values() if ratio.known]
+        return roofline_ms * max(UNMEASURED, *ratios, 0.0) if roofline_ms > 0 else None
 
     def tasklet_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
         """A tasklet on a partition's best-effort SMs, beside a batch on the others; as ``batch_ms``."""
