@@ -365,7 +365,9 @@ def test_llmstation_runs_a_backward_in_parallel_with_the_step_where_that_is_fast
     snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (RUNNING,), job, margin=0.9, partitions=partitions)
     decided = create_policy("llmstation", beside(step_ms)).plan(snapshot)
     assert decided.partition == expected
-    assert decided.num_tasklets > 4
+    # In parallel 4 end in 3 ms; behind that, with the rest of one, there is room for 7 or 8 of 2 ms. Else for 8, or 16.
+    num_behind = decided.num_tasklets - decided.num_beside
+    assert num_behind in (6, 7) if expected else num_behind == (16 if shape == FORWARD else 8)
     assert decided.predicted_ms is not None
     assert decided.predicted_ms <= 18.0, "0.9 of the target, for each iteration"
 

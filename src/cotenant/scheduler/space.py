@@ -13,7 +13,7 @@ from cotenant.core.tasklet import TaskletCycle
 from cotenant.scheduler.filling import Costs, take
 
 # Of the SMs, for batches, where nothing else is said. Adaptive: about a third was best by a co-run map of one H200, and
-# more where steps leave less of the target: 32, 48, 64 and 80 of 132. LLMStation does not divide SMs, and has the same.
+# more where steps leave less of the target: 32, 48, 64 and 80 of 132. LLMStation's paper divides none; the same here.
 # Harli: "coarse-grained steps (e.g., 5% or 10%)" (section 5.1). Static: its StaticMode (section 8.1).
 _SM_SHARES = {
     "adaptive": (0.24, 0.36, 0.48, 0.6),

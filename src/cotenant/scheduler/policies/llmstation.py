@@ -12,8 +12,16 @@ from cotenant.scheduler.filling import Costs, after, fill
 from cotenant.scheduler.planner import by_equation_1
 from cotenant.scheduler.space import Beside, in_each, in_space
 
-_CLEARLY = 1.03  # times as fast: to leave a partition, and to come back, costs something
-_BACKWARD = frozenset(kind for kind in TaskletKind if kind.value.startswith(("backward", "recompute")))
+_CLEARLY = 1.03  # times as fast, or it is not worth to leave a partition and come back
+_BACKWARD = (
+    TaskletKind.BACKWARD,
+    TaskletKind.BACKWARD_DOWN,
+    TaskletKind.BACKWARD_UP,
+    TaskletKind.BACKWARD_ATTENTION,
+    TaskletKind.RECOMPUTE,
+    TaskletKind.RECOMPUTE_ATTENTION,
+    TaskletKind.RECOMPUTE_UP,
+)
 
 
 class LlmStationPolicy(Policy):
@@ -52,15 +60,17 @@ class LlmStationPolicy(Policy):
         """None where tasklets behind a step on all SMs get training further, in the same time."""
         assert snapshot.job is not None
         costs, upcoming = self._costs.of(snapshot.batch), snapshot.job.upcoming
-        found = [each for each in in_each(costs, snapshot.partitions, upcoming, step_ms) if each.step_ms <= target_ms]
-        unknown = [each for each in found if not each.is_known]
-        if unknown:  # which LLMStation's profile has measured
+        found = in_each(costs, snapshot.partitions, upcoming, step_ms)
+        # What is not known is tried, if one gap may be so long: LLMStation has profiled it before.
+        longest_ms = snapshot.slo.max_gap_ms
+        unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
+        if unknown:
             return in_space(min(unknown, key=attrgetter("step_ms")))
         behind = fill(costs, upcoming, target_ms - step_ms)
         if behind.num_tasklets and not behind.alone_ms:
             return None  # one of an unknown shape
         best, best_speed = None, _CLEARLY * behind.alone_ms / (step_ms + behind.added_ms)
-        for shared in found:
+        for shared in (each for each in found if each.is_known and each.step_ms <= target_ms):
             plan, speed = self._filled(costs, snapshot, shared, target_ms)
             if speed > best_speed:
                 best, best_speed = plan, speed
