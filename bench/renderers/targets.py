@@ -25,7 +25,7 @@ _PLANNING_ROWS = (
     ),
     ("a plan, by models", ("AdaptivePolicy, models",), 200),
     ("predicting a decode step, by records", ("batch_ms, records",), 5),
-    ("predicting a batch with prompts, of which models tell", ("batch_ms of prompts, records",), 5),
+    ("predicting a batch with prompts", ("batch_ms of prompts, records",), 5),
 )
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
@@ -59,10 +59,14 @@ _SLOW = (
     "One host takes more than twice the time of the other for all that is asked here. It is spent while the device has "
     "a batch in flight. Less Python in a plan, or a language that is compiled."
 )
+_SLOW_ALONE = (
+    "Measured on the slower of the two hosts alone. It is spent while the device has a batch in flight. Less Python in "
+    "what is asked, or a language that is compiled."
+)
 _ABOVE_TENTH = (
     "Above: {above}; {least:.0%} to {most:.0%} of their batches are, of {num} or more. In the grid, by an earlier "
-    "version, {others} other places were above and {same} of these. Which batches they are was not kept; runs by later "
-    "versions name the ten worst of each cell."
+    "version, {others} others of these cells were above and {same} of the same. Which batches they are was not kept; "
+    "runs by later versions name the ten worst of each cell."
 )
 
 
@@ -134,8 +138,9 @@ def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
 
 def _prediction_rows(grid: Result, predicted: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     """Serving alone as in the grid, beside a job as in ``predicted``, in those of its places that are in the grid."""
-    before = {_spot(cell): _p95_alone(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
-    cells = [cell for cell in predicted["cells"] if _spot(cell) in before]
+    counted = {_spot(cell): _p95_alone(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
+    cells = [cell for cell in predicted["cells"] if _spot(cell) in counted]
+    before = {_spot(cell): counted[_spot(cell)] for cell in cells}
     by_itself = [cell["prediction_error"]["alone"] for cell in grid["cells"] if cell["policy"] == REFERENCE]
     serving = [each for each in by_itself if each]
     errors = [cell["prediction_error"] for cell in cells]
@@ -190,7 +195,8 @@ def _over_all(errors: Sequence[Result], name: str) -> float:
 
 def _p95_text(cells: Sequence[Result]) -> str:
     p95s = [each["p95"] for each in cells]
-    return f"{sum(p95 <= 0.1 for p95 in p95s)} of {len(p95s)} cells, {max(p95s):.1%} at most"
+    least = min(each["iterations"] for each in cells)
+    return f"{sum(p95 <= 0.1 for p95 in p95s)} of {len(p95s)} cells of {least} batches or more, {max(p95s):.1%} at most"
 
 
 def _planning_rows(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bool, str]]:
@@ -201,7 +207,8 @@ def _planning_rows(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bool,
         found = [sum(us for us in host if us is not None) for host in each if None not in host]
         if found:
             measured = ", ".join(f"{us:.1f}" for us in found) + " µs"
-            yield f"the cost of {load}", f"{most_us} µs", measured, max(found) <= most_us, _SLOW
+            why = _SLOW if len(found) == len(texts) else _SLOW_ALONE
+            yield f"the cost of {load}", f"{most_us} µs", measured, max(found) <= most_us, why
 
 
 def _median_us(text: str, label: str) -> float | None:

@@ -170,7 +170,7 @@ def test_training_beside_requests_that_was_faster_than_alone_is_no_gain(
     policy: str, speed: float, is_told: bool
 ) -> None:
     lines = comparison_lines(compared(cell("adaptive", 60.0), cell(policy, speed)))
-    assert [line.startswith("A harvest of 104% is no gain") for line in lines].count(True) == is_told
+    assert [line.startswith("A harvest of 104.0% is no gain") for line in lines].count(True) == is_told
 
 
 def test_errors_of_prediction_are_means_over_all_iterations() -> None:

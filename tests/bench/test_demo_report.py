@@ -50,7 +50,11 @@ ROWS = {
     "TPOT (target 10.0 ms) p50 / p99, ms": ("2.5 / 2.5", "7.0 / 7.0", "75.0 / 75.0"),
     "SLO attainment": ("100.0%", "100.0%", "0.0%"),
     "training, tokens/s (alone: no requests)": ("4000", "3000 (75% of alone)", "3600 (90% of alone)"),
-    "iterations": ("", "200 temporal, 9 without training", "12 fused, 40 temporal, 3 without training"),
+    "turns of the loop, with requests or without": (
+        "",
+        "200 temporal, 9 without training",
+        "12 fused, 40 temporal, 3 without training",
+    ),
     "training loss, first → last": ("", "5.500 → 0.250", ""),
 }
 HEADER = ["", "requests alone", "with the job, adaptive", "with the job, whole-step"]

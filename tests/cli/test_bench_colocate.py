@@ -79,6 +79,7 @@ def test_what_requests_wait_and_what_training_gets(tmp_path: Path) -> None:
             assert lost["decode alone"] > 0
             assert lost["rest"] > -0.01, "one thing at a time runs on a CPU"
         errors = [error for error in cell["prediction_error"].values() if error is not None]
+        assert errors or cell["load"] == "trace", "steps are learned before steady ones are timed"
         assert sum(error["iterations"] for error in errors) <= sum(cell["iterations"].values())
         for worst in (each for error in errors for each in error["farthest_off"]):
             assert worst.get("num_decode", 0) + worst.get("prefill_tokens", 0) > 0
@@ -368,6 +369,7 @@ def test_a_cell_goes_on_until_enough_requests_have_come(
 def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
     load = {"load": "steady", "batch_size": 2, "context": 40, "num_tokens": 16}
     figures = {"train_tokens_per_s": tokens_per_s, "attainment": 1.0, "num_requests": 2}
+    figures |= dict.fromkeys(("ttft_ms", "tpot_ms", "itl_ms"))
     return {**load, "policy": policy, "slo": {"ttft_ms": 500.0, "tpot_ms": tpot_ms}, **figures}
 
 
@@ -409,22 +411,31 @@ def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "complaint"),
     [
-        None,
-        "{",
-        '{"kind": "serve"}',
-        "[1]",
-        '{"kind": "colocate"}',
-        '{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": [{"policy": "static"}]}',
+        (None, "cannot be read"),
+        ("{", "is not what"),
+        ('{"kind": "serve"}', "is not what"),
+        ("[1]", "is not what"),
+        ('{"kind": "colocate"}', "it has no command"),
+        ('{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": null}', "it has no cells"),
+        (
+            '{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": [{"load": "trace"}]}',
+            "its cell 0 has no policy",
+        ),
+        (
+            '{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": [3]}',
+            "its cell 0 has no fields",
+        ),
     ],
 )
-def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None) -> None:
+def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
     if content is not None:
         (tmp_path / "figures.json").write_text(content)
     result = bench("colocate-report", str(tmp_path / "figures.json"), "--html", str(tmp_path / "page.html"))
     assert result.returncode == 2
     assert len(result.stderr.strip().splitlines()) == 1
+    assert complaint in result.stderr
     assert not (tmp_path / "page.html").exists()
 
 

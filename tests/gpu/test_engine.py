@@ -418,7 +418,7 @@ def test_no_batch_needs_more_memory_than_was_set_aside() -> None:
     online.engine.wait_for_kernels()
 
     num_bytes = batch_bytes(spec, batch, torch.bfloat16)
-    online.device.set_aside(num_bytes)  # as at a server's start: before libraries have what they keep
+    assert online.device.set_aside(num_bytes)  # as at a server's start: before libraries have what they keep
 
     def run(count: int) -> tuple[int, int]:
         """How often torch has asked the device for memory of tensors that are not small, and how much it has."""

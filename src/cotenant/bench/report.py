@@ -86,7 +86,7 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{job['alone_tokens_per_s']:.0f}",
             *(speed(part["finetune"]) for part in parts),
         ),
-        ("iterations", "", *(_modes(part["iterations"]) for part in parts)),
+        ("turns of the loop, with requests or without", "", *(_modes(part["iterations"]) for part in parts)),
         ("training loss, first → last", "", f"{loss[0]:.3f} → {loss[-1]:.3f}" if loss else "none"),
     ]
     return [(*row, *[""] * (2 + len(parts) - len(row))) for row in rows]

@@ -28,8 +28,19 @@ _SAME = (
 # What a run that goes on has to have in common with what it goes on with, besides; earlier versions wrote none of it.
 _SAME_RUN = ("max_model_len", "learning_seconds")
 
-_NEEDED = ("command", "train_alone_tokens_per_s", "cells")
-_NEEDED_OF_CELLS = ("load", "policy", "slo", "num_requests", "attainment", "train_tokens_per_s", "harvest")
+_NEEDED: dict[str, tuple[type, ...]] = {"command": (str,), "train_alone_tokens_per_s": (int, float), "cells": (list,)}
+_NEEDED_OF_CELLS = (
+    "load",
+    "policy",
+    "slo",
+    "num_requests",
+    "attainment",
+    "train_tokens_per_s",
+    "harvest",
+    "ttft_ms",
+    "tpot_ms",
+    "itl_ms",
+)
 
 Report = dict[str, Any]
 
@@ -45,13 +56,13 @@ def read_report(path: Path) -> Report:
         raise InvalidInputError(f"{is_none}: {error}", param="file") from error
     if not isinstance(report, dict) or report.get("kind") != KIND:
         raise InvalidInputError(is_none, param="file")
-    for name in _NEEDED:
-        if name not in report:
-            raise InvalidInputError(f"{is_none}: it has no {name}", param="file")
+    for name, kinds in _NEEDED.items():
+        if not isinstance(report.get(name), kinds):
+            raise InvalidInputError(f"{is_none}: it has no {name}, or another kind of it", param="file")
     for number, cell in enumerate(report["cells"]):
-        for name in _NEEDED_OF_CELLS:
-            if name not in cell:
-                raise InvalidInputError(f"{is_none}: its cell {number} has no {name}", param="file")
+        lacking = [name for name in _NEEDED_OF_CELLS if name not in cell] if isinstance(cell, dict) else ["fields"]
+        if lacking:
+            raise InvalidInputError(f"{is_none}: its cell {number} has no {lacking[0]}", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
     defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False, "rounds": 1}

@@ -123,10 +123,10 @@ class Device(Protocol):
         millisecond or more per GiB: ``most_bytes``, but at least one piece, are given back at a time; None: all. An
         arena that finds no memory gives it back itself."""
 
-    def set_aside(self, num_bytes: int) -> None:
-        """Have torch keep so many bytes, for good, for what batches that have all SMs need while they run: so none of
-        them waits for the device's memory. ``memory_bytes`` counts what is unused of them as free. Called once, with
-        nothing in flight. Raises torch.OutOfMemoryError."""
+    def set_aside(self, num_bytes: int) -> bool:
+        """Have torch keep so many bytes for what batches that have all SMs need while they run: so none of them waits
+        for the device's memory. False if there are not so many, or torch's allocator cannot be made to keep them.
+        ``memory_bytes`` counts what is unused of them as free. Called once, with nothing in flight."""
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> Arena:
         """Addresses for ``num_bytes``, rounded up to whole chunks, with no memory under them yet.

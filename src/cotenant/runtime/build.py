@@ -84,7 +84,8 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
             "nobody asks",
             config.coexecution.policy,
         )
-    if config.coexecution.sm_shares and not device.partitions:
+    is_measured = bool(config.coexecution.policies)  # then nobody has asked for these shares
+    if config.coexecution.sm_shares and not is_measured and not device.partitions:
         logger.warning("--sm-shares: there are no multiprocessors to divide here, so nothing comes of it")
     decoder = load_decoder(
         resolved,
@@ -126,10 +127,8 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
             param="gpu-memory-utilization",
         ) from error
     num_bytes = batch_bytes(resolved.spec, config.batch.resolved(device.torch_device.type), decoder.dtype)
-    try:
-        device.set_aside(num_bytes)
-    except torch.OutOfMemoryError:  # --num-pages has left so little
-        logger.warning("batches will wait for memory while they run: there are no %d MiB to set aside", num_bytes >> 20)
+    if not device.set_aside(num_bytes):  # --num-pages has left less, say
+        logger.warning("batches may wait for memory while they run: no %d MiB could be set aside", num_bytes >> 20)
     spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens, num_bytes)
 

@@ -44,7 +44,7 @@ class Watch:
             self.modes[record.mode.value] += 1
             deviation = self.tenants.predictor.last_deviation_ratio
             if deviation is not None:
-                is_alone = record.mode is Mode.NONE and not record.is_disturbed
+                is_alone = record.mode is Mode.NONE
                 found = Predicted(deviation, now_s, (now_s - self.noted_s) * 1e3, record)
                 self.errors["alone" if is_alone else "co_run"].add(found)
         self.noted_s = now_s

@@ -90,7 +90,8 @@ class Trace:
         taken_ms = record.online_ms + sum(time_ms for _, time_ms in (*record.tasklets, *record.beside))
         arguments = {
             "mode": plan.mode.value,
-            "planned_tasklets": "to the end of the step" if plan.until_step_end else plan.num_tasklets,
+            "planned_tasklets": plan.num_tasklets,
+            "until_step_end": plan.until_step_end,
             "planned_fused": plan.num_fused,
             "planned_ms": record.predicted_ms,
             "ended_tasklets": record.num_tasklets,

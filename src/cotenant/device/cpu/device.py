@@ -100,8 +100,8 @@ class CpuDevice:
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return False  # the operating system has it
 
-    def set_aside(self, num_bytes: int) -> None:
-        return
+    def set_aside(self, num_bytes: int) -> bool:
+        return True  # the operating system has it
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CpuArena:
         return CpuArena(num_bytes, chunk_bytes)

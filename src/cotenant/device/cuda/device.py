@@ -16,11 +16,11 @@ from cotenant.device.cuda.pacing import TaskletQueue
 from cotenant.device.cuda.partitions import BEST_EFFORT_PRIORITY, ONLINE_PRIORITY, Partitions
 from cotenant.device.cuda.physical_memory import PhysicalMemory
 
-# Torch gives a piece of memory back only when nothing of it is in use, and cuts a tensor from the smallest unused part,
-# of its stream's, that it fits into. Pieces for less than 10 MiB are for several tensors, those for less than 1 MiB
-# are others.
-_LEAST_ASIDE, _ANCHOR_BYTES = 32 << 20, 2 << 20
-_MOST_TRIED = 256  # another allocator than torch's usual one may put the anchor anywhere
+# Torch's allocator, as it is usually set, gives memory back in the pieces in which it got it, and none of which a part
+# is in use. So a small tensor, the anchor, in an unused piece keeps it. A tensor is put into the smallest unused part
+# that it fits into: before this piece come the rests of others, of which there are not many.
+_ANCHOR_BYTES, _MOST_TRIED = 2 << 20, 256
+_LEAST_ASIDE = 32 << 20  # less might lie in one piece with other tensors
 
 
 class CudaDevice:
@@ -162,17 +162,24 @@ class CudaDevice:
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return self._memory.release(most_bytes) > 0
 
-    def set_aside(self, num_bytes: int) -> None:
-        num_bytes = max(num_bytes, _LEAST_ASIDE)
-        torch.cuda.empty_cache()  # other unused parts, which may fit the anchor better, are rests of pieces in use now
-        anchors: list[torch.Tensor] = []
+    def set_aside(self, num_bytes: int) -> bool:
+        num_bytes = max(num_bytes + _ANCHOR_BYTES, _LEAST_ASIDE)
+        torch.cuda.empty_cache()
+        tried: list[torch.Tensor] = []
         with self._launching_on(self._online):
-            piece = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-            inside = range(piece.data_ptr(), piece.data_ptr() + num_bytes)
-            del piece
-            while self._anchor is None and len(anchors) < _MOST_TRIED:
-                anchors.append(torch.empty(_ANCHOR_BYTES, dtype=torch.uint8, device=self.torch_device))
-                self._anchor = anchors[-1] if anchors[-1].data_ptr() in inside else None
+            try:
+                piece = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+                inside = range(piece.data_ptr(), piece.data_ptr() + num_bytes)
+                del piece
+                while self._anchor is None and len(tried) < _MOST_TRIED:
+                    tried.append(torch.empty(_ANCHOR_BYTES, dtype=torch.uint8, device=self.torch_device))
+                    self._anchor = tried[-1] if tried[-1].data_ptr() in inside else None
+            except torch.OutOfMemoryError:
+                pass
+        if self._anchor is None:
+            tried.clear()
+            torch.cuda.empty_cache()
+        return self._anchor is not None
 
     def create_arena(self, num_bytes: int, chunk_bytes: int) -> CudaArena:
         return CudaArena(self._memory, num_bytes, chunk_bytes)
