@@ -60,7 +60,7 @@ def test_whoever_explores_partitions_has_a_steady_load_that_comes_first_once(
 ) -> None:
     bench, plans = Runs(num_sms), [SteadyPlan(8, 100, 10), SteadyPlan(32, 100, 10), trace_plan()]
     learn(bench, plans, missing(1, policies=POLICIES[:3]), 4.0)  # type: ignore[arg-type]
-    explored = [("adaptive", SLO, 32, 100, 10)] if num_sms else []
+    explored = [(policy, SLO, 32, 100, 10) for policy in ("adaptive", "llmstation")] if num_sms else []
     assert bench.asked == explored, "of what is missing, nothing is of the trace"
     learn(bench, plans, missing(0, 2, policies=("harli",)), 4.0)  # type: ignore[arg-type]
     explored += [("harli", SLO, 8, 100, 10)] if num_sms else []
