@@ -6,6 +6,8 @@ at the speed of the SMs that it has. The rest of a request's slack is as good fo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
 from typing import NamedTuple
 
 from cotenant.core.plan import Mode, Partition, Plan
@@ -95,6 +97,12 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     elif stopped_at is not None:
         is_known = num_tasklets > 0
     return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known, is_all)
+
+
+def to_try(found: Iterable[Beside], longest_ms: float) -> Beside | None:
+    """Of steps in partitions the fastest that nobody knows, if one gap between two tokens may be so long."""
+    unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
+    return min(unknown, key=attrgetter("step_ms"), default=None)
 
 
 def in_space(shared: Beside, num_behind: int = 0, behind_ms: float = 0.0, hold_ms: float = 0.0) -> Plan:

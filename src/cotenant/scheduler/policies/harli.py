@@ -8,7 +8,7 @@ from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, iteration_target_ms, plan_or_step_ms, serving_alone
 from cotenant.scheduler.filling import Costs
-from cotenant.scheduler.space import in_each, in_space
+from cotenant.scheduler.space import in_each, in_space, to_try
 
 
 class HarliPolicy(Policy):
@@ -30,11 +30,11 @@ class HarliPolicy(Policy):
         assert snapshot.job is not None
         costs = self._costs.of(snapshot.batch)
         found = in_each(costs, snapshot.partitions, snapshot.job.upcoming, step_ms)
-        target_ms, longest_ms = iteration_target_ms(snapshot), snapshot.slo.max_gap_ms
-        # What is not known is tried, if one gap may be so long: Harli has measured it before.
-        unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
+        unknown = to_try(found, snapshot.slo.max_gap_ms)  # Harli has measured it before
+        if unknown is not None:
+            return in_space(unknown)
+        target_ms = iteration_target_ms(snapshot)
         fitting = [each for each in found if each.is_known and each.step_ms <= target_ms]
-        if not unknown and not fitting:
+        if not fitting:
             return serving_alone(self._predictor, snapshot)
-        by_step = attrgetter("step_ms")
-        return in_space(min(unknown, key=by_step) if unknown else max(fitting, key=by_step))
+        return in_space(max(fitting, key=attrgetter("step_ms")))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from cotenant.core.plan import Plan, Snapshot
-from cotenant.core.tasklet import TaskletKind
+from cotenant.core.tasklet import TaskletCycle, TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler.base import Policy, iteration_target_ms, plan_or_step_ms
 from cotenant.scheduler.filling import Costs, after, fill
 from cotenant.scheduler.planner import by_equation_1
-from cotenant.scheduler.space import Beside, in_each, in_space
+from cotenant.scheduler.space import Beside, in_each, in_space, to_try
 
 _CLEARLY = 1.03  # times as fast, or it is not worth to leave a partition and come back
 _BACKWARD = (
@@ -49,42 +47,42 @@ class LlmStationPolicy(Policy):
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None
-        target_ms = iteration_target_ms(snapshot)
+        target_ms, upcoming = iteration_target_ms(snapshot), snapshot.job.upcoming
         if snapshot.partitions and snapshot.job.next_shape.kind in _BACKWARD:
-            in_parallel = self._in_parallel(snapshot, step_ms, target_ms)
+            in_parallel = self._in_parallel(snapshot, upcoming, step_ms, target_ms)
             if in_parallel is not None:
                 return in_parallel
         return by_equation_1(self._predictor, snapshot, step_ms, target_ms - step_ms)
 
-    def _in_parallel(self, snapshot: Snapshot, step_ms: float, target_ms: float) -> Plan | None:
+    def _in_parallel(
+        self, snapshot: Snapshot, upcoming: tuple[TaskletCycle, ...], step_ms: float, target_ms: float
+    ) -> Plan | None:
         """None where tasklets behind a step on all SMs get training further, in the same time."""
-        assert snapshot.job is not None
-        costs, upcoming = self._costs.of(snapshot.batch), snapshot.job.upcoming
+        costs = self._costs.of(snapshot.batch)
         found = in_each(costs, snapshot.partitions, upcoming, step_ms)
-        # What is not known is tried, if one gap may be so long: LLMStation has profiled it before.
-        longest_ms = snapshot.slo.max_gap_ms
-        unknown = [each for each in found if not each.is_known and each.step_ms <= longest_ms]
-        if unknown:
-            return in_space(min(unknown, key=attrgetter("step_ms")))
+        unknown = to_try(found, snapshot.slo.max_gap_ms)  # LLMStation has profiled it before
+        if unknown is not None:
+            return in_space(unknown)
         behind = fill(costs, upcoming, target_ms - step_ms)
         if behind.num_tasklets and not behind.alone_ms:
             return None  # one of an unknown shape
         best, best_speed = None, _CLEARLY * behind.alone_ms / (step_ms + behind.added_ms)
-        for shared in (each for each in found if each.is_known and each.step_ms <= target_ms):
-            plan, speed = self._filled(costs, snapshot, shared, target_ms)
+        for shared in found:
+            if not shared.is_known or shared.step_ms > target_ms:
+                continue
+            plan, speed = _filled(costs, upcoming, shared, target_ms)
             if speed > best_speed:
                 best, best_speed = plan, speed
         return best
 
-    @staticmethod
-    def _filled(costs: Costs, snapshot: Snapshot, shared: Beside, target_ms: float) -> tuple[Plan, float]:
-        """The step in a partition, with tasklets beside it and, in what is left of the target, behind it; and how far
-        that gets training in a millisecond, in those that it would take alone."""
-        assert snapshot.job is not None
-        left_ms = target_ms - shared.step_ms - shared.rest_ms
-        rest = fill(costs, after(snapshot.job.upcoming, shared.num_tasklets + 1), left_ms)
-        if not rest.alone_ms:
-            return in_space(shared), shared.alone_ms / shared.step_ms
-        behind_ms = shared.rest_ms + rest.added_ms
-        gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
-        return in_space(shared, rest.num_tasklets, behind_ms), gained_ms / (shared.step_ms + behind_ms)
+
+def _filled(costs: Costs, upcoming: tuple[TaskletCycle, ...], shared: Beside, target_ms: float) -> tuple[Plan, float]:
+    """The step in a partition, with tasklets beside it and, in what is left of the target, behind it; and how far that
+    gets training in a millisecond, in those that it would take alone."""
+    left_ms = target_ms - shared.step_ms - shared.rest_ms
+    rest = fill(costs, after(upcoming, shared.num_tasklets + 1), left_ms)
+    if not rest.alone_ms:
+        return in_space(shared), shared.alone_ms / shared.step_ms
+    behind_ms = shared.rest_ms + rest.added_ms
+    gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
+    return in_space(shared, rest.num_tasklets, behind_ms), gained_ms / (shared.step_ms + behind_ms)
