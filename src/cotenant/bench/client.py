@@ -65,19 +65,21 @@ async def ask(client: httpx.AsyncClient, model: str, question: str, max_tokens: 
     return str(answer["choices"][0]["message"]["content"]).strip()
 
 
-async def metrics(client: httpx.AsyncClient, label: str | None = None) -> dict[str, float]:
-    """Samples of `/metrics`, summed over labels, by name; or those that have ``label``, by name and that label's value,
-    as in `cotenant:iterations_total fused`."""
-    text = (await client.get("/metrics")).text
+async def metrics(client: httpx.AsyncClient) -> dict[str, float]:
+    """Samples of `/metrics`, summed over labels, by name."""
     samples: dict[str, float] = {}
-    for match in _SAMPLE.finditer(text):
-        name = match["name"]
-        if label is not None:
-            value = re.search(rf'(?:^|,){label}="([^"]*)"', match["labels"] or "")
-            if value is None:
-                continue
-            name = f"{name} {value[1]}"
-        samples[name] = samples.get(name, 0.0) + float(match["value"])
+    for match in _SAMPLE.finditer((await client.get("/metrics")).text):
+        samples[match["name"]] = samples.get(match["name"], 0.0) + float(match["value"])
+    return samples
+
+
+async def metric_by(client: httpx.AsyncClient, name: str, label: str) -> dict[str, float]:
+    """The samples of one metric, summed over other labels, by the value of ``label``."""
+    samples: dict[str, float] = {}
+    for match in _SAMPLE.finditer((await client.get("/metrics")).text):
+        value = re.search(rf'(?:^|,){label}="([^"]*)"', match["labels"] or "")
+        if match["name"] == name and value is not None:
+            samples[value[1]] = samples.get(value[1], 0.0) + float(match["value"])
     return samples
 
 

@@ -18,7 +18,17 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from cotenant.bench.client import ServerError, all_events, ask, call, metrics, new_client, upload, wait_healthy
+from cotenant.bench.client import (
+    ServerError,
+    all_events,
+    ask,
+    call,
+    metric_by,
+    metrics,
+    new_client,
+    upload,
+    wait_healthy,
+)
 from cotenant.bench.live import Progress, View
 from cotenant.bench.load import ChatLoad, run_load
 from cotenant.bench.machine import cpu_name, versions
@@ -57,6 +67,15 @@ _HYPERPARAMETERS = {"batch_size": 8, "learning_rate": 2e-3, "r": 16, "warmup_ste
 _MIN_STEPS = 150
 # More than any phase has time for: the job is cancelled after the measurement.
 _ENDLESS_STEPS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Corun:
+    """Training beside requests. ``iterations``: turns of the worker's loop, by mode."""
+
+    tokens_per_s: float
+    seconds: float
+    iterations: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +147,7 @@ class Demo:
             num_steps = max(_MIN_STEPS, round(steps_per_s * self._options.corun_s * 0.7))
             job = await self._create_job(client, files, num_steps)
             await self._wait_for_status(client, job["id"], ("running",))
-            before = await _num_iterations(client)
-            corun, corun_rate, corun_s = await self._both(
-                client, job["id"], self._options.policy, self._options.corun_s
-            )
-            iterations = _since(before, await _num_iterations(client))
+            corun, measured = await self._both(client, job["id"], self._options.policy, self._options.corun_s)
             job = await self._finish(client, job["id"])
             tuned_answer = await ask(client, job["fine_tuned_model"], self._lesson.question)
             loss = await self._loss(client, job["id"])
@@ -142,12 +157,12 @@ class Demo:
             "machine": {"cpu": cpu_name(), "num_cores": os.cpu_count(), **versions()},
             "online": {
                 "alone": summarize(alone, targets, self._options.alone_s),
-                "corun": summarize(corun, targets, corun_s),
+                "corun": summarize(corun, targets, measured.seconds),
             },
-            "iterations": iterations,
+            "iterations": measured.iterations,
             "finetune": {
                 "alone_tokens_per_s": round(alone_rate, 2),
-                **_corun_speed(corun_rate, alone_rate),
+                **_corun_speed(measured.tokens_per_s, alone_rate),
                 "num_steps": num_steps,
                 "trained_tokens": job["trained_tokens"],
                 "loss": [value for _, value in loss],
@@ -171,15 +186,13 @@ class Demo:
             job = await self._create_job(client, files, _ENDLESS_STEPS)
             await self._wait_for_first_step(client, job["id"])
             duration_s = min(self._options.beside_s, self._options.corun_s)
-            before = await _num_iterations(client)
-            corun, corun_rate, corun_s = await self._both(client, job["id"], policy, duration_s)
-            iterations = _since(before, await _num_iterations(client))
+            corun, measured = await self._both(client, job["id"], policy, duration_s)
             await self._cancel(client, job["id"])
         part = {
             "policy": policy,
-            "online": {"corun": summarize(corun, targets, corun_s)},
-            "iterations": iterations,
-            "finetune": _corun_speed(corun_rate, alone_rate),
+            "online": {"corun": summarize(corun, targets, measured.seconds)},
+            "iterations": measured.iterations,
+            "finetune": _corun_speed(measured.tokens_per_s, alone_rate),
         }
         return part, corun
 
@@ -240,10 +253,11 @@ class Demo:
 
     async def _both(
         self, client: httpx.AsyncClient, job_id: str, policy: str, duration_s: float
-    ) -> tuple[list[RequestResult], float, float]:
-        """Requests while the job runs: results, training tokens a second, seconds. Ends early if the job ends."""
+    ) -> tuple[list[RequestResult], _Corun]:
+        """Requests while the job runs. Ends early if the job ends."""
         self._progress.begin(f"requests and training together, policy {policy}")
         stop = asyncio.Event()
+        before = await metric_by(client, _ITERATIONS, "mode")
         start_s, tokens_before = await _read_trained(client)
         async with asyncio.TaskGroup() as group:
             refresher = group.create_task(self._keep_refreshing(client, job_id))
@@ -252,7 +266,9 @@ class Demo:
             end_s, tokens = watcher.result() if watcher.done() else await _read_trained(client)
             watcher.cancel()
             refresher.cancel()
-        return results, (tokens - tokens_before) / (end_s - start_s), end_s - start_s
+        iterations = await metric_by(client, _ITERATIONS, "mode")
+        counts = {mode: round(count - before.get(mode, 0.0)) for mode, count in iterations.items()}
+        return results, _Corun((tokens - tokens_before) / (end_s - start_s), end_s - start_s, counts)
 
     async def _stop_with_job(self, client: httpx.AsyncClient, job_id: str, stop: asyncio.Event) -> tuple[float, float]:
         """Set ``stop`` when the job ends. Returns the time and the tokens trained by then."""
@@ -345,16 +361,6 @@ async def _read_trained(client: httpx.AsyncClient) -> tuple[float, float]:
     """The time in seconds, and the tokens that the server has trained on by then."""
     tokens = (await metrics(client)).get(_TRAINED, 0.0)
     return time.perf_counter(), tokens
-
-
-async def _num_iterations(client: httpx.AsyncClient) -> dict[str, float]:
-    """Of the worker's loop, by mode."""
-    found, start = await metrics(client, "mode"), f"{_ITERATIONS} "
-    return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
-
-
-def _since(before: dict[str, float], now: dict[str, float]) -> dict[str, int]:
-    return {mode: round(value - before.get(mode, 0.0)) for mode, value in now.items()}
 
 
 async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:
