@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key
+from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key, pooled_errors
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
@@ -19,7 +19,7 @@ _PLANNING = ("planner_h200.txt", "planner_slow_h200.txt")
 _PLANNING_ROWS = (
     ("a plan, by records", ("AdaptivePolicy, records",), 50),
     (
-        "the same where 64 prompts wait: their chunk's size and turns, too",
+        "a plan where 64 prompts wait, with their chunk's size and turns, by records",
         ("AdaptivePolicy, records", "prompt_budget, records", "take_turns, records"),
         50,
     ),
@@ -147,12 +147,13 @@ def _prediction_rows(grid: Result, predicted: Result) -> Iterator[tuple[str, str
     alone, shared = ([each[kind] for each in errors if each[kind]] for kind in ("alone", "co_run"))
     name = "errors of prediction, [beside a job](#on-a-gpu-errors-of-prediction-over-the-grid)"
     served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
-    mean, most = _over_all(alone, "mean"), max(each["mean"] for each in alone)
+    pooled = pooled_errors(SUBJECT, cells)
+    mean, most = pooled["alone"]["mean"], max(each["mean"] for each in alone)
     text = f"{mean:.1%}, in cells up to {most:.1%}; where nothing trains, in the grid, {served:.1%}"
     yield name, "mean 3% alone", text, max(mean, served) <= 0.03, ""
-    mean, most = _over_all(shared, "mean"), max(each["mean"] for each in shared)
+    mean, most = pooled["co_run"]["mean"], max(each["mean"] for each in shared)
     yield name, "mean 5% with training", f"{mean:.1%}, in cells up to {most:.1%}", mean <= 0.05, ""
-    shares = [_over_all(each, "share_above_10_percent") for each in (alone, shared)]
+    shares = [pooled[kind]["share_above_10_percent"] for kind in ("alone", "co_run")]
     text = "{:.1%} of those alone are above 10%, {:.1%} of those with training".format(*shares)
     yield name, "p95 10%, of all batches (read so later): at most 5% above", text, max(shares) <= 0.05, ""
     most = max(each["p95"] for each in shared)
@@ -185,12 +186,6 @@ def _p95_alone(cell: Result) -> float:
 def _spot(cell: Result) -> tuple[str, float, float]:
     """Its place, however many runs were made there."""
     return cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]
-
-
-def _over_all(errors: Sequence[Result], name: str) -> float:
-    """A mean in which each batch counts as much."""
-    count = sum(each["iterations"] for each in errors)
-    return sum(float(each[name]) * each["iterations"] for each in errors) / count
 
 
 def _p95_text(cells: Sequence[Result]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cotenant.bench.comparison import BASELINES, REFERENCE, SEPARATE, SUBJECT, TOLERANCE
 
-_MOST_HARVEST = 1.01  # more than two timings of the same differ by
+_MOST_HARVEST = 1.01  # a little more may be the timing
 HEADER = ("load", "TPOT target", "policy", "tokens/s", "harvest", "attainment", "TTFT p50/p99", "TPOT", "ITL")
 
 Cell = Mapping[str, Any]

@@ -48,7 +48,7 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
         "misses": [place["place"] for place in places if _misses(place)],
         "behind": [place["place"] for place in places if _is_behind(place)],
         "two_gpus": _two_gpus(places, alone),
-        "prediction": {policy: _prediction(policy, report["cells"]) for policy in (REFERENCE, SUBJECT)},
+        "prediction": {policy: pooled_errors(policy, report["cells"]) for policy in (REFERENCE, SUBJECT)},
     }
 
 
@@ -129,8 +129,8 @@ def _ratios(averages: Mapping[str, float | None]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _prediction(policy: str, cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
-    """Its batches' alone and with training, those that there were."""
+def pooled_errors(policy: str, cells: Sequence[Cell]) -> dict[str, dict[str, float]]:
+    """Of prediction, over all cells of a policy: its batches' alone and with training, those that there were."""
     found = {}
     measured = [cell.get("prediction_error") or {} for cell in cells if cell["policy"] == policy]
     for kind in ("alone", "co_run"):
