@@ -215,6 +215,11 @@ class IterationRecord:
     is_disturbed: bool = False
 
     @property
+    def taken_ms(self) -> float:
+        """The batch's time and that of all tasklets that were timed, wherever they ran."""
+        return self.online_ms + sum(time_ms for _, time_ms in (*self.tasklets, *self.beside))
+
+    @property
     def num_tasklets(self) -> int:
         """All that ended in it, wherever they ran."""
         num_fused = 0 if self.fused is None else self.fused.count

@@ -250,7 +250,7 @@ class LatencyPredictor:
         if record.fused is not None:
             each_ms = self.tasklet_ms(record.fused.shape, beside=batch, fused=True, cautious=False)
             parts.append((each_ms, record.fused.count))
-        measured_ms = record.online_ms + sum(time_ms for _, time_ms in (*record.tasklets, *record.beside))
+        measured_ms = record.taken_ms
         if measured_ms <= 0 or any(each_ms is None for each_ms, _ in parts):
             return None
         expected_ms = sum(each_ms * count for each_ms, count in parts if each_ms is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import Counter
@@ -30,30 +31,31 @@ class Predicted(NamedTuple):
 
 @dataclass(slots=True)
 class Errors:
-    """Of iterations of one kind. ``ratios``: of each, without the sign. ``farthest_off``: those with the largest, in no
-    order, few enough for the rest not to be kept."""
+    """Of iterations of one kind. ``ratios``: of each, without the sign. ``farthest_off``: a heap of those with the
+    largest and their number, few enough for the rest not to be kept."""
 
     ratios: list[float] = field(default_factory=list)
-    farthest_off: list[Predicted] = field(default_factory=list)
+    farthest_off: list[tuple[float, int, Predicted]] = field(default_factory=list)
 
     def add(self, predicted: Predicted) -> None:
-        self.ratios.append(abs(predicted.deviation_ratio))
-        self.farthest_off.append(predicted)
-        if len(self.farthest_off) > NUM_FARTHEST_OFF:
-            self.farthest_off.remove(min(self.farthest_off, key=_how_far))
+        entry = (abs(predicted.deviation_ratio), len(self.ratios), predicted)
+        self.ratios.append(entry[0])
+        if len(self.farthest_off) < NUM_FARTHEST_OFF:
+            heapq.heappush(self.farthest_off, entry)
+        else:
+            heapq.heappushpop(self.farthest_off, entry)
 
     def worst(self) -> list[Predicted]:
         """The worst first."""
-        return sorted(self.farthest_off, key=_how_far, reverse=True)
+        return [predicted for *_, predicted in sorted(self.farthest_off, reverse=True)]
 
     @classmethod
     def pooled(cls, errors: Sequence[Errors]) -> Errors:
-        found = sorted((each for one in errors for each in one.farthest_off), key=_how_far, reverse=True)
-        return cls([ratio for each in errors for ratio in each.ratios], found[:NUM_FARTHEST_OFF])
-
-
-def _how_far(predicted: Predicted) -> float:
-    return abs(predicted.deviation_ratio)
+        found = cls()
+        for predicted in (each for one in errors for each in one.worst()):
+            found.add(predicted)
+        found.ratios = [ratio for each in errors for ratio in each.ratios]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,7 @@ class Trace:
         ``deviation_ratio``: see ``LatencyPredictor``."""
         if record.batch.empty and not record.tasklets and not record.beside and record.total_ms < _IDLE_MS:
             return
-        taken_ms = record.online_ms + sum(time_ms for _, time_ms in (*record.tasklets, *record.beside))
+        taken_ms = record.taken_ms
         arguments = {
             "mode": plan.mode.value,
             "planned_tasklets": plan.num_tasklets,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -166,16 +166,13 @@ class CudaDevice:
         num_bytes = max(num_bytes + _ANCHOR_BYTES, _LEAST_ASIDE)
         torch.cuda.empty_cache()
         tried: list[torch.Tensor] = []
-        with self._launching_on(self._online):
-            try:
-                piece = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-                inside = range(piece.data_ptr(), piece.data_ptr() + num_bytes)
-                del piece
-                while self._anchor is None and len(tried) < _MOST_TRIED:
-                    tried.append(torch.empty(_ANCHOR_BYTES, dtype=torch.uint8, device=self.torch_device))
-                    self._anchor = tried[-1] if tried[-1].data_ptr() in inside else None
-            except torch.OutOfMemoryError:
-                pass
+        with self._launching_on(self._online), suppress(torch.OutOfMemoryError):
+            piece = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+            inside = range(piece.data_ptr(), piece.data_ptr() + num_bytes)
+            del piece
+            while self._anchor is None and len(tried) < _MOST_TRIED:
+                tried.append(torch.empty(_ANCHOR_BYTES, dtype=torch.uint8, device=self.torch_device))
+                self._anchor = tried[-1] if tried[-1].data_ptr() in inside else None
         if self._anchor is None:
             tried.clear()
             torch.cuda.empty_cache()
