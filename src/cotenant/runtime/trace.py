@@ -83,8 +83,9 @@ class Trace:
     def iteration(
         self, begins_s: Sequence[float], plan: Plan, record: IterationRecord, deviation_ratio: float | None
     ) -> None:
-        """One turn of the loop, if it did anything. ``begins_s``: of observe, plan, execute, publish, and the end.
-        ``deviation_ratio``: see ``LatencyPredictor``."""
+        """One turn of the loop, if it did anything, with all that the predictor was told of it: what it would have said
+        of these iterations had it learned in another way can be found out from the file (bench/replay.py).
+        ``begins_s``: of observe, plan, execute, publish, and the end. ``deviation_ratio``: see ``LatencyPredictor``."""
         if record.batch.empty and not record.tasklets and not record.beside and record.total_ms < _IDLE_MS:
             return
         taken_ms = record.taken_ms
@@ -98,6 +99,7 @@ class Trace:
             "taken_ms": round(taken_ms, 3),
             "predicted_ms": None if deviation_ratio is None else round(taken_ms * (1 + deviation_ratio), 3),
             "total_ms": round(record.total_ms, 3),
+            "record": record,
         }
         if plan.partition is not None:
             arguments |= {"online_sms": plan.partition.online_sms, "most_beside": plan.num_beside}
