@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.config import POLICIES
-from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Partition, RequestView, Slo, Snapshot
-from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
+from cotenant.core.plan import (
+    BatchShape,
+    InFlight,
+    IterationRecord,
+    JobView,
+    Mode,
+    Partition,
+    RequestView,
+    Slo,
+    Snapshot,
+)
+from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.records import Record
 from cotenant.scheduler import create_policy
@@ -26,8 +37,8 @@ def true_ms(batch: BatchShape) -> float:
     return 1.5 + 0.1 * batch.num_decode + 0.0005 * batch.context_tokens
 
 
-def learn(predictor: LatencyPredictor, batch: BatchShape, online_ms: float) -> None:
-    predictor.observe(IterationRecord(batch, Mode.NONE, online_ms, online_ms))
+def learn(predictor: LatencyPredictor, batch: BatchShape, online_ms: float, *, behind_tasklets: bool = False) -> None:
+    predictor.observe(IterationRecord(batch, Mode.NONE, online_ms, online_ms, behind_tasklets=behind_tasklets))
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -106,6 +117,59 @@ def test_a_measured_shape_wins_over_the_model() -> None:
     for _ in range(10):
         learn(predictor, odd, 9.0)  # far from the line
     assert predictor.batch_ms(odd) == pytest.approx(9.0, rel=0.01)
+
+
+def test_a_step_behind_tasklets_has_records_of_its_own() -> None:
+    """It is timed from their end, and has begun before."""
+    predictor, batch = LatencyPredictor("h", "m"), decode(4, 400)
+    for _ in range(3):
+        learn(predictor, batch, 4.0, behind_tasklets=True)
+    assert predictor.batch_ms(batch) == predictor.batch_ms(batch, behind_tasklets=True) == 4.0, "about the same"
+    for _ in range(3):
+        learn(predictor, batch, 5.0)
+    for _ in range(20):
+        for step_ms, behind_tasklets in ((5.0, False), (4.0, True)):
+            learn(predictor, batch, step_ms, behind_tasklets=behind_tasklets)
+            assert predictor.last_error_ratio == 0.0
+    restored = LatencyPredictor("h", "m")
+    restored.restore(predictor.export())
+    for each in (predictor, restored):
+        assert (each.batch_ms(batch), each.batch_ms(batch, behind_tasklets=True)) == (5.0, 4.0)
+
+
+@pytest.mark.parametrize("share_behind", [0.1, 0.9])
+def test_the_linear_model_knows_steps_behind_tasklets(share_behind: float) -> None:
+    rng, predictor = random.Random(0), LatencyPredictor("h", "m")
+
+    def step_ms(batch: BatchShape, behind_tasklets: bool) -> float:
+        return true_ms(batch) - (0.5 if behind_tasklets else 0.0)
+
+    for _ in range(300):
+        batch, behind_tasklets = decode(rng.randint(1, 32), rng.randint(100, 3000)), rng.random() < share_behind
+        learn(predictor, batch, step_ms(batch, behind_tasklets), behind_tasklets=behind_tasklets)
+    unseen = decode(41, 5000)
+    for behind_tasklets in (False, True):
+        known_ms = predictor.batch_ms(unseen, behind_tasklets=behind_tasklets)
+        assert known_ms == pytest.approx(step_ms(unseen, behind_tasklets), rel=0.01)
+
+
+def test_plans_count_with_what_a_step_takes_behind_tasklets() -> None:
+    """If it is going to wait for some: not where a batch is in flight before it, which has waited."""
+    predictor, batch = LatencyPredictor("h", "m"), decode(1, 100)
+    for _ in range(3):
+        learn(predictor, batch, 5.0)
+        learn(predictor, batch, 4.0, behind_tasklets=True)
+        predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 1.0, ((TaskletRun(BACKWARD, 1), 1.0),)))
+    requests = (RequestView("r", 0.0, 0.1, num_generated=5),)
+    job = JobView("job", (TaskletCycle((TaskletRun(BACKWARD, 2),)),))
+    for policy in ("adaptive", "multitask", "chunked", "llmstation", "harli"):
+        plan = create_policy(policy, predictor).plan
+        for tasklets_ms, with_job in ((0.0, None), (0.0 if policy == "harli" else 2.0, job)):
+            alone = Snapshot(0.15, Slo(500.0, 40.0), batch, requests, with_job)
+            behind = replace(alone, wait_ms=0.3)
+            assert plan(alone).predicted_ms == 5.0 + tasklets_ms
+            assert plan(behind).predicted_ms == 4.0 + tasklets_ms
+            assert plan(replace(behind, in_flight=InFlight())).predicted_ms == 5.0 + tasklets_ms
 
 
 def test_a_batch_with_adapters_has_records_of_its_own() -> None:

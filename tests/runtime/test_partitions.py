@@ -358,6 +358,7 @@ def test_a_batch_that_is_timed_from_the_end_of_tasklets_is_measured_as_alone(sid
     side_by_side.device.trains = False
     landed = side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
     assert (landed.batch.num_decode, landed.mode, landed.is_disturbed) == (1, Mode.NONE, False)
+    assert landed.behind_tasklets
     side_by_side.finish()
     # In a partition others run beside it.
     side_by_side.device.trains = True
@@ -365,6 +366,25 @@ def test_a_batch_that_is_timed_from_the_end_of_tasklets_is_measured_as_alone(sid
     side_by_side.device.trains = False
     landed = side_by_side.execute(spatial(0))
     assert (landed.batch.num_decode, landed.mode) == (1, Mode.SPATIAL)
+    assert not landed.behind_tasklets
+
+
+def test_a_batch_that_waits_for_no_tasklets_is_not_behind_any(side_by_side: SideBySide) -> None:
+    """Nor is one with a batch before it that waits for them."""
+    device = side_by_side.device
+    found = []
+    for end in (None, object()):
+        device.tasklets_end = lambda end=end: end  # type: ignore[method-assign, assignment, misc]
+        side_by_side.execute(Plan())
+        found += [side_by_side.execute(Plan()).behind_tasklets for _ in range(2)]
+        side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+        side_by_side.finish()
+    assert found == [False, False, True, False]
+    # Prompts are timed from their launch.
+    side_by_side.engine.add(request("late", [5, 6, 7], NUM_TOKENS))
+    side_by_side.execute(Plan())
+    landed = side_by_side.execute(Plan())
+    assert (landed.batch.prefill_tokens, landed.behind_tasklets) == (3, False)
 
 
 def test_a_batch_is_told_which_tasklets_in_flight_it_waits_for(

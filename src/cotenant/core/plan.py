@@ -154,6 +154,11 @@ class Snapshot:
     least_answer: int = 0
     since_tokens_ms: float = 0.0
 
+    @property
+    def behind_tasklets(self) -> bool:
+        """What ``IterationRecord.behind_tasklets`` is going to be, if the batch has all SMs."""
+        return self.wait_ms > 0 and self.in_flight is None and not self.batch.prefill_tokens
+
 
 class Mode(StrEnum):
     """How best-effort work shared the device in one iteration."""
@@ -199,7 +204,9 @@ class IterationRecord:
     ``tasklets``: the tasklets of each shape with their time in milliseconds, on all SMs; fused ones are in
     ``online_ms`` instead. ``beside``: those that ended on ``partition``'s best-effort SMs, beside the batch.
     ``untimed``: tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned alone, and it
-    was not, or it ended before tasklets that it was to wait for.
+    was not, or it ended before tasklets that it was to wait for. ``behind_tasklets``: a batch of decodes on all SMs was
+    launched while tasklets had them, and is timed from their end: it has run beside the last of them a little, and
+    comes out shorter than one that waits for nothing.
     """
 
     batch: BatchShape
@@ -213,6 +220,7 @@ class IterationRecord:
     untimed: tuple[TaskletRun, ...] = ()
     predicted_ms: float | None = None
     is_disturbed: bool = False
+    behind_tasklets: bool = False
 
     @property
     def taken_ms(self) -> float:

@@ -1,4 +1,5 @@
-"""What batches on all SMs take: decode steps by their records, else by the models, else by the prior.
+"""What batches on all SMs take: decode steps by their records, else by the models, else by the prior. A step that
+tasklets were in flight before has records of its own: it comes out some percent shorter.
 
 Those with prompts by the models first: hardly one comes again, so a record is of some that were only about like it, the
 last of them long ago, while the model has just seen others.
@@ -17,6 +18,7 @@ from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 # token more costs from half to four times what those do on average. A guess says at most twice what it would be by the
 # tokens first asked of.
 _FIRST_TILES, _MOST_ASKED = (8, 3, 1), 3
+_ALONE, _BEHIND = "batch", "batch behind tasklets"  # of records
 _LEAST_OF_MEAN, _MOST_OF_MEAN, _MOST_GUESSED = 0.5, 4.0, 2.0
 
 
@@ -38,17 +40,28 @@ class BatchTimes:
             last = self._last = (batch, (*self._base_group, *kind), batch_key(batch))
         return last[1], last[2]
 
-    def batch_ms(self, batch: BatchShape, *, cautious: bool) -> float | None:
+    def batch_ms(self, batch: BatchShape, *, behind_tasklets: bool, cautious: bool) -> float | None:
         """See ``LatencyPredictor.batch_ms``."""
-        if batch.prefill_tokens and (reached_ms := self._reached_ms(batch)):
-            return reached_ms
+        if batch.prefill_tokens:
+            known_ms = self._reached_ms(batch) or self._measured_ms(batch, _ALONE, cautious=cautious)
+        else:
+            # What nobody has measured yet is about what the other kind takes.
+            kinds = (_BEHIND, _ALONE) if behind_tasklets else (_ALONE, _BEHIND)
+            known_ms = self._measured_ms(batch, kinds[0], cautious=cautious)
+            known_ms = known_ms or self._measured_ms(batch, kinds[1], cautious=cautious)
+        return known_ms or self._unmeasured_ms(batch)
+
+    def _measured_ms(self, batch: BatchShape, kind: str, *, cautious: bool) -> float | None:
+        """By records of this kind, or models of it where they reach."""
         group, key = self.keys(batch)
-        fresh_ms = self._records.fresh_ms(group, ("batch", key), cautious=cautious)
+        fresh_ms = self._records.fresh_ms(group, (kind, key), cautious=cautious)
         if fresh_ms is not None:
             return fresh_ms
-        record = self._records.find(group, ("batch", key))
-        known_ms = self._modelled_ms(batch)
-        return known_ms if record is None else less(record.latency_ms(cautious=cautious), known_ms)
+        record = self._records.find(group, (kind, key))
+        known_ms = self.models.reached_ms(batch, behind_tasklets=kind == _BEHIND) or None
+        if record is None:
+            return known_ms
+        return less(record.latency_ms(cautious=cautious), known_ms or self._unmeasured_ms(batch))
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``."""
@@ -120,8 +133,8 @@ class BatchTimes:
                 self.models.observe(batch, online_ms, is_disturbed=True)
             return
         group, key = self.keys(batch)
-        self._records.add(group, ("batch", key), online_ms)
-        online_ms = self.models.observe(batch, online_ms)
+        self._records.add(group, (_BEHIND if record.behind_tasklets else _ALONE, key), online_ms)
+        online_ms = self.models.observe(batch, online_ms, behind_tasklets=record.behind_tasklets)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
 
@@ -141,11 +154,8 @@ class BatchTimes:
             last = self._last_reached = (batch, self.models.reached_ms(batch))
         return last[1]
 
-    def _modelled_ms(self, batch: BatchShape) -> float | None:
-        """Alone, by the models, or where they do not reach by the prior."""
-        reached_ms = self.models.reached_ms(batch)
-        if reached_ms is not None:
-            return reached_ms or None
+    def _unmeasured_ms(self, batch: BatchShape) -> float | None:
+        """Where no record tells and the models do not reach: by the prior, or a guess."""
         if self._prior is None:
             return self.models.guessed_ms(batch) or None
         return self._prior.batch_ms(batch) or self.models.guessed_ms(batch) or self._prior.unmeasured_ms(batch)

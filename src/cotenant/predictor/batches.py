@@ -19,7 +19,7 @@ from cotenant.predictor.linear import LinearState, OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
 from cotenant.predictor.shapes import TILE, adapter_features, size_of
 
-_DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0)
+_DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0, 1.0)
 _PROMPT_SCALES = (1.0, 256.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
 _FEW_ROWS = 3 * TILE  # up to about so many reading the weights bounds products, and a row more costs less
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
@@ -55,17 +55,13 @@ class BatchModels:
         self._after_training = [Ratio() for _ in range(_NUM_AFTER)]
         self._num_since = _NUM_AFTER  # batches with prompts since training, as far as they are told apart
 
-    def reached_ms(self, batch: BatchShape) -> float | None:
+    def reached_ms(self, batch: BatchShape, *, behind_tasklets: bool = False) -> float | None:
         """What a model says, if it rests on what was measured."""
-        model_ms = self._line_ms(batch)
+        model_ms = self._model_of(batch).reached(_features(batch, behind_tasklets))
         return None if model_ms is None else model_ms * self._ratio(batch)
 
-    def _line_ms(self, batch: BatchShape) -> float | None:
-        """The same without what is particular to its size, and to what ran before."""
-        return self._model_of(batch).reached(_features(batch))
-
     def _ratio_of(self, batch: BatchShape) -> float:
-        """What is particular to its size, as times what ``_line_ms`` says; 1 where nobody knows."""
+        """What is particular to its size, as times what the line says; 1 where nobody knows."""
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
@@ -88,10 +84,12 @@ class BatchModels:
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
         return self._decodes.predict(_features(decodes))
 
-    def observe(self, batch: BatchShape, measured_ms: float, *, is_disturbed: bool = False) -> float:
+    def observe(
+        self, batch: BatchShape, measured_ms: float, *, behind_tasklets: bool = False, is_disturbed: bool = False
+    ) -> float:
         """Learn from one measurement, and return it as it is believed. ``is_disturbed``: a tasklet was in its way,
         which tells nothing but what batches with prompts take after training."""
-        model, features = self._model_of(batch), _features(batch)
+        model, features = self._model_of(batch), _features(batch, behind_tasklets)
         model_ms, ratio = model.reached(features), self._ratio(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
@@ -146,10 +144,11 @@ def _within(measured_ms: float, expected_ms: float) -> float:
     return min(max(measured_ms, expected_ms / _MOST_OFF), expected_ms * _MOST_OFF)
 
 
-def _features(batch: BatchShape) -> tuple[float, ...]:
+def _features(batch: BatchShape, behind_tasklets: bool = False) -> tuple[float, ...]:
+    """``behind_tasklets``: a decode step is by some time shorter then, however long it is."""
     context = float(batch.context_tokens)
     if not batch.prefill_tokens:
-        return (1.0, float(batch.num_decode), context, *adapter_features(batch))
+        return (1.0, float(batch.num_decode), context, float(behind_tasklets), *adapter_features(batch))
     rows = batch.num_decode + batch.prefill_tokens
     in_tiles = -(-rows // TILE) * TILE
     cached = max(0, batch.prefill_context_tokens - batch.prefill_tokens)

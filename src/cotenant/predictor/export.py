@@ -11,7 +11,7 @@ from cotenant.predictor.batches import BatchStates
 from cotenant.predictor.linear import LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 10
+_VERSION = 11
 _MOST = 1e12  # of any number
 
 

@@ -77,11 +77,13 @@ class LatencyPredictor:
         *,
         beside_training: bool = False,
         partition: Partition | None = None,
+        behind_tasklets: bool = False,
         cautious: bool = True,
     ) -> float | None:
         """An online batch alone (``l_d0`` for a decode step), from when it begins until its tokens are known.
 
         With ``partition`` on its online SMs; ``beside_training``: while tasklets run on its best-effort SMs.
+        ``behind_tasklets``: see ``IterationRecord``; on a partition, and with prompts, that makes no difference.
         ``cautious``: what a record says counts with a deviation on top of its mean, for those who must not be late;
         what a model says is its mean.
         """
@@ -90,7 +92,7 @@ class LatencyPredictor:
             return 0.0
         if partition is not None:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
-        return self._batches.batch_ms(batch, cautious=cautious)
+        return self._batches.batch_ms(batch, behind_tasklets=behind_tasklets, cautious=cautious)
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int = 0) -> int | None:
         """How many tokens of a prompt fit into a batch beside these decodes, so that it takes ``limit_ms``; they attend
@@ -242,7 +244,14 @@ class LatencyPredictor:
         batch, partition = record.batch, record.partition
         is_shared = partition is not None and record.mode is not Mode.NONE
         beside = batch if partition is None and not batch.empty else None
-        parts = [(self.batch_ms(batch, beside_training=is_shared, partition=partition, cautious=False), 1)]
+        batch_ms = self.batch_ms(
+            batch,
+            beside_training=is_shared,
+            partition=partition,
+            behind_tasklets=record.behind_tasklets,
+            cautious=False,
+        )
+        parts = [(batch_ms, 1)]
         parts += [(self.tasklet_ms(run.shape, beside=beside, cautious=False), run.count) for run, _ in record.tasklets]
         if partition is not None:
             ended = [run for run, _ in record.beside]

@@ -33,13 +33,15 @@ Emit = Callable[[list[SequenceOutput]], None]
 class _Launched(NamedTuple):
     """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then whose end it is not
     timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it.
-    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then."""
+    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then. ``behind_tasklets``: see
+    ``IterationRecord``."""
 
     plan: Plan
     shape: BatchShape
     with_tasklet: bool
     fused: TaskletRun | None
     planned_s: float | None
+    behind_tasklets: bool
 
     @property
     def shares(self) -> bool:
@@ -53,6 +55,7 @@ class _Landed(NamedTuple):
     collected: Collected
     predicted_ms: float | None
     with_tasklet: bool
+    behind_tasklets: bool
 
 
 class Executor:
@@ -222,6 +225,7 @@ class Executor:
             predicted_ms=None if landed is None else landed.predicted_ms,
             is_disturbed=(plan.mode is Mode.NONE and not was_alone)
             or (landed is not None and landed.collected.overtook),
+            behind_tasklets=landed is not None and landed.behind_tasklets,
         )
 
     @property
@@ -274,7 +278,7 @@ class Executor:
                 collected = self._engine.collect()
             if launched.planned_s is not None:
                 self._note_beginning(launched.planned_s, collected.begun_s)
-            landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet)
+            landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet, launched.behind_tasklets)
             self._tasklets.batch_landed(collected.shape, launched.plan.partition, collected.device_ms)
             if self._trace is not None:
                 end_s, partition = time.perf_counter(), launched.plan.partition
@@ -306,7 +310,8 @@ class Executor:
         else:
             with self._device.online(plan.partition):
                 self._launch(step, behind=behind)
-        self._launched.append(_Launched(plan, step.shape, with_tasklet, fused, planned_s))
+        is_behind = behind is not None and fused is None and plan.partition is None and not self._launched
+        self._launched.append(_Launched(plan, step.shape, with_tasklet, fused, planned_s, is_behind))
         # All else is launched while the device works at it.
         is_one_graph = fused is None and step.shape.prefill_tokens == 0
         self._tasklets.batch_was_launched(step.shape, time.perf_counter() - start_s, is_one_graph=is_one_graph)

@@ -23,7 +23,7 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.base import flight_ms
+from cotenant.scheduler.base import flight_ms, next_batch_ms
 from cotenant.scheduler.chunking import most_margin, prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
@@ -268,7 +268,8 @@ class WorkerLoop:
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         self._margin.has_job = snapshot.job is not None
         if record.mode is not Mode.NONE and snapshot.requests:
-            trained_ms = max(0.0, record.total_ms - (self._predictor.batch_ms(record.batch) or 0.0))
+            step_ms = self._predictor.batch_ms(record.batch, behind_tasklets=record.behind_tasklets)
+            trained_ms = max(0.0, record.total_ms - (step_ms or 0.0))
             self._margin.trained(trained_ms, time.perf_counter())
         self._predictor.observe(record)
         is_wanted = self._self_profile is None or not self._self_profile.note(record)
@@ -319,7 +320,7 @@ class WorkerLoop:
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
 
     def _publish_stats(self, snapshot: Snapshot) -> None:
-        requests, now_s, step_ms = snapshot.requests, snapshot.now_s, self._predictor.batch_ms(snapshot.batch)
+        requests, now_s, step_ms = snapshot.requests, snapshot.now_s, next_batch_ms(self._predictor, snapshot)
         slack_ms: dict[str, float] = {}
         if not snapshot.batch.empty and step_ms is not None:
             slack_ms["tpot"] = decode_slack_ms(requests, self._slo, now_s, step_ms, snapshot.margin)

@@ -44,7 +44,12 @@ def iteration_target_ms(snapshot: Snapshot) -> float:
 
 def serving_alone(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan:
     """The batch, and nothing beside it."""
-    return Plan(run_online=True, predicted_ms=predictor.batch_ms(snapshot.batch))
+    return Plan(run_online=True, predicted_ms=next_batch_ms(predictor, snapshot))
+
+
+def next_batch_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float | None:
+    """What the batch takes on all SMs, once it has begun."""
+    return predictor.batch_ms(snapshot.batch, behind_tasklets=snapshot.behind_tasklets)
 
 
 def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | float:
@@ -58,7 +63,7 @@ def plan_or_step_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> Plan | f
         return training_alone(snapshot)
     if snapshot.job is None or snapshot.batch.prefill_tokens > 0 or waits_longer(snapshot):
         return serving_alone(predictor, snapshot)
-    step_ms = predictor.batch_ms(snapshot.batch)
+    step_ms = next_batch_ms(predictor, snapshot)
     return serving_alone(predictor, snapshot) if step_ms is None else step_ms
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cotenant.core.plan import FIRST_MARGIN, BatchShape, JobView, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, flight_ms, serving_alone, training_alone, waits_longer
+from cotenant.scheduler.base import Policy, flight_ms, next_batch_ms, serving_alone, training_alone, waits_longer
 from cotenant.scheduler.filling import Costs, Filling, after, fill
 from cotenant.scheduler.holding import held_ms
 from cotenant.scheduler.planner import in_time
@@ -85,7 +85,7 @@ class AdaptivePolicy(Policy):
             return held
         if snapshot.job is None or waits_longer(snapshot):
             return serving_alone(self._predictor, snapshot)
-        step_ms = self._predictor.batch_ms(snapshot.batch)
+        step_ms = next_batch_ms(self._predictor, snapshot)
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
         costs = self._costs.of(snapshot.batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cotenant.core.plan import Plan, Snapshot
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.scheduler.base import Policy, iteration_target_ms, serving_alone, training_alone
+from cotenant.scheduler.base import Policy, iteration_target_ms, next_batch_ms, serving_alone, training_alone
 from cotenant.scheduler.filling import Costs, fill
 from cotenant.scheduler.planner import in_time
 
@@ -29,7 +29,7 @@ class ChunkedPolicy(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
             return training_alone(snapshot)
-        batch_ms = self._predictor.batch_ms(snapshot.batch)
+        batch_ms = next_batch_ms(self._predictor, snapshot)
         if snapshot.job is None or batch_ms is None:
             return serving_alone(self._predictor, snapshot)
         left_ms = iteration_target_ms(snapshot) - batch_ms
