@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -
 
 def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text(SHORT)
-    path, trace = tmp_path / "colocate.json", tmp_path / "trace.json"
+    path, trace = tmp_path / "colocate.json", tmp_path / "traces" / "trace.json"
     flags = ["--batch-sizes", "", "--trace", str(tmp_path / "short.csv"), "--min-requests", "1", "--rounds", "2"]
     flags += ["--slo-tpot-ms", "10000,10000", "--slo-ttft-ms", "60000", "--policies", "inference-only,multitask"]
     flags = [*small_model(tmp_path), *TRAINING, *flags, "--json", str(path)]

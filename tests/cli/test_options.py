@@ -67,11 +67,17 @@ def sections_of(config: ServerConfig) -> tuple[object, ...]:
 
 def test_what_is_no_trace_is_left_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("notes")
-    for name, complaint in (("", "is a folder"), ("notes.txt", "is no trace"), ("no/trace.json", "there is no folder")):
+    for name, complaint in (
+        ("", "is a folder; name a file in it"),
+        ("notes.txt", "is there and is no trace"),
+        ("notes.txt/trace.json", r"/notes\.txt is not a folder; name another path"),
+        ("/proc/x/trace.json", "nothing can be written in /proc: .*; name another path"),
+    ):
         with pytest.raises(InvalidInputError, match=f"^--trace-file: .*{complaint}"):
             build_config("tiny", {"trace_file": str(tmp_path / name)}, None)
     with pytest.raises(InvalidInputError, match=r"^--trace-file: .*is a folder; name a file in it"):
         build_config("tiny", {"trace_file": ""}, None)  # of a variable that is not set
+    build_config("tiny", {"trace_file": str(tmp_path / "traces" / "trace.json")}, None)  # the worker makes the folder
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

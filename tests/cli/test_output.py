@@ -18,6 +18,8 @@ COMMANDS = [
     (("bench", "engine", "tiny", "--batch-sizes", "1"), "json"),
     (("bench", "colocate", "tiny", "--seq-len", "1024"), "json"),
     (("bench", "colocate", "tiny", "--seq-len", "1024"), "html"),
+    (("bench", "colocate", "tiny", "--seq-len", "1024"), "trace-file"),
+    (("serve", "tiny"), "trace-file"),
     (NOBODY, "json"),
     (("bench", "colocate-report", "/no/such/file"), "json"),
     (("bench", "colocate-report", "/no/such/file"), "html"),

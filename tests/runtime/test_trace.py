@@ -98,9 +98,16 @@ def test_a_trace_begins_anew_and_the_one_before_is_kept(tmp_path: Path) -> None:
     assert len(_events(tmp_path / "trace.json.old")) == len(_events(path))
 
 
+def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "traces" / "today" / "trace.json"
+    Trace(path).close()
+    assert _events(path)[-1]["name"] == "end"
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInputError, match=r"--trace-file: .*no-folder/trace\.json cannot be written"):
-        Trace(tmp_path / "no-folder" / "trace.json")
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match=r"--trace-file: .*file/traces/trace\.json cannot be written"):
+        Trace(tmp_path / "file" / "traces" / "trace.json")
 
 
 def test_nothing_but_a_trace_makes_way_for_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import typer
 import yaml
 
+from cotenant.cli.output import check_outputs
 from cotenant.config import (
     COMPRESS_WEIGHTS,
     DEVICES,
@@ -201,6 +202,7 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
     if server.get("trace_file") is not None:
         trace_file = Path(server["trace_file"]).expanduser().resolve()
+        check_outputs(**{"trace-file": trace_file})
         check_trace_file(trace_file)
         server["trace_file"] = str(trace_file)
     return ServerConfig(

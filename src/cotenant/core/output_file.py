@@ -23,10 +23,6 @@ def check_trace_file(path: Path) -> None:
     try:
         if path.is_dir():
             raise InvalidInputError(f"--trace-file: {path} is a folder; name a file in it", param="trace-file")
-        if not path.parent.is_dir():
-            raise InvalidInputError(
-                f"--trace-file: {path} cannot be written: there is no folder {path.parent}", param="trace-file"
-            )
         if path.exists() and not _is_trace(path):
             raise InvalidInputError(
                 f"--trace-file: {path} is there and is no trace; name another file", param="trace-file"

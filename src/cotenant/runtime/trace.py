@@ -40,13 +40,14 @@ _NAMES = {Track.LOOP: "loop", Track.ONLINE: "online lane", Track.BEST_EFFORT: "b
 
 
 class Trace:
-    """Begins a file anew; a trace that is there is renamed, with ``.old`` behind its name. Times are seconds on
-    time.perf_counter's clock."""
+    """Begins a file anew, and makes its folder; a trace that is there is renamed, with ``.old`` behind its name. Times
+    are seconds on time.perf_counter's clock."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidInputError if the file cannot be written, or something else is there."""
         check_trace_file(path)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             make_way(path)
             self._file = path.open("wb", buffering=0)
             claim(self._file)
