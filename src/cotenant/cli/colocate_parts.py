@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,24 @@ _SAME = (
     "versions",
 )
 
-# What a run that goes on has to have in common with what it goes on with, besides; earlier versions wrote none of it.
-_SAME_RUN = ("max_model_len", "learning_seconds")
+# What has to be the same in a run that goes on, of the report and of its "training", by how a person sets it. Earlier
+# versions did not write all of it down. Rounds: policies that are compared were measured in turn.
+_FLAGS = {
+    "model": "MODEL",
+    "load_format": "--load-format",
+    "dtype": "--dtype",
+    "compressed": "--compress-weights",
+    "seq_len": "--seq-len",
+    "tokens_per_step": "--tokens-per-step",
+    "tasklet_tokens": "--tasklet-tokens",
+    "r": "--r",
+    "slo_attainment": "--slo-attainment",
+    "slo_itl_ms": "--slo-itl-ms",
+    "fuse": "--fuse",
+    "max_model_len": "--max-model-len",
+    "learning_seconds": "--learning-seconds",
+    "rounds": "--rounds",
+}
 
 _NEEDED: dict[str, tuple[type, ...]] = {"command": (str,), "train_alone_tokens_per_s": (int, float), "cells": (list,)}
 _NEEDED_OF_CELLS = (
@@ -73,7 +89,7 @@ def go_on_with(report: Report, before: Report) -> Report:
     """``report``, which has no cells yet, with those of a run ``before`` it. Each cell's harvest is a share of what
     training reached alone in its own run; ``runs`` has them all. Raises InvalidInputError where the two could not be
     compared."""
-    check_alike(report, before, "--resume: the file of --json")
+    _check_same(report, before)
     traces = {**before.get("traces", {}), **report.get("traces", {})}
     runs = [*_runs(before), *_runs(report)]
     return {**before, **report, "traces": traces, "runs": runs, "cells": list(before["cells"])}
@@ -82,17 +98,14 @@ def go_on_with(report: Report, before: Report) -> Report:
 def check_continues(settings: Report, before: Report) -> None:
     """That a run with these ``settings``, as far as they are known before the model is loaded, can go on with the run
     ``before`` it, or InvalidInputError."""
-    what = "--resume: the file of --json"
-    check_alike(settings, before, what)
-    check_alike({name: settings[name] for name in _SAME_RUN if name in before}, before, what, _SAME_RUN)
+    _check_same(settings, before)
     known = before.get("traces", {})
     for name, digest in settings["traces"].items():
         if known.get(name, digest) != digest:
-            raise InvalidInputError(f"{what} was measured with another trace that is named {name}", param="trace")
-    if before["rounds"] != settings["rounds"]:  # policies that are compared were measured in turn
-        raise InvalidInputError(
-            f"--rounds: the file of --json has {before['rounds']}; --resume goes on with as many", param="rounds"
-        )
+            raise InvalidInputError(
+                f"--trace: the file of --json was measured with another trace that is named {name}; rename this one",
+                param="trace",
+            )
 
 
 def joined(parts: Mapping[str, Report]) -> Report:
@@ -112,13 +125,33 @@ def joined(parts: Mapping[str, Report]) -> Report:
     }
 
 
-def check_alike(report: Report, other: Report, what: str, names: Sequence[str] = _SAME) -> None:
+def check_alike(report: Report, other: Report, what: str) -> None:
     """That what both of them say of model, machine and job is the same, or InvalidInputError; ``what``: the other."""
-    for name in names:
+    for name in _SAME:
         if name in report and report[name] != other.get(name):
             raise InvalidInputError(
                 f"{what} has {name} {other.get(name)!r}, not {report[name]!r}: they cannot be compared", param=name
             )
+
+
+def _check_same(report: Report, before: Report) -> None:
+    """The same for a run that goes on, by the flag that has to be given otherwise, where there is one."""
+    ours, theirs = ({**(each.get("training") or {}), **each} for each in (report, before))
+    for name, flag in _FLAGS.items():
+        if name in ours and name in theirs and ours[name] != theirs[name]:
+            raise InvalidInputError(
+                f"{flag}: the file of --json has {_as_given(theirs[name])}, not {_as_given(ours[name])}; --resume goes "
+                "on with the same",
+                param=name,
+            )
+    check_alike(report, before, "--resume: the file of --json")
+
+
+def _as_given(value: object) -> str:
+    """A flag's value in a person's words."""
+    if value is None:
+        return "the default"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def _runs(report: Report) -> list[dict[str, Any]]:
