@@ -113,6 +113,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
     assert seen[f'{error}_sum{{kind="alone",model_name="m"}}'] == 7.5
     assert seen['cotenant:mode{mode="temporal",model_name="m"}'] == 1
     assert seen['cotenant:mode{mode="none",model_name="m"}'] == 0
+    assert seen['cotenant:policy_info{model_name="m",policy="multitask"}'] == 1
     assert seen['cotenant:slo_target_ms{kind="ttft",model_name="m"}'] == 100
     assert seen['cotenant:slo_target_ms{kind="tpot",model_name="m"}'] == 10
     assert seen['cotenant:slo_target_ms{kind="itl",model_name="m"}'] == 30, "three TPOT targets"
@@ -120,5 +121,7 @@ def test_the_workers_statistics_are_there(worker: WorkerClient) -> None:
 
 def test_targets_are_unknown_before_the_model_is_loaded() -> None:
     seen = figures(Metrics("m", WorkerClient(ServerConfig(ModelConfig("tiny")))))
-    assert not [name for name in seen if any(part in name for part in ("slo_target_ms", "step_gap", "harvest"))]
+    assert not [
+        name for name in seen if any(part in name for part in ("slo_target_ms", "policy", "step_gap", "harvest"))
+    ]
     assert seen['cotenant:model_ready{model_name="m"}'] == 0

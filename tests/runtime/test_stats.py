@@ -104,6 +104,15 @@ def test_the_loop_tells_the_slack_of_who_waits_and_who_runs(tmp_path: Path, monk
     assert "ttft" not in slacks[22]
 
 
+@pytest.mark.parametrize(("policy", "aims"), [("adaptive", True), ("chunked", True), ("multitask", False)])
+def test_the_loop_tells_what_a_policy_aims_at_that_does(policy: str, aims: bool, tmp_path: Path) -> None:
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 8)))
+    loop, _ = small_loop(tmp_path, channel, policy)
+    loop.run()
+    margins = [message.margin for message in channel.sent if isinstance(message, Stats)]
+    assert {margin is not None for margin in margins} == {aims}
+
+
 def _stats_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
     """One for each iteration: some without a job, and then a job with a request beside it."""
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)

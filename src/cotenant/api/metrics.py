@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from cotenant.api.tallies import LatencyTally, Tally, cumulative
@@ -166,7 +172,7 @@ class _WorkerCollector(Collector):
         yield self._gauge("num_requests_live", "Requests admitted and not ended.", self._worker.num_live)
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_cache_usage)
         yield self._gauge("model_ready", "1 while the worker has the model loaded.", self._worker.ready is not None)
-        yield self._gauge("slo_margin_ratio", "Share of the TPOT target that `adaptive` aims at.", stats.margin)
+        yield self._gauge("slo_margin_ratio", "Learned share of the TPOT target that the policy aims at.", stats.margin)
         yield self._gauge(
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio
         )
@@ -223,12 +229,15 @@ class _WorkerCollector(Collector):
         for kind, slack_ms in stats.slack_ms.items():
             slack.add_metric([*self._labels, kind], slack_ms)
         yield slack
+        policy = InfoMetricFamily(PREFIX + "policy", "The policy that runs.", labels=["model_name"])
         targets = GaugeMetricFamily(PREFIX + "slo_target_ms", "The targets in force.", labels=["model_name", "kind"])
         ready = self._worker.last_ready
         if ready is not None:
+            policy.add_metric(self._labels, {"policy": ready.policy})
             targets.add_metric([*self._labels, "ttft"], ready.slo.ttft_ms)
             targets.add_metric([*self._labels, "tpot"], ready.slo.tpot_ms)
             targets.add_metric([*self._labels, "itl"], ready.slo.max_gap_ms)
+        yield policy
         yield targets
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:

@@ -327,8 +327,8 @@ class WorkerLoop:
             waiting_ms = first_token_slack_ms(requests, self._slo, now_s, step_ms)
             if math.isfinite(waiting_ms):
                 slack_ms["ttft"] = waiting_ms
-        message = self._stats.message(self._engine, self._executor, self._training, slack_ms, self.margin)
-        self._channel.send(message)
+        margin = self.margin if self._policy.aims else None
+        self._channel.send(self._stats.message(self._engine, self._executor, self._training, slack_ms, margin))
 
     def _rest(self, wait_s: float) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""

@@ -56,7 +56,7 @@ class LoopStats:
         executor: Executor,
         training: TrainingTenant,
         slack_ms: dict[str, float],
-        margin: float,
+        margin: float | None,
     ) -> Stats:
         gaps_ms = executor.gaps_ms
         return Stats(

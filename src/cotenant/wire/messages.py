@@ -202,7 +202,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
 
     ``prefix_cache_queries``, ``prefix_cache_hits``: prompt tokens looked up in the prefix cache and found there.
     ``slack_ms``: of the most urgent request by "tpot", and by "ttft" of the one that has waited longest, if any has.
-    ``margin``: the share of the TPOT target that a policy which learns it aims at.
+    ``margin``: the share of the TPOT target that is learned, where the policy aims at it.
     ``step_gap_us``: median time that the device had nothing to do between two online steps of late.
     ``num_iterations``: by mode. ``prediction_errors``: of iterations, by "alone", in which one tenant had the device to
     itself, and "corun". ``harvest_ratio``: what the tasklets that ended of late would have taken alone, as a share of
