@@ -71,8 +71,8 @@ def test_requests_are_of_all_runs_and_speeds_are_means() -> None:
     assert cell.timeline == {"of": 3.0}, "the median run's"
     assert cell.modes == {"none": 3, "spatial": 5}
     assert {kind: (each.ratios, each.worst()) for kind, each in cell.errors.items()} == {
-        "alone": ([0.25, 0.5], [half, quarter]),
-        "co_run": ([0.3], [less]),
+        "alone": ([0.25, 0.5], [half._replace(run=1), quarter._replace(run=0)]),
+        "co_run": ([0.3], [less._replace(run=1)]),
     }
 
 
@@ -80,8 +80,8 @@ def test_what_was_predicted_worst_is_named() -> None:
     """Too little or too much is as wrong; the worst first, and no more of them than a few."""
     many = [predicted(0.001 * index, at_s=float(index)) for index in range(96)]
     parts = errors(*many[:50], predicted(-0.4, 7.5)), errors(*many[50:], *many[:3])
-    cell = pooled([run(1.0, errors={"alone": part, "co_run": errors()}) for part in parts])
-    found = cell_figures({}, cell, 1.0)["prediction_error"]
+    runs = [run(1.0, errors={"alone": part, "co_run": errors()}) for part in parts]
+    found = cell_figures({}, pooled(runs), 1.0)["prediction_error"]
     assert found["co_run"] is None
     alone = found["alone"]
     assert alone["iterations"] == 100
@@ -91,8 +91,12 @@ def test_what_was_predicted_worst_is_named() -> None:
     assert [each["deviation"] for each in alone["farthest_off"]] == pytest.approx(
         [-0.4, *(0.001 * index for index in range(95, 95 - NUM_FARTHEST_OFF + 1, -1))]
     )
+    assert [each["run"] for each in alone["farthest_off"]] == [0] + [1] * (NUM_FARTHEST_OFF - 1)
+    (only,) = cell_figures({}, pooled([run(1.0, errors={"alone": errors(many[5])})]), 1.0)["prediction_error"].values()
+    assert "run" not in only["farthest_off"][0]
     assert alone["farthest_off"][0] == {
         "deviation": -0.4,
+        "run": 0,
         "at_s": 7.5,
         "apart_ms": 9.0,
         "online_ms": 8.0,

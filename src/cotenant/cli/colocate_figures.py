@@ -57,11 +57,12 @@ def _errors(errors: Errors) -> dict[str, Any] | None:
 
 
 def _predicted_figures(predicted: Predicted) -> dict[str, Any]:
-    """An iteration in a few fields. Of a batch's those that are not 0."""
+    """An iteration in a few fields; ``run``: where there were several. Of a batch's those that are not 0."""
     record = predicted.record
     batch = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
     return {
         "deviation": round(predicted.deviation_ratio, 4),
+        **({} if predicted.run is None else {"run": predicted.run}),
         "at_s": round(predicted.at_s, 3),
         "apart_ms": round(predicted.apart_ms, 3),
         "online_ms": round(record.online_ms, 3),

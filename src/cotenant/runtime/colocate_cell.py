@@ -21,12 +21,14 @@ NUM_FARTHEST_OFF = 10  # iterations that are told of
 
 class Predicted(NamedTuple):
     """An iteration beside what was expected of it: ``LatencyPredictor.last_deviation_ratio``. ``at_s``: when its
-    results were there, since the load began; ``apart_ms``: since those of the iteration before."""
+    results were there, since the load began; ``apart_ms``: since those of the iteration before. ``run``: of several
+    that were pooled, the number, from 0."""
 
     deviation_ratio: float
     at_s: float
     apart_ms: float
     record: IterationRecord
+    run: int | None = None
 
 
 @dataclass(slots=True)
@@ -52,8 +54,9 @@ class Errors:
     @classmethod
     def pooled(cls, errors: Sequence[Errors]) -> Errors:
         found = cls()
-        for predicted in (each for one in errors for each in one.worst()):
-            found.add(predicted)
+        for run, each in enumerate(errors):
+            for predicted in each.worst():
+                found.add(predicted._replace(run=run))
         found.ratios = [ratio for each in errors for ratio in each.ratios]
         return found
 
