@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,7 +94,10 @@ def test_what_was_predicted_worst_is_named() -> None:
     )
     assert [each["run"] for each in alone["farthest_off"]] == [0] + [1] * (NUM_FARTHEST_OFF - 1)
     (only,) = cell_figures({}, pooled([run(1.0, errors={"alone": errors(many[5])})]), 1.0)["prediction_error"].values()
-    assert "run" not in only["farthest_off"][0]
+    assert only["farthest_off"][0].keys().isdisjoint({"run", "behind_tasklets"})
+    behind = many[5]._replace(record=replace(many[5].record, behind_tasklets=True))
+    (only,) = cell_figures({}, run(1.0, errors={"alone": errors(behind)}), 1.0)["prediction_error"].values()
+    assert only["farthest_off"][0]["behind_tasklets"]
     assert alone["farthest_off"][0] == {
         "deviation": -0.4,
         "run": 0,

@@ -57,7 +57,8 @@ def _errors(errors: Errors) -> dict[str, Any] | None:
 
 
 def _predicted_figures(predicted: Predicted) -> dict[str, Any]:
-    """An iteration in a few fields; ``run``: where there were several. Of a batch's those that are not 0."""
+    """An iteration in a few fields; ``run``: where there were several; ``behind_tasklets``: where it is so. Of a
+    batch's those that are not 0."""
     record = predicted.record
     batch = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
     return {
@@ -68,6 +69,7 @@ def _predicted_figures(predicted: Predicted) -> dict[str, Any]:
         "online_ms": round(record.online_ms, 3),
         "mode": record.mode.value,
         "num_tasklets": record.num_tasklets,
+        **({"behind_tasklets": True} if record.behind_tasklets else {}),
         **{name: value for name, value in batch.items() if value},
     }
 
