@@ -71,14 +71,12 @@ _SLOW_ALONE = (
 )
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
-_SPELLS = (
-    "The grid again has the ten worst of each cell: {num} are more than 10% off. {slow} of them took longer than "
-    "expected, {decodes} are decode steps, and {close} have another of the same side within 0.1 s. One reason: "
-    "steps behind tasklets are timed from the end of these, and come out shorter; they were taken for steps alone, of "
-    "which too little was expected then. Later versions keep the two apart (docs/design.md), which has not been "
-    "measured."
+_WORST = (
+    "The grid again has the ten worst of each cell: {num} are more than 10% off, {decodes} of them decode steps, "
+    "{slow} of these longer than expected. Steps behind tasklets are timed from the end of these, and come out "
+    "shorter; they were taken for steps alone, too, of which too little was expected then. Later versions keep the two "
+    "apart (docs/design.md), which has not been measured."
 )
-_SPELL_S = 0.1
 
 
 def section(results: Path) -> list[str]:
@@ -189,7 +187,7 @@ def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, st
     serving = [each for c in grid["cells"] if c["policy"] == REFERENCE and (each := c["prediction_error"]["alone"])]
     name = "errors of prediction, [beside a job](#on-a-gpu-errors-of-prediction-over-the-grid)"
     name += ", and [in the grid again](#on-a-gpu-the-grid-again-llmstation-in-partitions)"
-    spells = _SPELLS.format(**_spells(beside[-1]))
+    worst = _WORST.format(**_worst(beside[-1]))
     pooled = [pooled_errors(SUBJECT, cells) for cells in beside]
     served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
     for kind, what, limit, rest in (
@@ -207,15 +205,15 @@ def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, st
     alone, shared = (", ".join(f"{share:.1%}" for share in each) for each in shares)
     text = f"{alone} of those alone are above 10%, {shared} of those with training"
     is_met = max(max(each) for each in shares) <= 0.05
-    yield name, "p95 10%, of all batches (read so later): at most 5% above", text, is_met, spells
+    yield name, "p95 10%, of all batches (read so later): at most 5% above", text, is_met, worst
     most = [max(each["p95"] for each in _errors(cells, "co_run")) for cells in beside]
     text = ", ".join(f"{p95:.1%}" for p95 in most) + " at most"
-    yield name, "p95 10% with training, in each cell", text, max(most) <= 0.1, spells
+    yield name, "p95 10% with training, in each cell", text, max(most) <= 0.1, worst
     each = "; ".join(_p95_text(_errors(cells, "alone")) for cells in beside)
     text = f"{each}; where nothing trains, in the grid, {_p95_text(serving)}"
     above = [cell for cells in beside for cell in cells if _p95_alone(cell) > 0.1]
     is_met = not above and all(each["p95"] <= 0.1 for each in serving)
-    yield name, "p95 10% alone, in each cell", text, is_met, _why_above(above) + spells if above else ""
+    yield name, "p95 10% alone, in each cell", text, is_met, _why_above(above) + worst if above else ""
 
 
 def _errors(cells: Sequence[Result], kind: str) -> list[Result]:
@@ -228,21 +226,11 @@ def _why_above(above: Sequence[Result]) -> str:
     return _ABOVE_TENTH.format(least=min(shares), most=max(shares), num=min(each["iterations"] for each in errors))
 
 
-def _spells(cells: Sequence[Result]) -> dict[str, int]:
+def _worst(cells: Sequence[Result]) -> dict[str, int]:
     """Of the worst batches alone, as far as they are kept."""
-    each = [[at for at in errors["farthest_off"] if abs(at["deviation"]) > 0.1] for errors in _errors(cells, "alone")]
-    worst = [at for cell in each for at in cell]
-    return {
-        "num": len(worst),
-        "slow": sum(at["deviation"] < 0 for at in worst),
-        "decodes": sum("prefill_tokens" not in at for at in worst),
-        "close": sum(any(_is_near(at, other) for other in cell) for cell in each for at in cell),
-    }
-
-
-def _is_near(at: Result, other: Result) -> bool:
-    is_on_that_side = at["deviation"] * other["deviation"] > 0
-    return other is not at and is_on_that_side and abs(at["at_s"] - other["at_s"]) < _SPELL_S
+    worst = [at for errors in _errors(cells, "alone") for at in errors["farthest_off"] if abs(at["deviation"]) > 0.1]
+    decodes = [at for at in worst if "prefill_tokens" not in at]
+    return {"num": len(worst), "decodes": len(decodes), "slow": sum(at["deviation"] < 0 for at in decodes)}
 
 
 def _p95_alone(cell: Result) -> float:
