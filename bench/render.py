@@ -258,9 +258,9 @@ SECTIONS = (
         "1.8 to 3.6 at 15, where it was 0.6 less to 1.2 more and 0.3 less to 1.5 more; at 25 and 40 ms by 0.3 to 1.2, "
         "where it was 0.9 less to 0.2 more. `adaptive` has most harvest of those in time under the conversation and "
         "the code trace at its own rate, in all 16 places. In the code trace at twice its rate it is late at 10, 15 "
-        "and 25 ms, and so are the others, but for `llmstation` at 10, with one late request where `adaptive` has "
-        "three. Serving alone is late there in the grid, so in what was aimed at, above, that place does not count; "
-        "the averages below count it.",
+        "and 25 ms, and so are the others that were measured, but for `llmstation` at 10, with one late request where "
+        "`adaptive` has three. Serving alone is late there in the grid, so in what was aimed at, above, that place "
+        "does not count; the averages below count it.",
     ),
     Section(
         "colocate_predicted_h200.json",

@@ -4,10 +4,11 @@ tried without the device that they ran on.
     cotenant bench colocate … --trace-file trace.json
     python bench/replay.py trace.json
 
-A row for each load of the trace (`--trace-file` of `cotenant serve` has one: all). "recorded": the errors of the
-predictor that ran; "replayed": of one that knows nothing at first but what the trace tells, without a roofline. Batches
-of either that could not be predicted count in neither. Like `bench colocate`'s, they are relative to what was measured,
-"alone" of batches without training.
+A row for each load that a mark of the trace begins, and one for what no mark comes before: all that `cotenant serve`
+has. "recorded": the errors of the predictor that ran; "replayed": of one that knows nothing at first but what the trace
+tells, without a roofline, and takes all jobs for one. Turns of the loop that did next to nothing are not in a trace.
+Batches of either that could not be predicted count in neither. Like `bench colocate`'s, errors are relative to what was
+measured, "alone" of batches without training.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def events(text: str) -> Iterator[dict[str, Any]]:
 def replay(traced: Iterable[dict[str, Any]], predictor: LatencyPredictor) -> Iterator[Replayed]:
     """Tell the predictor of each iteration. Raises ValueError, KeyError or TypeError for what is no trace with
     records."""
-    load, counts = "all", True
+    load, counts = "unmarked", True
     for event in traced:
         if event["ph"] == "i":
             counts = event["name"] != _END

@@ -73,9 +73,9 @@ _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
 _WORST = (
     "The grid again has the ten worst of each cell: {num} are more than 10% off, {decodes} of them decode steps, "
-    "{slow} of these longer than expected. Steps behind tasklets are timed from the end of these, and come out "
-    "shorter; they were taken for steps alone, too, of which too little was expected then. Later versions keep the two "
-    "apart (docs/design.md), which has not been measured."
+    "{slow} of these longer than expected. That may be because steps behind tasklets, which are timed from the end of "
+    "these and come out shorter, were taken for steps alone, too; later versions keep the two apart (docs/design.md), "
+    "which has not been measured. Or because of clocks that training has lowered."
 )
 
 

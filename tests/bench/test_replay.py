@@ -48,7 +48,7 @@ def test_errors_are_those_of_a_predictor_that_knows_the_trace_alone(tmp_path: Pa
     trace.close()
     result = replay(tmp_path / "trace.json")
     assert result.returncode == 0, result.stderr
-    assert "all, alone: 17 batches, recorded mean 50.0%, p95 50.0%, 100.0% above 10%; replayed mean 0.0%" in (
+    assert "unmarked, alone: 17 batches, recorded mean 50.0%, p95 50.0%, 100.0% above 10%; replayed mean 0.0%" in (
         result.stdout
     ), "the first three could not be predicted"
     assert "measured from here: adaptive, alone: 1 batches, recorded mean 4.0%, p95 4.0%, 0.0% above 10%; " in (
@@ -58,7 +58,7 @@ def test_errors_are_those_of_a_predictor_that_knows_the_trace_alone(tmp_path: Pa
     assert "measured from here: adaptive, with training: 1 batches, recorded mean 10.0%" in result.stdout
     text = (tmp_path / "trace.json").read_text()
     (tmp_path / "cut.json").write_text(text[: text.rindex("measured until here") - 200].rpartition("\n")[0])
-    assert "all, alone: 17 batches" in replay(tmp_path / "cut.json").stdout, "a trace whose end is missing"
+    assert "unmarked, alone: 17 batches" in replay(tmp_path / "cut.json").stdout, "a trace whose end is missing"
 
 
 def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
@@ -70,6 +70,8 @@ def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     result = run_command("bench", "colocate", *small_model(tmp_path), *flags, "--trace-file", str(path))
     assert result.returncode == 0, result.stderr
     printed = replay(path).stdout
+    begin = [line.partition(",")[0] for line in printed.splitlines()]
+    assert set(begin) - {"unmarked"} == {"measured from here: inference-only", "measured from here: adaptive"}
     for policy, kind in (("inference-only", "alone"), ("adaptive", "with training")):
         found = re.search(
             rf"measured from here: {policy}, TPOT target 10000 ms, 2 requests, {kind}: (\d+) batches", printed

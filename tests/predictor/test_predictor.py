@@ -153,6 +153,32 @@ def test_the_linear_model_knows_steps_behind_tasklets(share_behind: float) -> No
         assert known_ms == pytest.approx(step_ms(unseen, behind_tasklets), rel=0.01)
 
 
+@pytest.mark.parametrize("first_ms", [0.5, 60.0])
+def test_one_odd_step_behind_tasklets_is_not_what_all_take(first_ms: float) -> None:
+    """Nor does it shift what is said of steps alone."""
+    predictor, batch, unseen = LatencyPredictor("h", "m"), decode(4, 400), decode(9, 2000)
+    rng = random.Random(0)
+    for _ in range(100):
+        each = decode(rng.randint(1, 32), rng.randint(100, 3000))
+        learn(predictor, each, true_ms(each))
+    for step_ms in (first_ms, *[true_ms(batch) - 0.2] * 4):
+        learn(predictor, batch, step_ms, behind_tasklets=True)
+        for behind_tasklets in (False, True):
+            known_ms = predictor.batch_ms(unseen, behind_tasklets=behind_tasklets)
+            assert known_ms == pytest.approx(true_ms(unseen), rel=0.25), (behind_tasklets, step_ms)
+
+
+def test_where_all_steps_are_behind_tasklets_the_model_tells_of_them_alone() -> None:
+    rng, predictor = random.Random(0), LatencyPredictor("h", "m")
+    for _ in range(50):
+        batch = decode(rng.randint(1, 32), rng.randint(100, 3000))
+        learn(predictor, batch, true_ms(batch), behind_tasklets=True)
+    for unseen in (decode(41, 5000), decode(8, 2000, adapters=1)):  # the second is a guess
+        for behind_tasklets in (False, True):
+            known_ms = predictor.batch_ms(unseen, behind_tasklets=behind_tasklets)
+            assert known_ms == pytest.approx(true_ms(unseen), rel=0.05)
+
+
 def test_plans_count_with_what_a_step_takes_behind_tasklets() -> None:
     """If it is going to wait for some: not where a batch is in flight before it, which has waited."""
     predictor, batch = LatencyPredictor("h", "m"), decode(1, 100)

@@ -18,6 +18,7 @@ import pytest
 from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
+from cotenant.device.readback import Interval
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Flight, OnlineStep
 from cotenant.runtime import tasklet_lanes
@@ -369,8 +370,10 @@ def test_a_batch_that_is_timed_from_the_end_of_tasklets_is_measured_as_alone(sid
     assert not landed.behind_tasklets
 
 
-def test_a_batch_that_waits_for_no_tasklets_is_not_behind_any(side_by_side: SideBySide) -> None:
-    """Nor is one with a batch before it that waits for them."""
+def test_a_batch_that_waits_for_no_tasklets_is_not_behind_any(
+    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one with a batch before it that waits for them, or that began as they had ended."""
     device = side_by_side.device
     found = []
     for end in (None, object()):
@@ -380,6 +383,11 @@ def test_a_batch_that_waits_for_no_tasklets_is_not_behind_any(side_by_side: Side
         side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
         side_by_side.finish()
     assert found == [False, False, True, False]
+    with monkeypatch.context() as patched:
+        patched.setattr(Interval, "waited", lambda *_: False)
+        side_by_side.execute(Plan())
+        assert not side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL)).behind_tasklets
+        side_by_side.finish()
     # Prompts are timed from their launch.
     side_by_side.engine.add(request("late", [5, 6, 7], NUM_TOKENS))
     side_by_side.execute(Plan())

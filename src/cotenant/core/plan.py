@@ -156,8 +156,9 @@ class Snapshot:
 
     @property
     def behind_tasklets(self) -> bool:
-        """What ``IterationRecord.behind_tasklets`` is going to be, if the batch has all SMs."""
-        return self.wait_ms > 0 and self.in_flight is None and not self.batch.prefill_tokens
+        """What ``IterationRecord.behind_tasklets`` is going to be, as far as is known, if the batch has all SMs and no
+        prompts."""
+        return self.wait_ms > 0 and self.in_flight is None
 
 
 class Mode(StrEnum):

@@ -76,6 +76,11 @@ class Interval:
         """Whether it ended, as it has by now, before that event came."""
         return self._events is not None and not (behind.query() and behind.elapsed_time(self._events[1]) > 0.0)
 
+    def waited(self, behind: torch.cuda.Event) -> bool:
+        """Whether that event came after its beginning: it has not where the host was slow to launch. True where the
+        host's clock tells."""
+        return self._events is None or self._events[0].elapsed_time(behind) > 0.0
+
     def gap_ms(self, earlier: Interval) -> float:
         """From the end of ``earlier`` to the beginning of this one; both have ended."""
         if self._events is not None and earlier._events is not None:

@@ -429,7 +429,8 @@ class OnlineEngine:
             if not entry.sequence.has_left:
                 outputs += advance(self._live, entry, token_id, logprobs, now_s)
         shape, begun_s = flight.step.shape, flight.interval.begun_s
-        return Collected(outputs, shape, flight.device_ms(), flight.gap_ms(), flight.overtook, begun_s)
+        took_ms, gap_ms = flight.device_ms(), flight.gap_ms()
+        return Collected(outputs, shape, took_ms, gap_ms, flight.overtook, flight.waited, begun_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""

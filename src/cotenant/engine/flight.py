@@ -36,14 +36,15 @@ class RanLayers:
 class Collected:
     """What a batch produced, in its order. ``device_ms``: how long it ran, without what it waited for; ``gap_ms``: how
     long the device had nothing of the online tenant's before it (None: nothing had been launched behind the batch
-    before). ``overtook``: it ended before what it was to wait for, and its time is that of both. ``begun_s``: when its
-    first kernels were launched (``time.perf_counter``)."""
+    before). ``overtook``: it ended before what it was to wait for, and its time is that of both. ``waited``: it began
+    before that ended. ``begun_s``: when its first kernels were launched (``time.perf_counter``)."""
 
     outputs: list[SequenceOutput]
     shape: BatchShape
     device_ms: float
     gap_ms: float | None
     overtook: bool
+    waited: bool
     begun_s: float
 
 
@@ -134,6 +135,11 @@ class Flight:
     def overtook(self) -> bool:
         """Whether it ended before the device was to get to it."""
         return self._behind is not None and self.interval.overtook(self._behind)
+
+    @property
+    def waited(self) -> bool:
+        """Whether it had begun when the device got to it."""
+        return self._behind is not None and not self.overtook and self.interval.waited(self._behind)
 
     def gap_ms(self) -> float | None:
         """From the end of the batch before to the beginning of this one, if the two were launched back to back."""

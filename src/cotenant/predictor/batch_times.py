@@ -18,8 +18,10 @@ from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 # token more costs from half to four times what those do on average. A guess says at most twice what it would be by the
 # tokens first asked of.
 _FIRST_TILES, _MOST_ASKED = (8, 3, 1), 3
-_ALONE, _BEHIND = "batch", "batch behind tasklets"  # of records
 _LEAST_OF_MEAN, _MOST_OF_MEAN, _MOST_GUESSED = 0.5, 4.0, 2.0
+_ALONE, _BEHIND = "batch", "batch behind tasklets"  # records
+# Of what a step alone takes: one behind tasklets that took less has run beside them for a good part.
+_LEAST_BEHIND = 0.7
 
 
 class BatchTimes:
@@ -52,7 +54,8 @@ class BatchTimes:
         return known_ms or self._unmeasured_ms(batch)
 
     def _measured_ms(self, batch: BatchShape, kind: str, *, cautious: bool) -> float | None:
-        """By records of this kind, or models of it where they reach."""
+        """By records of this kind, or models of it where they reach. A stale record says no more than what else is
+        known."""
         group, key = self.keys(batch)
         fresh_ms = self._records.fresh_ms(group, (kind, key), cautious=cautious)
         if fresh_ms is not None:
@@ -132,6 +135,8 @@ class BatchTimes:
             if batch.prefill_tokens:
                 self.models.observe(batch, online_ms, is_disturbed=True)
             return
+        if record.behind_tasklets:
+            online_ms = max(online_ms, _LEAST_BEHIND * (self.models.reached_ms(batch) or 0.0))
         group, key = self.keys(batch)
         self._records.add(group, (_BEHIND if record.behind_tasklets else _ALONE, key), online_ms)
         online_ms = self.models.observe(batch, online_ms, behind_tasklets=record.behind_tasklets)

@@ -19,7 +19,10 @@ from cotenant.predictor.linear import LinearState, OnlineLinearModel
 from cotenant.predictor.ratio import Ratio
 from cotenant.predictor.shapes import TILE, adapter_features, size_of
 
-_DECODE_SCALES = (1.0, 8.0, 4096.0, 1.0, 1.0, 1.0)
+# What tasklets in flight take off a step is a millisecond or so: it is to have no share in what steps take in any case,
+# where all that were measured are behind tasklets.
+_DECODE_SCALES = (1.0, 8.0, 4096.0, 100.0, 1.0, 1.0)
+_ENOUGH_BEHIND = 3  # steps behind tasklets, after which the model tells of them
 _PROMPT_SCALES = (1.0, 256.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
 _FEW_ROWS = 3 * TILE  # up to about so many reading the weights bounds products, and a row more costs less
 # A batch that takes so many times what its model says teaches the model no more than that; nor does a model say less.
@@ -54,9 +57,12 @@ class BatchModels:
         self._ratios: dict[int, Ratio] = {}
         self._after_training = [Ratio() for _ in range(_NUM_AFTER)]
         self._num_since = _NUM_AFTER  # batches with prompts since training, as far as they are told apart
+        self._num_behind = 0
 
     def reached_ms(self, batch: BatchShape, *, behind_tasklets: bool = False) -> float | None:
-        """What a model says, if it rests on what was measured."""
+        """What a model says, if it rests on what was measured. Where hardly a step behind tasklets was, what it says of
+        one alone."""
+        behind_tasklets = behind_tasklets and self._num_behind >= _ENOUGH_BEHIND
         model_ms = self._model_of(batch).reached(_features(batch, behind_tasklets))
         return None if model_ms is None else model_ms * self._ratio(batch)
 
@@ -98,6 +104,7 @@ class BatchModels:
                 self._observe_ratios(batch, measured_ms, model_ms, is_disturbed=is_disturbed)
         if not is_disturbed:
             model.update(features, measured_ms / ratio**_LEFT_TO_RATIOS)
+        self._num_behind += behind_tasklets
         if batch.prefill_tokens:
             self._num_since = min(self._num_since + 1, _NUM_AFTER)
         return measured_ms

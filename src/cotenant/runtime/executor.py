@@ -33,15 +33,15 @@ Emit = Callable[[list[SequenceOutput]], None]
 class _Launched(NamedTuple):
     """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then whose end it is not
     timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it.
-    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then. ``behind_tasklets``: see
-    ``IterationRecord``."""
+    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then. ``is_behind``: it has all
+    SMs and is timed from the end of tasklets, if that is later than its beginning."""
 
     plan: Plan
     shape: BatchShape
     with_tasklet: bool
     fused: TaskletRun | None
     planned_s: float | None
-    behind_tasklets: bool
+    is_behind: bool
 
     @property
     def shares(self) -> bool:
@@ -278,7 +278,8 @@ class Executor:
                 collected = self._engine.collect()
             if launched.planned_s is not None:
                 self._note_beginning(launched.planned_s, collected.begun_s)
-            landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet, launched.behind_tasklets)
+            is_behind = launched.is_behind and collected.waited
+            landed = _Landed(collected, launched.plan.predicted_ms, launched.with_tasklet, is_behind)
             self._tasklets.batch_landed(collected.shape, launched.plan.partition, collected.device_ms)
             if self._trace is not None:
                 end_s, partition = time.perf_counter(), launched.plan.partition
@@ -297,7 +298,7 @@ class Executor:
 
     def _launch_online(self, plan: Plan, step: OnlineStep, behind: torch.cuda.Event | None = None) -> TaskletRun | None:
         """Launch a batch: the tasklets that were fused into it. ``behind``: the end of tasklets that it waits for."""
-        fused, start_s = None, time.perf_counter()
+        fused, is_behind, start_s = None, False, time.perf_counter()
         planned_s = self._planned_s if step.shape.prefill_tokens and not self._launched else None
         if step.shape.prefill_tokens:  # its products take the SMs of what is in flight, which ends all the later
             behind, self._wait_until_s = None, -math.inf
@@ -308,9 +309,9 @@ class Executor:
                 ran, fused = self._fused.forward(step, plan.num_fused)
                 self._launch(step, ran)
         else:
+            is_behind = behind is not None and plan.partition is None and not self._launched
             with self._device.online(plan.partition):
                 self._launch(step, behind=behind)
-        is_behind = behind is not None and fused is None and plan.partition is None and not self._launched
         self._launched.append(_Launched(plan, step.shape, with_tasklet, fused, planned_s, is_behind))
         # All else is launched while the device works at it.
         is_one_graph = fused is None and step.shape.prefill_tokens == 0
