@@ -60,9 +60,9 @@ class BatchModels:
         self._num_behind = 0
 
     def reached_ms(self, batch: BatchShape, *, behind_tasklets: bool = False) -> float | None:
-        """What a model says, if it rests on what was measured. Where hardly a step behind tasklets was, what it says of
-        one alone."""
-        behind_tasklets = behind_tasklets and self._num_behind >= _ENOUGH_BEHIND
+        """What a model says, if it rests on what was measured."""
+        if behind_tasklets and self._num_behind < _ENOUGH_BEHIND:
+            return None
         model_ms = self._model_of(batch).reached(_features(batch, behind_tasklets))
         return None if model_ms is None else model_ms * self._ratio(batch)
 
