@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,8 +39,18 @@ def slow_task(folder: Path) -> Task:
     return Task((file,), str(TINY), None, READY.vocab_size, READY.max_model_len)
 
 
+def children_that(are: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """One may end, and be reaped, while it is asked."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if are(child):
+                found.append(child)
+    return found
+
+
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if prepare_main.__name__ in child.cmdline()]
+    return children_that(lambda child: prepare_main.__name__ in child.cmdline())
 
 
 def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
@@ -151,8 +162,7 @@ def test_cancelling_twice_leaves_no_process_alive(
         await asyncio.to_thread(until, lambda: not alive())
 
     def alive() -> list[psutil.Process]:
-        found = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-        return [child for child in found if child.pid not in others]
+        return children_that(lambda child: child.pid not in others and child.status() != psutil.STATUS_ZOMBIE)
 
     others = {child.pid for child in psutil.Process().children()}
     with asyncio.Runner(loop_factory=make_loop) as runner:
