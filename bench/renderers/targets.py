@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key, pooled_errors
+from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, place_key, pooled_errors
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
@@ -149,34 +149,27 @@ def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
 def _again_rows(grid: Result, again: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     """In those of its places where serving alone is in time in the grid; averages over those with all policies."""
     alone = {_spot(cell): cell for cell in grid["cells"] if cell["policy"] == REFERENCE}
-    counted = {
-        _spot(place["place"]): place
-        for place in again["comparison"]["places"]
-        if alone[_spot(place["place"])]["attainment"] >= _ATTAINMENT and SUBJECT in place["policies"]
-    }
-    late = {spot: place for spot, place in counted.items() if not place["policies"][SUBJECT]["meets_slo"]}
+    in_time = [cell for cell in again["cells"] if alone[_spot(cell)]["attainment"] >= _ATTAINMENT]
+    comparison = compare({**again, "cells": in_time}, _ATTAINMENT)
+    places = [place for place in comparison["places"] if SUBJECT in place["policies"]]
+    late = [place for place in places if not place["policies"][SUBJECT]["meets_slo"]]
     name = "[the same again](#on-a-gpu-the-grid-again-llmstation-in-partitions), `llmstation` in partitions"
-    whose = "; ".join(
-        "{} x {:g} at {:g} ms (".format(*spot)
-        + ", ".join(f"`{policy}` {figures['attainment']:.1%} in time" for policy, figures in place["policies"].items())
-        + f"; serving alone in the grid: TPOT p99 {alone[spot]['tpot_ms']['p99']:.1f} ms)"
-        for spot, place in late.items()
-    )
-    text, number = f"{len(counted) - len(late)}", len(counted)
-    yield name, f"in time at all {number} places", text, not late, _LATE.format(late=whose)
-    training = set(again["comparison"]["averages"])
-    whole = [place for place in counted.values() if training == place["policies"].keys()]
-    means = {policy: _mean_in_time(whole, policy) for policy in sorted(training)}
-    best = max(means.keys() - {SUBJECT}, key=lambda policy: means[policy])
-    for other, aim, title in ((best, 1.15, f"the best other, `{best}`"), ("chunked", 1.38, "`chunked`")):
-        ratio, why = means[SUBJECT] / means[other], _OTHERS.format(**_ratios(whole, other), policy=other)
+    whose = "; ".join(_late(place, alone[_spot(place["place"])]) for place in late)
+    text = f"{len(places) - len(late)}"
+    yield name, f"in time at all {len(places)} places", text, not late, _LATE.format(late=whose)
+    whole = [place for place in places if comparison["averages"].keys() == place["policies"].keys()]
+    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
+        other, ratio = (comparison["ratios"][key][what] for what in ("policy", "ratio"))
+        title = f"the best other, `{other}`" if key == "best_other" else f"`{other}`"
+        why = _OTHERS.format(**_ratios(whole, other), policy=other)
         yield name, f"on average {aim} times {title}", f"{ratio:.2f}, of {len(whole)} places", ratio >= aim, why
 
 
-def _mean_in_time(places: Sequence[Mapping[str, Any]], policy: str) -> float:
-    """Harvest; 0 counts where the SLO is missed."""
-    found = [place["policies"][policy] for place in places]
-    return statistics.fmean(each["harvest"] if each["meets_slo"] else 0.0 for each in found)
+def _late(place: Result, alone: Result) -> str:
+    """``alone``: the grid's cell of serving alone there."""
+    each = [f"`{policy}` {figures['attainment']:.1%} in time" for policy, figures in place["policies"].items()]
+    each[-1] += f"; serving alone in the grid: TPOT p99 {alone['tpot_ms']['p99']:.1f} ms"
+    return "{} x {:g} at {:g} ms (".format(*_spot(place["place"])) + ", ".join(each) + ")"
 
 
 def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, str, bool, str]]:
