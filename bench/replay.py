@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,11 +22,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cotenant.bench.summary import error_figures
 from cotenant.core.plan import IterationRecord, Mode
 from cotenant.predictor.predictor import LatencyPredictor
 
 _END = "measured until here"  # of a load's mark: what follows does not count
-_LIMIT = 0.1
 
 
 class Replayed(NamedTuple):
@@ -87,9 +86,8 @@ def replay(traced: Iterable[dict[str, Any]], predictor: LatencyPredictor) -> Ite
 
 
 def _text(errors: list[float]) -> str:
-    p95 = statistics.quantiles(errors, n=20, method="inclusive")[-1] if len(errors) > 1 else errors[0]
-    above = sum(error > _LIMIT for error in errors) / len(errors)
-    return f"mean {statistics.fmean(errors):.1%}, p95 {p95:.1%}, {above:.1%} above {_LIMIT:.0%}"
+    figures = error_figures(errors)
+    return "mean {mean:.1%}, p95 {p95:.1%}, {share_above_10_percent:.1%} above 10%".format(**figures)
 
 
 if __name__ == "__main__":

@@ -72,12 +72,11 @@ def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     printed = replay(path).stdout
     begin = [line.partition(",")[0] for line in printed.splitlines()]
     assert set(begin) - {"unmarked"} == {"measured from here: inference-only", "measured from here: adaptive"}
-    for policy, kind in (("inference-only", "alone"), ("adaptive", "with training")):
-        found = re.search(
-            rf"measured from here: {policy}, TPOT target 10000 ms, 2 requests, {kind}: (\d+) batches", printed
-        )
-        assert found, printed
-        assert int(found[1]) > 10
+    rows = re.findall(r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed)
+    assert {(policy, kind) for policy, kind, _ in rows} >= {("inference-only", "alone"), ("adaptive", "with training")}
+    # How many have training beside them hangs on how fast the machine is, how many there are on the answers' lengths.
+    for name in ("inference-only", "adaptive"):
+        assert sum(int(count) for policy, _, count in rows if policy == name) > 10, printed
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def percentiles(values: Sequence[float]) -> list[float]:
     return [round(float(value), 3) for value in np.percentile(values, range(101))]
 
 
+def error_figures(ratios: Sequence[float]) -> dict[str, float]:
+    """Of relative errors of prediction, of which there are some: the mean, the value that 5 percent lie above, the
+    share above 0.1, and how many there are."""
+    return {
+        "mean": round(sum(ratios) / len(ratios), 4),
+        "p95": round(sorted(ratios)[int(0.95 * len(ratios))], 4),
+        "share_above_10_percent": round(sum(ratio > 0.1 for ratio in ratios) / len(ratios), 6),
+        "iterations": len(ratios),
+    }
+
+
 def attained(result: RequestResult, targets: Targets) -> bool:
     """True if the request was answered and met both targets."""
     return result.error is None and result.ttft_ms <= targets.ttft_ms and result.tpot_ms <= targets.tpot_ms

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from cotenant.bench.summary import distribution, percentiles
+from cotenant.bench.summary import distribution, error_figures, percentiles
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_cell import Cell, Errors, Predicted
@@ -46,12 +46,8 @@ def cell_figures(load: dict[str, Any], cell: Cell, alone_tokens_per_s: float) ->
 def _errors(errors: Errors) -> dict[str, Any] | None:
     if not errors.ratios:
         return None
-    ratios = sorted(errors.ratios)
     return {
-        "mean": round(sum(ratios) / len(ratios), 4),
-        "p95": round(ratios[int(0.95 * len(ratios))], 4),
-        "share_above_10_percent": round(sum(ratio > 0.1 for ratio in ratios) / len(ratios), 6),
-        "iterations": len(ratios),
+        **error_figures(errors.ratios),
         "farthest_off": [_predicted_figures(each) for each in errors.worst()],
     }
 
