@@ -79,7 +79,7 @@ class Interval:
     def waited(self, behind: torch.cuda.Event) -> bool:
         """Whether that event came after its beginning: it has not where the host was slow to launch. True where the
         host's clock tells."""
-        return self._events is None or self._events[0].elapsed_time(behind) > 0.0
+        return self._events is None or (behind.query() and self._events[0].elapsed_time(behind) > 0.0)
 
     def gap_ms(self, earlier: Interval) -> float:
         """From the end of ``earlier`` to the beginning of this one; both have ended."""

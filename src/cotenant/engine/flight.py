@@ -139,7 +139,7 @@ class Flight:
     @property
     def waited(self) -> bool:
         """Whether it had begun when the device got to it."""
-        return self._behind is not None and not self.overtook and self.interval.waited(self._behind)
+        return self._behind is not None and self.interval.waited(self._behind)
 
     def gap_ms(self) -> float | None:
         """From the end of the batch before to the beginning of this one, if the two were launched back to back."""
