@@ -16,8 +16,8 @@ from small_model import small_model
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "replay.py"
 LOADS = """TIMESTAMP,ContextTokens,GeneratedTokens
-2023-11-16 18:15:46.0,12,24
-2023-11-16 18:15:46.3,9,26
+2023-11-16 18:15:46.0,12,64
+2023-11-16 18:15:46.3,9,66
 """
 
 
@@ -73,10 +73,10 @@ def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     begin = [line.partition(",")[0] for line in printed.splitlines()]
     assert set(begin) - {"unmarked"} == {"measured from here: inference-only", "measured from here: adaptive"}
     rows = re.findall(r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed)
-    assert {(policy, kind) for policy, kind, _ in rows} >= {("inference-only", "alone"), ("adaptive", "with training")}
-    # How many have training beside them hangs on how fast the machine is, how many there are on the answers' lengths.
-    for name in ("inference-only", "adaptive"):
-        assert sum(int(count) for policy, _, count in rows if policy == name) > 10, printed
+    counts = {(policy, kind): int(count) for policy, kind, count in rows}
+    assert counts["inference-only", "alone"] > 10, printed
+    # How many of them are predicted, and have training beside them, hangs on how evenly the machine goes.
+    assert counts["adaptive", "with training"] > 0, printed
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:

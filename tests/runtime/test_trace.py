@@ -33,7 +33,9 @@ from runtime.test_partitions import FEW, SplitDevice
 def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     save_llama(tmp_path / "model")
     decoder, device = support.load(tmp_path / "model"), create_device("cpu")
-    channel = Channel(AddRequest(request("r", [5, 6, 7], 4)))
+    # Many tokens: tasklets of a shape that nobody has measured yet come one a step, and it is not predicted.
+    num_tokens = 48
+    channel = Channel(AddRequest(request("r", [5, 6, 7], num_tokens)))
     engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
     training.start(support.make_spec(tmp_path / "job", n_epochs=1))
@@ -45,7 +47,7 @@ def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     events = _events(tmp_path / "trace.json")
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"loop", "online lane"}
     spans = {track: [event for event in events if event.get("tid") == track and event["ph"] == "X"] for track in Track}
-    assert [event["name"] for event in spans[Track.ONLINE]] == ["prefill 3", "decode 1", "decode 1", "decode 1"]
+    assert [event["name"] for event in spans[Track.ONLINE]] == ["prefill 3", *["decode 1"] * (num_tokens - 1)]
     kinds = {event["name"] for event in spans[Track.BEST_EFFORT]}
     assert kinds >= {"forward", "loss", "backward", "optimizer"}
     assert {event["name"] for event in spans[Track.LOOP]} == {"observe", "plan", "execute", "publish"}
