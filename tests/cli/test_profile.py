@@ -9,12 +9,14 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from cotenant.cli.main import app
-from cotenant.core.errors import ConflictError
+from cotenant.config import CoExecutionConfig, ServerConfig
+from cotenant.core.errors import ConflictError, InvalidInputError
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_bench import ColocateBench, Profiled
 from cotenant.store import lock_folder, open_store
@@ -47,7 +49,9 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     tasklet_ms = [record[2] for record in first["records"] if record[1][0] == "tasklet"]
     # On a CPU one thing at a time runs. Tasklets of the optimizer are longer, and a machine may be disturbed.
     assert (beside_ms - alone_ms) / num_tasklets < 3 * max(tasklet_ms)
-    again = run_profile("--batch-sizes", "1,3,4000", *flags, "--contexts", "64,100000")
+    # The same sizes of a model, whatever its folder is called.
+    small = Path(flags[0]).rename(tmp_path / "elsewhere")
+    again = run_profile("--batch-sizes", "1,3,4000", str(small), *flags[1:], "--contexts", "64,100000")
     assert again.returncode == 0, again.stderr
     assert "are more: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
     assert "1 sequence of about 64 tokens: " in again.stdout
@@ -137,6 +141,22 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     open_store(tmp_path).close()  # the folder is a server's again
 
 
+def test_partitions_are_those_of_the_servers_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[CoExecutionConfig]()
+
+    def noted(self: ColocateBench, config: ServerConfig, *_: Any, **__: Any) -> None:
+        asked.append(config.coexecution)
+        raise InvalidInputError("enough")
+
+    monkeypatch.setattr(ColocateBench, "__init__", noted)
+    flags = ["--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
+    for more in ([], ["--policy", "harli"], ["--sm-shares", "0.5", "--sm-shares", "0.25"]):
+        CliRunner().invoke(app, ["profile", *small_model(tmp_path), *flags, *more])
+    assert [(each.policy, each.sm_shares) for each in asked] == [
+        ("adaptive", None), ("harli", None), ("adaptive", (0.5, 0.25))
+    ]  # fmt: skip
+
+
 def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path, "`cotenant profile`")
     with pytest.raises(ConflictError, match=r"in use by `cotenant profile` \(process \d+\)\. Stop it"):
@@ -150,6 +170,9 @@ def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
         (["tiny", "--batch-sizes", "1,x"], "--batch-sizes: expected numbers like 1,8,32"),
         (["tiny", "--contexts", "4096"], "tiny takes 1024 tokens, and the shortest of these take up to 4702 with"),
         (["tiny", "--batch-sizes", "9000"], "error: --batch-sizes, --contexts: tiny takes 1024 tokens"),
+        (["tiny", "--policy", "inference-only"], "--policy: under inference-only nothing trains"),
+        (["tiny", "--policy", "best"], "error: --policy: must be one of adaptive, "),
+        (["tiny", "--sm-shares", "1.5"], "error: --sm-shares: must be above 0 and below 1"),
         (["no-such-model"], "unknown model 'no-such-model'"),
     ],
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from cotenant.config import CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
 from cotenant.runtime.latency_file import LatencyFile
+from cotenant.runtime.tenants import build_tenants
 from cotenant.wire.messages import AddRequest
 from runtime.cotenancy import request
 from runtime.test_loop import Channel, small_loop
+from small_model import CONFIG
 
 NUM_SHAPES = 1000
 
@@ -81,3 +85,22 @@ def test_a_loop_that_is_never_idle_saves_by_parts(
         loop.iterate()
     assert num_parts == (19 if is_long else 0), "nothing was learned before the first"
     loop.run()
+
+
+def test_it_is_the_models_whatever_name_it_is_served_under(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    def path(model: Path, *names: str, dtype: str = "auto") -> Path:
+        chosen = ModelConfig(str(model), served_model_names=names, load_format="dummy", dtype=dtype, device="cpu")
+        targets = CoExecutionConfig(slo_ttft_ms=1e4, slo_tpot_ms=1e3)
+        config = ServerConfig(model=chosen, coexecution=targets, data_dir=str(tmp_path / "data"))
+        return build_tenants(config, lambda message: None).latencies.path
+
+    first = path(here)
+    assert path(there, "llama") == first
+    assert path(here, dtype="bfloat16") != first
+    (there / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    assert path(there, "llama") != first

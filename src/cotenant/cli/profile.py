@@ -31,6 +31,10 @@ def profile(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,8,16,32,64,128",
     contexts: Annotated[str, typer.Option(help="Tokens of each of them, about.")] = "256,1024,2048",
+    policy: Annotated[
+        str, typer.Option(help="The server's, which says what partitions of the SMs there are.")
+    ] = "adaptive",
+    sm_shares: Annotated[list[float] | None, typer.Option(help="As for `cotenant serve`.", show_default=False)] = None,
     tasklet_tokens: Annotated[
         int | None, typer.Option(min=16, help="As for `cotenant serve`.", show_default=False)
     ] = None,
@@ -44,6 +48,11 @@ def profile(
     """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
     and keep the latencies in the data folder: a server that starts there plans with them from its first iteration. What
     else it meets it learns by itself."""
+    coexecution = CoExecutionConfig(
+        policy, tasklet_tokens=tasklet_tokens, sm_shares=None if sm_shares is None else tuple(sm_shares)
+    )
+    if not coexecution.trains:
+        raise InvalidInputError(f"--policy: under {policy} nothing trains that could be measured", param="policy")
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization, compress_weights)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
@@ -69,7 +78,7 @@ def profile(
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
         batch=BatchConfig(max_queue=1_000_000),
-        coexecution=CoExecutionConfig("adaptive", tasklet_tokens=tasklet_tokens),
+        coexecution=coexecution,
         data_dir=str(folder),
     )
     # An example is never cut: longer ones would be micro-batches longer than a job's.

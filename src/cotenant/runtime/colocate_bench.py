@@ -11,7 +11,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ class ColocateBench:
     def learn(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float) -> None:
         """Serve those of these requests that come within ``duration_s``, and measure nothing but what predictions rest
         on. That is all policies': who is measured first would else have least of it."""
-        self._warm_up(policy)
+        self._warm_up(self._partitions_of(policy))
         load = self._load([each for each in arrivals if each.due_s < duration_s], seed=0)
         watch, loop = self._begin(load, policy, slo)
         while load.now_s < duration_s:
@@ -200,7 +200,7 @@ class ColocateBench:
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
         enough others to be judged by; who lacks some then is answered without training, which takes less time."""
-        self._warm_up(policy)
+        self._warm_up(self._partitions_of(policy))
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
         account = self._account(f"{policy}, TPOT target {slo.tpot_ms:g} ms, {len(arrivals)} requests")
@@ -225,7 +225,7 @@ class ColocateBench:
         """``batch_size`` sequences that decode together: ``num_tokens`` tokens each, around ``context`` of them. The
         model takes ``steady_len`` tokens."""
         assert steady_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
-        self._warm_up(policy)
+        self._warm_up(self._partitions_of(policy))
         start, num_untimed = timed_from(context, num_tokens)
         aims = create_policy(policy, self._tenants.predictor).aims
         teacher = self._learn_margin(policy, slo, batch_size, seed) if aims else None
@@ -245,7 +245,8 @@ class ColocateBench:
     def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
         """Decode steps alone, as ``steady`` under `adaptive` on all SMs, and again beside training in each
         partition."""
-        self._warm_up("adaptive")
+        partitions = self._tenants.serving.device.partitions
+        self._warm_up(partitions)
         assert profile_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
         load = self._steady_load(slo, batch_size, timed_from(context, num_tokens)[0], SETTLED_TOKENS, 0)
         alone_s = min((answer.token_s for answer in load.answers), key=len)  # of who came last: all decode since then
@@ -255,7 +256,7 @@ class ColocateBench:
         beside_ms = statistics.fmean(measured_cell("adaptive", slo, watch, start_s, end_s, None).tpot_ms)
         tasklets_per_step = watch.num_tasklets / num_tokens
         shared = []
-        for partition in self._tenants.serving.device.partitions:
+        for partition in partitions:
             watch, loop = self._begin(load, "static", slo, (partition.online_share,))
             start_s, end_s = self._decode(loop, watch, num_tokens)
             step_ms = (end_s - start_s) * 1e3 / num_tokens
@@ -263,10 +264,13 @@ class ColocateBench:
         self._end_steady(loop, watch)
         return Profiled(alone_ms, beside_ms, tasklets_per_step, tuple(shared))
 
-    def _warm_up(self, policy: str) -> None:
-        """Train alone in each partition of the policy's in which nothing was trained yet."""
+    def _partitions_of(self, policy: str) -> tuple[Partition, ...]:
+        return nearest(self._tenants.serving.device.partitions, sm_shares(policy))
+
+    def _warm_up(self, partitions: Iterable[Partition]) -> None:
+        """Train alone in each of these in which nothing was trained yet."""
         training = self._tenants.training
-        for partition in nearest(self._tenants.serving.device.partitions, sm_shares(policy)):
+        for partition in partitions:
             if partition in self._warm:
                 continue
             self._warm.add(partition)

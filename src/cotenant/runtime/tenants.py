@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cotenant.config import ServerConfig
@@ -34,6 +35,7 @@ from cotenant.wire.messages import FromWorker
 logger = logging.getLogger(__name__)
 
 _CUDA_SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
+_NUM_DIGITS = 12  # that tell models of different shapes apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,16 @@ class Tenants:
         )
 
 
+def _timed_model(serving: Serving, quantization: str | None) -> str:
+    """What its latencies depend on, whatever name it is served under and wherever its folder lies."""
+    spec, decoder = serving.resolved.spec, serving.decoder
+    shapes = replace(spec, eos_token_ids=(), dtype=None)
+    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:_NUM_DIGITS]
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    compressed = "compressed" if decoder.weights.is_compressed else None
+    return " ".join(filter(None, (f"{spec.family}-{digest}", dtype, quantization, compressed)))
+
+
 def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> Tenants:
     """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
     and torch.OutOfMemoryError."""
@@ -91,9 +103,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     trains = config.coexecution.trains
     serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    compressed = "compressed" if decoder.weights.is_compressed else None
-    model = " ".join(filter(None, (serving.resolved.name, dtype, config.model.quantization, compressed)))
+    model = _timed_model(serving, config.model.quantization)
     prior = _prior(spec, decoder, config.model.quantization, device)
     predictor = LatencyPredictor(device.name, model, prior)
     latencies = LatencyFile(Path(config.data_dir), device.name, model)
