@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from cotenant.core.plan import Mode, Slo
 from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 SLO = Slo(ttft_ms=100, tpot_ms=10)
+MANUAL = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
 @pytest.fixture
@@ -125,3 +128,15 @@ def test_targets_are_unknown_before_the_model_is_loaded() -> None:
         name for name in seen if any(part in name for part in ("slo_target_ms", "policy", "step_gap", "harvest"))
     ]
     assert seen['cotenant:model_ready{model_name="m"}'] == 0
+
+
+def test_every_metric_is_in_the_manual(worker: WorkerClient) -> None:
+    rows = [line for line in MANUAL.read_text().splitlines() if line.startswith("| `")]
+    named = {
+        name.partition("{")[0] for row in rows for name in re.findall(r"`([a-z0-9_]+(?:{\w+})?)`", row.split("|")[1])
+    }
+    metrics = Metrics("m", worker)
+    metrics.count_end("stop")
+    families = re.findall(r"^# TYPE cotenant:(\w+) (\w+)", metrics.render().decode(), re.M)
+    assert families
+    assert {name for name, _ in families if not name.endswith("_created")} <= named

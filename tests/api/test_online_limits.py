@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -81,8 +82,10 @@ def test_one_request_cannot_ask_for_more_than_ever_fits(http: httpx.Client) -> N
 
 
 def test_over_capacity_is_a_503_that_says_when_to_come_again(server: serving.RunningServer, http: httpx.Client) -> None:
+    before = _num_refused(http)
     responses = asyncio.run(_all_at_once(server.base_url))
     counts = Counter(response.status_code for response in responses)
+    assert _num_refused(http) - before == counts[503]
     assert set(counts) == {200, 503}
     assert counts[200] >= MAX_QUEUE
     for response in responses:
@@ -92,6 +95,12 @@ def test_over_capacity_is_a_503_that_says_when_to_come_again(server: serving.Run
         else:
             assert response.json()["usage"]["completion_tokens"] == 24
     assert http.post("/v1/chat/completions", json={**BODY, "max_tokens": 2}, headers=HEADERS).status_code == 200
+
+
+def _num_refused(http: httpx.Client) -> int:
+    found = re.search(r'^cotenant:requests_refused_total{model_name="tiny"} (\d+)', http.get("/metrics").text, re.M)
+    assert found is not None
+    return int(found[1])
 
 
 async def _all_at_once(base_url: str) -> list[httpx.Response]:

@@ -55,7 +55,7 @@ def create_app(state: AppState) -> FastAPI:
     for router in _ROUTERS:
         app.include_router(router)
     openapi.install(app, _DOCUMENTED)
-    install_handlers(app)
+    install_handlers(app, state.metrics.count_refused)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_upload_bytes=state.config.api.max_upload_bytes)
     if state.config.api.api_key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -89,12 +90,15 @@ def internal_error_response() -> Response:
     return Response(body, status_code=500, media_type="application/json")
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every error of the application in OpenAI's shape."""
+def install_handlers(app: FastAPI, on_overload: Callable[[], None]) -> None:
+    """Answer every error of the application in OpenAI's shape. ``on_overload`` is told of each request that is refused
+    for lack of room, or of a model that is ready."""
 
     async def on_cotenant_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, CotenantError)
         status = status_of(error)
+        if isinstance(error, OverloadedError):
+            on_overload()
         level = logging.WARNING if status >= 500 else logging.INFO
         logger.log(
             level, "%s: %s %s: %d: %s", request_id_of(request), request.method, request.url.path, status, error.message

@@ -56,6 +56,9 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        self._refused = self._tally(
+            "requests_refused", "HTTP requests answered 503: no room, or no model that is ready."
+        )
         self.time_to_first_token = self._latencies(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS_S
         )
@@ -83,6 +86,10 @@ class Metrics:
 
     def count_end(self, reason: str) -> None:
         self._request_success.labels(self._model_name, reason).inc()
+
+    def count_refused(self) -> None:
+        """An HTTP request is answered 503."""
+        self._refused.value += 1
 
     def render(self) -> bytes:
         """Everything in Prometheus's text format."""

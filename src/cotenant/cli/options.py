@@ -112,7 +112,7 @@ _ALL_FLAGS = (
         "max-cpu-loras",
         LoraConfig,
         "max_cpu_loras",
-        "Most adapters in host memory, one more than --max-loras at least.",
+        "Most adapters in host memory; no fewer than --max-loras.",
     ),
     Flag("max-lora-rank", LoraConfig, "max_lora_rank", "Highest rank of an adapter."),
     Flag("lora-modules", LoraConfig, "modules", "NAME=FOLDER of an adapter to serve; may be given several times."),
