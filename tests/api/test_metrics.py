@@ -12,6 +12,7 @@ from cotenant.api.metrics import Metrics, attains, time_per_output_token_s
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.plan import Mode, Slo
+from cotenant.store import JobStatus
 from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 SLO = Slo(ttft_ms=100, tpot_ms=10)
@@ -27,7 +28,7 @@ def worker() -> WorkerClient:
 
 
 def figures(metrics: Metrics) -> dict[str, float]:
-    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    lines = [line for line in metrics.render({}).decode().splitlines() if not line.startswith("#")]
     return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
@@ -130,6 +131,14 @@ def test_targets_are_unknown_before_the_model_is_loaded() -> None:
     assert seen['cotenant:model_ready{model_name="m"}'] == 0
 
 
+def test_jobs_are_those_of_now(worker: WorkerClient) -> None:
+    metrics = Metrics("m", worker)
+    for queued in (2, 0):
+        text = metrics.render({JobStatus.QUEUED: queued, JobStatus.FAILED: 1}).decode()
+        assert f'cotenant:fine_tuning_jobs{{model_name="m",status="queued"}} {queued}.0' in text
+        assert 'cotenant:fine_tuning_jobs{model_name="m",status="failed"} 1.0' in text
+
+
 def test_every_metric_is_in_the_manual(worker: WorkerClient) -> None:
     rows = [line for line in MANUAL.read_text().splitlines() if line.startswith("| `")]
     named = {
@@ -137,6 +146,6 @@ def test_every_metric_is_in_the_manual(worker: WorkerClient) -> None:
     }
     metrics = Metrics("m", worker)
     metrics.count_end("stop")
-    families = re.findall(r"^# TYPE cotenant:(\w+) (\w+)", metrics.render().decode(), re.M)
+    families = re.findall(r"^# TYPE cotenant:(\w+) (\w+)", metrics.render({}).decode(), re.M)
     assert families
     assert {name for name, _ in families if not name.endswith("_created")} <= named

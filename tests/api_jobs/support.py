@@ -183,7 +183,7 @@ async def server(
     for module in (files, fine_tuning, models):
         app.include_router(module.router)
     openapi.install(app, (*files.DOCUMENTED, *fine_tuning.DOCUMENTED, *models.DOCUMENTED, ModelCard, ModelList))
-    install_handlers(app)
+    install_handlers(app, lambda: None)
     transport = httpx.ASGITransport(app=app)
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_chat_stream_and_logprobs(client: openai.OpenAI) -> None:
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in logprobs), "greedy takes the likeliest"
 
 
-def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None:
+def test_a_job_from_file_to_answers(server: RunningServer, client: openai.OpenAI, file_id: str) -> None:
     assert client.files.retrieve(file_id).status == "processed"
     assert len(client.files.content(file_id).text.splitlines()) == len(EXAMPLES)
     job = client.fine_tuning.jobs.create(
@@ -122,6 +123,9 @@ def test_a_job_from_file_to_answers(client: openai.OpenAI, file_id: str) -> None
     assert ":boats:" in job.fine_tuned_model
     assert job.trained_tokens > 0
     assert job.finished_at >= job.created_at
+    figures = httpx.get(f"{server.base_url}/metrics").text
+    assert 'cotenant:fine_tuning_jobs{model_name="tiny",status="succeeded"} 1.0' in figures
+    assert 'cotenant:fine_tuning_jobs{model_name="tiny",status="running"} 0.0' in figures
 
     events = list(client.fine_tuning.jobs.list_events(job.id, limit=20))
     messages = [event.message for event in events][::-1]

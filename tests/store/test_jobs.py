@@ -33,6 +33,17 @@ def test_a_job_whose_file_is_gone_is_not_created(store: Store) -> None:
     assert store.jobs.page().items == []
 
 
+def test_jobs_are_counted_by_status(store: Store) -> None:
+    assert store.jobs.counts() == dict.fromkeys(JobStatus, 0)
+    for _ in range(2):
+        add_job(store)
+    running = add_running_job(store)
+    expected = {**dict.fromkeys(JobStatus, 0), JobStatus.VALIDATING: 2, JobStatus.RUNNING: 1}
+    assert store.jobs.counts() == expected
+    store.jobs.change(running.id, [JobStatus.RUNNING], {"status": JobStatus.FAILED})
+    assert store.jobs.counts() == {**expected, JobStatus.RUNNING: 0, JobStatus.FAILED: 1}
+
+
 def test_only_one_of_two_crossing_changes_happens(store: Store) -> None:
     job = add_job(store)
     outcomes = []

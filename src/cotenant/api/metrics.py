@@ -7,10 +7,10 @@ wire. TPOT = (e2e - TTFT) / (tokens - 1).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -26,6 +26,7 @@ from cotenant.wire.messages import ERROR_BOUNDS
 
 if TYPE_CHECKING:
     from cotenant.api.worker_client import WorkerClient
+    from cotenant.store.records import JobStatus
 
 PREFIX = "cotenant:"
 _FIRST_TOKEN_BUCKETS_S = (
@@ -59,6 +60,12 @@ class Metrics:
         self._refused = self._tally(
             "requests_refused", "HTTP requests answered 503: no room, or no model that is ready."
         )
+        self._jobs = Gauge(
+            PREFIX + "fine_tuning_jobs",
+            "Fine-tuning jobs in the data folder, by status.",
+            ("model_name", "status"),
+            registry=self._registry,
+        )
         self.time_to_first_token = self._latencies(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS_S
         )
@@ -91,8 +98,10 @@ class Metrics:
         """An HTTP request is answered 503."""
         self._refused.value += 1
 
-    def render(self) -> bytes:
-        """Everything in Prometheus's text format."""
+    def render(self, num_jobs: Mapping[JobStatus, int]) -> bytes:
+        """Everything in Prometheus's text format. ``num_jobs``: of each status."""
+        for status, count in num_jobs.items():
+            self._jobs.labels(self._model_name, status).set(count)
         return generate_latest(self._registry)
 
     def _tally(self, name: str, text: str) -> Tally:

@@ -110,6 +110,12 @@ class JobStore:
         rows = self._database.read(lambda connection: connection.execute(query.order_by(_COLUMNS.sequence)).all())
         return [self._job_of(row) for row in rows]
 
+    def counts(self) -> dict[JobStatus, int]:
+        """How many jobs have each status, of whatever base model."""
+        query = select(_COLUMNS.status, func.count()).group_by(_COLUMNS.status)
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return dict.fromkeys(JobStatus, 0) | {JobStatus(status): count for status, count in rows}
+
     def find_succeeded(self, adapter_name: str) -> JobRecord | None:
         """The job that has this name for its result, if it has one."""
         query = select(schema.jobs).where(_COLUMNS.adapter_name == adapter_name, _COLUMNS.status == JobStatus.SUCCEEDED)

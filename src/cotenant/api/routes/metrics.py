@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,4 +21,6 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 @router.get("/metrics", response_class=Response, responses=_RESPONSES)
 async def metrics(request: Request) -> Response:
     """What the server has measured."""
-    return Response(state_of(request).metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    state = state_of(request)
+    num_jobs = await asyncio.to_thread(state.store.jobs.counts)
+    return Response(state.metrics.render(num_jobs), headers={"Content-Type": CONTENT_TYPE_LATEST})
