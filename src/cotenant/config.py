@@ -5,7 +5,6 @@ Environment variables are read here and nowhere else.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
 # (sequences, tokens) of a batch, by the device's type.
 _BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 
@@ -46,8 +46,8 @@ def _require(condition: bool, flag: str, problem: str) -> None:
 
 def _require_target(value_ms: float | None, flag: str) -> None:
     # The worker gets the configuration as JSON, in which what is not finite would be null, which is the default.
-    is_target = value_ms is None or 0 < value_ms < math.inf
-    _require(is_target, flag, "must be positive and finite; leave it out for the default")
+    is_target = value_ms is None or 0 < value_ms <= _LONGEST_TARGET_MS
+    _require(is_target, flag, "must be above 0 and at most 1e9; leave it out for the default")
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,14 @@ def test_a_number_that_is_not_finite_is_refused_by_name(flag: str, value: float)
     assert refused.value.param == flag
 
 
+@pytest.mark.parametrize("flag", ["slo_ttft_ms", "slo_tpot_ms", "slo_itl_ms"])
+def test_a_target_is_one_that_times_can_be_counted_in(flag: str) -> None:
+    assert getattr(build_config("tiny", {flag: 1e9}, None).coexecution, flag) == 1e9
+    for value in (0.0, -1.0, 1e10, 1e308):
+        with pytest.raises(InvalidInputError, match=f"--{flag.replace('_', '-')}: must be above 0 and at most 1e9"):
+            build_config("tiny", {flag: value}, None)
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match=r"none\.yaml cannot be read"):
         build_config("tiny", {}, tmp_path / "none.yaml")

@@ -467,3 +467,19 @@ def test_behind_a_batch_the_next_launches_are_as_well_timed(simulation: Simulati
         assert all(0.0 < lead_s < 250e-6 for lead_s in leads_s), leads_s
     reported = simulation.queue.take_finished()
     assert max(tasklet.elapsed_ms for tasklet in reported) < 1.3, "to wait for a batch is no part of a tasklet's time"
+
+
+def test_no_tasklet_takes_no_time(simulation: Simulation) -> None:
+    """The first one waits for a copy, and the host comes back long after both: it seems to have been late for all."""
+    simulation.run(FORWARD, 1.2e-3, 10)
+    simulation.queue.wait_for_room()
+    simulation.now_s += 0.1
+    simulation.queue.take_finished()
+    simulation.busy_until_s = simulation.now_s + 3e-3
+    simulation.launch(FORWARD, 1.2e-3, waits_for_others=True)
+    simulation.now_s = simulation.busy_until_s + 0.5e-3
+    simulation.launch(BACKWARD, 0.9e-3)
+    simulation.now_s += 1.0
+    found = simulation.queue.take_finished()
+    assert found
+    assert all(each.elapsed_ms > 0 for each in found)

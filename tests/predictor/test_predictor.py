@@ -24,7 +24,7 @@ from cotenant.core.plan import (
 )
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.predictor.records import Record
+from cotenant.predictor.records import STALE_AFTER, Record
 from cotenant.scheduler import create_policy
 from taught import BACKWARD, DECODE, FORWARD, in_turn, taught_predictor
 
@@ -451,3 +451,45 @@ def test_what_no_predictor_has_written_is_refused_whole(key: str, broken: object
         predictor.restore(json.dumps({**content, key: broken}).encode())
     assert predictor.num_records == 0
     assert predictor.batch_ms(DECODE) is None
+
+
+def test_turns_that_find_nothing_to_do_age_nothing() -> None:
+    """A worker that nobody asks looks about some twenty times a second."""
+    predictor = LatencyPredictor("h", "m")
+    there, shape = Partition(48, 84), TaskletRun(FORWARD, 1)
+    steps = [decode(num, 1000 * num) for num in range(1, 9)]
+    for _ in range(20):
+        for batch in steps:
+            learn(predictor, batch, true_ms(batch))
+            together = IterationRecord(batch, Mode.SPATIAL, 5.0, 5.0, partition=there, beside=((shape, 2.0),))
+            predictor.observe(together)
+    learn(predictor, steps[0], 3 * true_ms(steps[0]))  # now it is nothing that a line says
+
+    def said() -> list[float | bool | None]:
+        beside = [predictor.batch_ms(batch, beside_training=True, partition=there) for batch in steps]
+        return [*map(predictor.batch_ms, steps), *beside, predictor.was_tried(there)]
+
+    before = said()
+    for _ in range(2 * STALE_AFTER):
+        predictor.observe(IterationRecord(BatchShape(), Mode.NONE, 0.0, 0.0))
+    assert said() == before
+
+
+def test_a_step_with_a_tasklet_of_the_one_before_teaches_nothing() -> None:
+    """It has begun on a part of the SMs. What was expected of it was wrong all the same."""
+    predictor, batch = LatencyPredictor("h", "m"), decode(4, 1000)
+    for _ in range(20):
+        learn(predictor, batch, 10.0)
+    for _ in range(20):
+        predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 12.5, 12.5, with_tasklet=True))
+        assert predictor.last_error_ratio == pytest.approx(0.2)
+    assert predictor.batch_ms(batch) == pytest.approx(10.0)
+
+
+def test_what_seemed_to_take_nothing_inside_a_step_does_not_so_for_ever() -> None:
+    predictor, batch, run = LatencyPredictor("h", "m"), decode(4, 1000), TaskletRun(FORWARD, 1)
+    for _ in range(5):
+        learn(predictor, batch, 10.0)
+    for online_ms in (9.9, 9.8, *[14.0] * 40):  # two that were no longer than the step was expected to be
+        predictor.observe(IterationRecord(batch, Mode.FUSED, online_ms, online_ms, fused=run))
+    assert predictor.tasklet_ms(FORWARD, beside=batch, fused=True) == pytest.approx(4.0, rel=0.1)

@@ -382,3 +382,26 @@ def test_nothing_that_waits_for_the_device_is_launched_behind_a_batch(tmp_path: 
     assert not any(waits for _, waits in device.behind)
     assert sum(len(output.token_ids) for output in bench.emitted) == 50
     bench.pause()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), ValueError("a bug")])
+def test_what_came_to_nothing_is_no_tasklet_that_was_measured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    job = bench.training._job
+    assert job is not None
+    run_tasklet, shapes, fails = job.run_tasklet, list[TaskletShape](), iter([False, False, True])
+
+    def failing() -> TaskletShape:
+        if next(fails, False):
+            raise error
+        return run_tasklet()
+
+    monkeypatch.setattr(job, "run_tasklet", failing)
+    for _ in range(6):
+        if bench.training.runnable:
+            plan = Plan(run_online=False, num_tasklets=1, mode=Mode.TEMPORAL)
+            record = bench.executor.execute(plan, bench.emitted.extend, lambda: False)
+            shapes += [run.shape for run, _ in record.tasklets]
+    assert len(shapes) == (5 if isinstance(error, torch.OutOfMemoryError) else 2)
+    assert all(shape.num_tokens for shape in shapes)

@@ -273,6 +273,20 @@ def test_idle_time_begins_when_the_last_answer_has_ended(tmp_path: Path) -> None
     assert 0.0 <= idle_s[2] < 0.3
 
 
+def test_a_clock_that_is_set_back_makes_nobody_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time
+
+    class SetBack(Channel):
+        def send(self, message: FromWorker) -> None:
+            super().send(message)
+            if isinstance(message, Outputs):
+                monkeypatch.setattr(time, "time", lambda: clock() - 3600.0)
+
+    loop, policy = small_loop(tmp_path, SetBack(AddRequest(request("r", [5, 6, 7], 2))), Watching())
+    loop.run()
+    assert all(each.idle_s >= 0.0 for each in policy.seen)
+
+
 Chosen = TypeVar("Chosen")
 
 

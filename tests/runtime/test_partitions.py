@@ -21,6 +21,7 @@ from cotenant.device.cpu.device import CpuDevice
 from cotenant.device.readback import Interval
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Flight, OnlineStep
+from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import tasklet_lanes
 from runtime.cotenancy import request
 from runtime.test_executor import Bench
@@ -279,6 +280,23 @@ def test_a_batch_on_other_sms_is_disturbed_by_what_is_in_flight_as_it_begins(
     side_by_side.execute(Plan())
     landed = side_by_side.execute(Plan())
     assert (landed.batch.num_decode, landed.partition, landed.is_disturbed) == (1, None, is_training)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_so_is_one_that_tasklets_follow(is_training: bool, side_by_side: SideBySide) -> None:
+    """It is compared with what was expected, and nothing is learned from it."""
+    device = side_by_side.device
+    side_by_side.execute(spatial(2))
+    looks = iter([not is_training])
+    device.is_training = lambda: next(looks, is_training)  # type: ignore[method-assign]
+    side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
+    landed = side_by_side.finish()
+    assert (landed.batch.num_decode, landed.partition, landed.mode) == (1, None, Mode.TEMPORAL)
+    assert (landed.with_tasklet, landed.is_disturbed) == (is_training, False)
+    predictor = LatencyPredictor("test", "test")
+    for _ in range(3):
+        predictor.observe(landed)
+    assert (predictor.batch_ms(landed.batch) is None) == is_training
 
 
 def test_what_cannot_go_on_lets_the_batch_in_flight_land(side_by_side: SideBySide) -> None:

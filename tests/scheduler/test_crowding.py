@@ -121,3 +121,14 @@ def test_the_margin_goes_by_it_and_learns_nothing_in_a_crowd() -> None:
     assert margin.aim(now_s) == margin.value
     answer(margin, "fast again", now_s, now_s + 0.1)
     assert margin.value > before
+
+
+def test_what_adapters_cost_a_step_is_no_time_of_prompts() -> None:
+    predictor = LatencyPredictor("h", "m")
+    decodes = BatchShape(4, 4000, num_adapters=8)
+    whole = BatchShape(4, 4000, 512, 512, 8, 512 * 256)
+    for _ in range(5):
+        predictor.observe(IterationRecord(BatchShape(4, 4000), Mode.NONE, 5.0, 5.0))
+        predictor.observe(IterationRecord(decodes, Mode.NONE, 8.0, 8.0))
+        predictor.observe(IterationRecord(whole, Mode.NONE, 10.0, 10.0))
+    assert prompts_ms(predictor, whole) == pytest.approx(2.0, rel=0.01)

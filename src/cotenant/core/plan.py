@@ -207,7 +207,8 @@ class IterationRecord:
     ``untimed``: tasklets that ended and whose time tells nothing. ``is_disturbed``: the batch was planned alone, and it
     was not, or it ended before tasklets that it was to wait for. ``behind_tasklets``: a batch of decodes on all SMs was
     launched while tasklets had them, and is timed from their end: it has run beside the last of them a little, and
-    comes out shorter than one that waits for nothing.
+    comes out shorter than one that waits for nothing. ``with_tasklet``: one that it did not wait for was in flight as
+    the batch began, and has taken SMs from it.
     """
 
     batch: BatchShape
@@ -222,6 +223,7 @@ class IterationRecord:
     predicted_ms: float | None = None
     is_disturbed: bool = False
     behind_tasklets: bool = False
+    with_tasklet: bool = False
 
     @property
     def taken_ms(self) -> float:

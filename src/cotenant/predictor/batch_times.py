@@ -135,6 +135,8 @@ class BatchTimes:
             if batch.prefill_tokens:
                 self.models.observe(batch, online_ms, is_disturbed=True)
             return
+        if record.with_tasklet and not batch.prefill_tokens:  # these have their ratio after training
+            return
         if record.behind_tasklets:
             online_ms = max(online_ms, _LEAST_BEHIND * (self.models.reached_ms(batch) or 0.0))
         group, key = self.keys(batch)

@@ -221,7 +221,8 @@ class LatencyPredictor:
         if self.last_error_ratio is not None:
             previous = self.last_error_ratio if self.error_ratio is None else self.error_ratio
             self.error_ratio = previous + _ERROR_WEIGHT * (self.last_error_ratio - previous)
-        self._records.iteration += 1
+        if record.num_tasklets or not record.batch.empty:  # not a turn that found nothing to do: there may be many
+            self._records.iteration += 1
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None:

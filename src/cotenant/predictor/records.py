@@ -46,8 +46,10 @@ class Record:
         self.count += 1
 
     def bounded(self, latency_ms: float) -> float:
-        """A measurement of this shape as it is believed: once it was measured twice, not many times the mean."""
-        return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if self.count >= 2 else latency_ms
+        """A measurement of this shape as it is believed: once it was measured twice, not many times the mean. Nothing
+        is many times 0, which what runs inside a batch may have seemed to take."""
+        is_known = self.count >= 2 and self.mean_ms > 0
+        return min(latency_ms, self.mean_ms * _OUTLIER_RATIO) if is_known else latency_ms
 
     def contradicts(self, latency_ms: float) -> bool:
         return abs(latency_ms - self.mean_ms) > _CONTRADICTION * self.mean_ms

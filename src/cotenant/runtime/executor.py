@@ -25,7 +25,7 @@ from cotenant.runtime.device_time import DeviceTime
 from cotenant.runtime.fused import FusedForward
 from cotenant.runtime.tasklet_lanes import TaskletLanes
 from cotenant.runtime.trace import Trace
-from cotenant.runtime.training import TrainingTenant
+from cotenant.runtime.training import NOTHING, TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
 
@@ -204,7 +204,8 @@ class Executor:
     def _record(self, plan: Plan, landed: _Landed | None, *, shares: bool) -> IterationRecord:
         """``landed``: the batch, whose time is the device's, and the whole iteration's. ``shares``: tasklets were
         launched with it."""
-        finished = self._device.finished_tasklets()
+        # What came to nothing, half of a tasklet perhaps, tells nothing of any.
+        finished = [each for each in self._device.finished_tasklets() if each.shape != NOTHING]
         if self._trace is not None:
             self._trace.tasklets(finished)
         if self.device_time is not None:
@@ -226,6 +227,7 @@ class Executor:
             is_disturbed=(plan.mode is Mode.NONE and not was_alone)
             or (landed is not None and landed.collected.overtook),
             behind_tasklets=landed is not None and landed.behind_tasklets,
+            with_tasklet=landed is not None and landed.with_tasklet,
         )
 
     @property

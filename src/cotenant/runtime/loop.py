@@ -180,7 +180,7 @@ class WorkerLoop:
         if not record.batch.empty:
             self._last_batch_s = begins_s[-1]
         if snapshot.requests and profile is None:  # live until now, if no longer
-            self._idle_since_s = time.time()
+            self._idle_since_s = time.monotonic()
         self._publish(record, snapshot, plan)
         if self._trace is not None:
             deviation = self._predictor.last_deviation_ratio
@@ -227,7 +227,7 @@ class WorkerLoop:
             can_fuse=self._can_fuse,
             margin=margin,
             taken_off=self._margin.value - margin,
-            idle_s=0.0 if requests else now_s - self._idle_since_s,
+            idle_s=0.0 if requests else time.monotonic() - self._idle_since_s,
             largest_gap_s=self._largest_gap_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _SHORTAGE_SHARE = 4
 _SHORTAGE_S = 60.0
 _MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the other, before it fails
-_NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
+NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
 
 
 class _Preparation(NamedTuple):
@@ -210,7 +210,7 @@ class TrainingTenant:
         """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
         less; what changes training's state cannot (see ``done_once``), and the optimizer does little else."""
         assert self._job is not None
-        shape, is_short = _NOTHING, False
+        shape, is_short = NOTHING, False
         can_repeat = self._job.next_shape is not None and self._job.next_shape.kind is not TaskletKind.OPTIMIZER
         try:
             shape = self._job.run_tasklet()

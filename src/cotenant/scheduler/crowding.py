@@ -25,7 +25,7 @@ _MOST_TAKEN_OFF, _MOST_OF_ROOM = 0.5, 0.8
 
 def prompts_ms(predictor: LatencyPredictor, batch: BatchShape) -> float:
     """What a batch takes alone for its prompts, beyond its decode step. 0 where nobody knows."""
-    decodes = BatchShape(batch.num_decode, batch.context_tokens)
+    decodes = BatchShape(batch.num_decode, batch.context_tokens, num_adapters=batch.num_adapters)
     whole_ms, decodes_ms = (predictor.batch_ms(each, cautious=False) for each in (batch, decodes))
     return 0.0 if whole_ms is None or decodes_ms is None else max(0.0, whole_ms - decodes_ms)
 

@@ -263,7 +263,9 @@ class TaskletQueue:
         self._last_end_s = min(max(self._last_end_s, done.not_before_s), done.ended_by_s)
         if start is not None:
             self._events.append(start)
-        if done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
+        # With the host held up at the wrong moment, all of its time may seem to have passed before its launch.
+        is_timed = elapsed_ms > 0
+        if is_timed and done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
             self._expected_ms[kind] = _followed(self._expected_ms.pop(kind, elapsed_ms), elapsed_ms)
