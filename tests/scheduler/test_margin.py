@@ -181,6 +181,42 @@ def test_a_long_answer_is_judged_on_its_way_and_misses_once() -> None:
     assert values[-1] == values[2]
 
 
+def test_a_long_answer_that_meets_its_targets_counts_once() -> None:
+    """Judged on its way, it would else outweigh the misses of many."""
+    server = Server()
+    server.serve(12.0)
+    rises = []
+    for num_parts in (1, 10):
+        before, name = server.value, f"long {num_parts}"
+        server.margin.arrived(name, server.now_s)
+        server.margin.note(name, 1, server.now_s, False)
+        for part in range(num_parts):
+            server.now_s += 64 * 9e-3
+            server.margin.trained(64 * 3.0, server.now_s)
+            server.margin.note(name, 64, server.now_s, part == num_parts - 1)
+            server.margin.settle(server.now_s)
+        rises.append(server.value - before)
+    assert rises[0] > 0
+    assert rises[1] == pytest.approx(rises[0])
+
+
+def test_who_has_missed_its_first_token_meets_no_target_any_more() -> None:
+    server = Server()
+    server.margin.trained(100.0, server.now_s)
+    server.margin.arrived("late", server.now_s)
+    server.now_s += 1.0
+    server.margin.trained(100.0, server.now_s)
+    server.margin.note("late", 1, server.now_s, False)
+    server.margin.settle(server.now_s)
+    before = server.value
+    server.now_s += 20 * 9e-3
+    server.margin.trained(20 * 3.0, server.now_s)
+    server.margin.note("late", 20, server.now_s, True)
+    server.margin.settle(server.now_s)
+    assert before < FIRST_MARGIN
+    assert server.value == before
+
+
 def test_an_answer_of_one_token_has_no_gap() -> None:
     margin = Margin(SLO)
     before = margin.value

@@ -50,7 +50,8 @@ class Margin:
     """``value``: the share of the TPOT target to aim at, as learned. It stays where it is while half as many requests
     miss as may by ``Slo.attainment``; it falls when more do, and rises when fewer do. ``aim`` is what to go by.
 
-    Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once.
+    Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once, or
+    meets its targets once, however often it is judged on its way.
     ``has_job``: whether there is training that could have room.
     """
 
@@ -127,7 +128,7 @@ class Margin:
             self._judge_first(life, now_s)
         before, life.num_tokens = life.num_tokens, life.num_tokens + num_new
         if life.num_tokens > 1 and (is_over or life.num_tokens // _JUDGED_EVERY > before // _JUDGED_EVERY):
-            self._judge(life, life.first_s, now_s)
+            self._judge(life, life.first_s, now_s, is_over=is_over)
         if is_over:
             del self._lives[request_id]
         return life.num_tokens
@@ -159,13 +160,15 @@ class Margin:
             if self._last_trained_s >= life.arrival_s - _BEFORE_S and self.value > _LEAST_FOR_FIRST:
                 self._miss(life)
 
-    def _judge(self, life: _Life, first_s: float, now_s: float) -> None:
+    def _judge(self, life: _Life, first_s: float, now_s: float, *, is_over: bool) -> None:
         num_gaps, target_ms = life.num_tokens - 1, self._slo.tpot_ms
         tpot_ms = (now_s - first_s) * 1e3 / num_gaps
         trained_ms = (self._trained_ms - life.trained_ms) / num_gaps
         if tpot_ms <= target_ms:
-            self._num_judged += 1
             is_starved = self.has_job and now_s - max(self._last_trained_s, self._last_late_s) > _STARVED_S
+            if self._has_missed and not is_starved and (life.has_missed or not is_over):
+                return  # a request meets its target once, as it misses once
+            self._num_judged += 1
             recovery = _RECOVERY if self.value < FIRST_MARGIN else 0.0
             self._change += recovery if is_starved else self._rise_at(life.num_tokens)
         else:
