@@ -76,3 +76,27 @@ def test_what_another_model_learned_can_be_taken_over() -> None:
         other.restore(model.state()._replace(weights=[1.0, float("nan"), 1.0]))
     with pytest.raises(ValueError, match="3 features"):
         other.restore(model.state()._replace(covariance=[0.0] * 9))
+
+
+def test_after_hours_a_slope_that_changes_is_noticed_within_a_thousand_steps() -> None:
+    """Contexts vary little against what a step takes in any case: what tells of their slope comes slowly."""
+    rng, model = random.Random(0), OnlineLinearModel(SCALES, typical=10.0)
+
+    def measure(per_token_ms: float) -> None:
+        num = rng.choice((1, 2, 4, 8))
+        context = float(num * rng.randrange(200, 4000))
+        model.update((1.0, float(num), context), (6.0 + 0.05 * num + per_token_ms * context) * rng.gauss(1.0, 0.02))
+
+    def worst(per_token_ms: float) -> float:
+        places = [(float(num), float(num * context)) for num in (1, 8) for context in (200, 4000)]
+        truths = [6.0 + 0.05 * num + per_token_ms * context for num, context in places]
+        return max(
+            abs(model.predict((1.0, *place)) / true_ms - 1) for place, true_ms in zip(places, truths, strict=True)
+        )
+
+    for _ in range(30_000):
+        measure(1e-4)
+    assert worst(1e-4) < 0.01
+    for _ in range(1000):
+        measure(2e-4)
+    assert worst(2e-4) < 0.03

@@ -3,8 +3,10 @@
 Recursive least squares: LLMStation section 4.2 uses linear models over simple features; learning them online replaces
 its offline profiling runs. Forgetting is directional (Kulhavy, 1987): a measurement takes the place of older ones like
 it, and what it does not touch stays as it is. Forgotten evenly, what is not measured for some thousand iterations would
-be lost, and the covariance would grow without bound, its rounding errors first. Vectors have two to nine entries, for
-which plain floats are faster than arrays.
+be lost, and the covariance would grow without bound, its rounding errors first. In directions that measurements hardly
+vary in, the slope over contexts against the intercept, it forgets next to nothing by itself: there each measurement
+adds a little doubt, or a machine that has changed after hours would be noticed only after as many. Vectors have two to
+nine entries, for which plain floats are faster than arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ _FORGETTING = 0.99
 _PRIOR_VARIANCE = 1e4
 _REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
 _RESTORED_DOUBT = 10.0
+# Added to the variance of each weight at each measurement: with a tenth of it a slope that has doubled takes thousands
+# of measurements to be noticed after hours, with ten times as much the noise of measurements begins to show.
+_DOUBT = 1e-6
 # Times that the error of a small target counts, and that of a large one: were it less, what was believed before the
 # first measurement would outweigh many.
 _MOST_COUNTED, _LEAST_COUNTED = 10.0, 0.02
@@ -84,6 +89,8 @@ class OnlineLinearModel:
                 [value - learned * (each * other) for value, other in zip(row, spread, strict=True)]
                 for row, each in zip(self._covariance, spread, strict=True)
             ]
+            for place, row in enumerate(self._covariance):
+                row[place] += _DOUBT
         self.num_samples += 1
 
     def state(self) -> LinearState:

@@ -50,8 +50,8 @@ class Margin:
     """``value``: the share of the TPOT target to aim at, as learned. It stays where it is while half as many requests
     miss as may by ``Slo.attainment``; it falls when more do, and rises when fewer do. ``aim`` is what to go by.
 
-    Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses once, or
-    meets its targets once, however often it is judged on its way.
+    Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses
+    once, or meets its targets once, however often it is judged on its way.
     ``has_job``: whether there is training that could have room.
     """
 
