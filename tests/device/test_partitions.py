@@ -55,6 +55,7 @@ def split(*online_sms: int) -> list[Partition]:
 
 def test_numbers_of_sms_are_rounded_up_and_those_that_meet_are_one(driver: type[Driver]) -> None:
     assert split(63, 31, 29, 132, 140) == [Partition(32, 100), Partition(64, 68)]
+    assert split(0) == [Partition(8, 124)], "a small share of them is no share of none"
 
 
 def test_a_partition_that_the_driver_refuses_costs_no_other(

@@ -89,11 +89,11 @@ class _Splitter:
         self.num_sms = int(self._all.sm.smCount)
 
     def split(self, count: int) -> tuple[Any, Any | None]:
-        """At least ``count`` SMs, and the others, None if there are none."""
+        """At least ``count`` SMs, and at least one, and the others, None if there are none."""
         if count >= self.num_sms:
             return self._all, None
         alignment = getattr(self._all.sm, "smCoscheduledAlignment", 0) or 1  # older bindings do not say
-        count = -(-count // alignment) * alignment
+        count = -(-max(1, count) // alignment) * alignment
         groups, num_groups, rest = self._driver.call("cuDevSmResourceSplitByCount", 1, self._all, 0, count)
         if num_groups != 1:
             raise RuntimeError(f"the SMs cannot be split into {count} and the others")
