@@ -156,16 +156,37 @@ def test_an_error_in_a_fused_layer_ends_the_job_and_not_the_batch(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end_fused(output: torch.Tensor, tape: LayerTape) -> None:
-        raise torch.OutOfMemoryError("no room")
+        raise ValueError("a bug")
 
     bench.engine.add(request("r", [5, 6, 7], 2))
     monkeypatch.setattr(bench.training, "end_fused", end_fused)
     assert bench.run(Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)) == 0
     assert [output.request_id for output in bench.emitted] == ["r"]
-    failure = bench.updates[-1]
-    assert isinstance(failure, JobFailed)
-    assert failure.code == "out_of_memory"
+    assert isinstance(bench.updates[-1], JobFailed)
     assert bench.training.job_id is None
+
+
+@pytest.mark.parametrize(("num_short", "goes_on"), [(3, True), (9, False)])
+def test_fused_layers_that_find_no_memory_begin_their_micro_batch_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_short: int, goes_on: bool
+) -> None:
+    end_fused, failures = bench.training.end_fused, iter([True] * num_short)
+
+    def short_of_memory(output: torch.Tensor, tape: LayerTape) -> None:
+        if next(failures, False):
+            raise torch.OutOfMemoryError("no room")
+        end_fused(output, tape)
+
+    bench.engine.add(request("r", [5, 6, 7], 30))
+    monkeypatch.setattr(bench.training, "end_fused", short_of_memory)
+    fused = Plan(num_tasklets=2, num_fused=2, mode=Mode.FUSED)
+    for _ in range(num_short):
+        assert bench.run(fused, looks_before_arrival=0) == 0, "nor do any run behind the batch"
+    assert sum(len(output.token_ids) for output in bench.emitted) == num_short, "answers go on"
+    if goes_on:
+        assert bench.run(fused, looks_before_arrival=0) == 2
+    else:
+        assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 
 
 def no_room_on_the_cpu() -> RuntimeError:

@@ -215,20 +215,29 @@ class TrainingTenant:
         try:
             shape = self._job.run_tasklet()
         except torch.OutOfMemoryError as error:
-            is_short = can_repeat and self._num_shortages < _MOST_SHORTAGES
+            is_short = can_repeat and self.may_run_short
             if not is_short:
                 self.fail(error)
         except Exception as error:
             self.fail(error)
-        if is_short:  # what the attempt held is freed with its frames
-            self._num_shortages += 1
-            self.discard()
-            if self._job is not None:  # whoever had the memory to give: a part of the tasklet has run
-                self._job.discard_step()
+        if is_short:
+            self.begin_again_in_less()
         self.at_step_end = shape.kind is TaskletKind.OPTIMIZER or self._job is None
         if self.at_step_end:
             self._num_shortages = 0
         return shape
+
+    @property
+    def may_run_short(self) -> bool:
+        """Whether an attempt at tasklets that finds no memory is one of few, and may be repeated."""
+        return self._num_shortages < _MOST_SHORTAGES
+
+    def begin_again_in_less(self) -> None:
+        """An attempt at tasklets has found no memory. Called once what it held has been freed with its frames."""
+        self._num_shortages += 1
+        self.discard()
+        if self._job is not None:  # whoever had the memory to give: a part of a tasklet has run
+            self._job.discard_step()
 
     def discard(self) -> bool:
         """Give memory back: what arenas have kept for one another, or else the micro-batch in flight and what lies
