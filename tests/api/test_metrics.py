@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cotenant.api.metrics import Metrics, attains, time_per_output_token_s
+from cotenant.api.routes.metrics import metrics as answer_metrics
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.plan import Mode, Slo
-from cotenant.store import JobStatus
+from cotenant.store import JobStatus, StoreError
 from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 SLO = Slo(ttft_ms=100, tpot_ms=10)
@@ -137,6 +141,19 @@ def test_jobs_are_those_of_now(worker: WorkerClient) -> None:
         text = metrics.render({JobStatus.QUEUED: queued, JobStatus.FAILED: 1}).decode()
         assert f'cotenant:fine_tuning_jobs{{model_name="m",status="queued"}} {queued}.0' in text
         assert 'cotenant:fine_tuning_jobs{model_name="m",status="failed"} 1.0' in text
+
+
+def test_a_store_that_cannot_be_read_hides_nothing_else(worker: WorkerClient) -> None:
+    def counts() -> dict[JobStatus, int]:
+        raise StoreError("the disk is gone")
+
+    jobs, metrics = SimpleNamespace(counts=counts), Metrics("m", worker)
+    metrics.render({JobStatus.FAILED: 1})
+    state = SimpleNamespace(store=SimpleNamespace(jobs=jobs), metrics=metrics)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(cotenant=state)))
+    text = bytes(asyncio.run(answer_metrics(request)).body).decode()
+    assert "cotenant:num_requests_live" in text
+    assert 'cotenant:fine_tuning_jobs{model_name="m",status="failed"} 1.0' in text
 
 
 def test_every_metric_is_in_the_manual(worker: WorkerClient) -> None:

@@ -100,3 +100,19 @@ def test_after_hours_a_slope_that_changes_is_noticed_within_a_thousand_steps() -
     for _ in range(1000):
         measure(2e-4)
     assert worst(2e-4) < 0.03
+
+
+def test_what_is_not_measured_for_long_stays_in_reach() -> None:
+    """Large batches, after thousands of small ones."""
+    rng, model = random.Random(0), OnlineLinearModel(SCALES, typical=10.0)
+    for _ in range(5):
+        for num in (1, 2, 4, 8, 16, 32, 64):
+            for context in (256, 1024, 4096):
+                features = (1.0, float(num), float(num * context))
+                model.update(features, truth(features))
+    far = (1.0, 64.0, 64 * 4096.0)
+    for _ in range(20_000):
+        num = rng.randint(1, 2)
+        features = (1.0, float(num), float(num * rng.randint(200, 2000)))
+        model.update(features, truth(features) * rng.gauss(1.0, 0.02))
+    assert model.reached(far) == pytest.approx(truth(far), rel=0.1)

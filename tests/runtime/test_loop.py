@@ -284,6 +284,7 @@ def test_a_clock_that_is_set_back_makes_nobody_wait_for_it(tmp_path: Path, monke
 
     loop, policy = small_loop(tmp_path, SetBack(AddRequest(request("r", [5, 6, 7], 2))), Watching())
     loop.run()
+    assert policy.seen[-1].idle_s > 0.0, "nobody asks any more"
     assert all(each.idle_s >= 0.0 for each in policy.seen)
 
 

@@ -20,8 +20,9 @@ _PRIOR_VARIANCE = 1e4
 _REACH = 4.0  # the variance of a prediction, in those of one measurement, up to which it rests on measurements
 _RESTORED_DOUBT = 10.0
 # Added to the variance of each weight at each measurement: with a tenth of it a slope that has doubled takes thousands
-# of measurements to be noticed after hours, with ten times as much the noise of measurements begins to show.
-_DOUBT = 1e-6
+# of measurements to be noticed after hours, with ten times as much the noise of measurements begins to show. It ends at
+# the most: with more, what is far from all that is measured now would soon be out of reach.
+_DOUBT, _MOST_DOUBT = 1e-6, 1e-3
 # Times that the error of a small target counts, and that of a large one: were it less, what was believed before the
 # first measurement would outweigh many.
 _MOST_COUNTED, _LEAST_COUNTED = 10.0, 0.02
@@ -90,7 +91,8 @@ class OnlineLinearModel:
                 for row, each in zip(self._covariance, spread, strict=True)
             ]
             for place, row in enumerate(self._covariance):
-                row[place] += _DOUBT
+                if row[place] < _MOST_DOUBT:
+                    row[place] += _DOUBT
         self.num_samples += 1
 
     def state(self) -> LinearState:

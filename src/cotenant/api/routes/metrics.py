@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from cotenant.api.state import state_of
+from cotenant.store import StoreError
 
 router = APIRouter(tags=["server"])
 
@@ -22,5 +23,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 async def metrics(request: Request) -> Response:
     """What the server has measured."""
     state = state_of(request)
-    num_jobs = await asyncio.to_thread(state.store.jobs.counts)
+    try:
+        num_jobs = await asyncio.to_thread(state.store.jobs.counts)
+    except StoreError:  # what serving does is of interest then, too: the jobs stay as they were
+        num_jobs = {}
     return Response(state.metrics.render(num_jobs), headers={"Content-Type": CONTENT_TYPE_LATEST})
