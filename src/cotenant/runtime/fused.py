@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,18 +31,7 @@ class FusedForward:
         are the run. What goes wrong because of those ends the job alone, and where there is no memory, whoever asked,
         its micro-batch begins again, in less: there is then no result, the engine runs the batch itself, and writes the
         same rows of the KV cache."""
-        is_short = False
-        try:
-            return self._forward(step, num_fused)
-        except torch.OutOfMemoryError as error:
-            is_short = self._training.may_run_short
-            if not is_short:
-                self._training.fail(error)
-        except Exception as error:
-            self._training.fail(error)
-        if is_short:
-            self._training.begin_again_in_less()
-        return None, None
+        return self._training.attempt(partial(self._forward, step, num_fused), can_repeat=True) or (None, None)
 
     def _forward(self, step: OnlineStep, num_fused: int) -> tuple[RanLayers, TaskletRun | None]:
         batch = self._engine.batch_of(step)

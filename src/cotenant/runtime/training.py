@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _SHORTAGE_SHARE = 4
 _SHORTAGE_S = 60.0
 _MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the other, before it fails
+_Ran = TypeVar("_Ran")
 NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
 
 
@@ -210,34 +211,31 @@ class TrainingTenant:
         """Run the next tasklet. Call only when ``runnable``. One that finds no memory begins its micro-batch again, in
         less; what changes training's state cannot (see ``done_once``), and the optimizer does little else."""
         assert self._job is not None
-        shape, is_short = NOTHING, False
         can_repeat = self._job.next_shape is not None and self._job.next_shape.kind is not TaskletKind.OPTIMIZER
-        try:
-            shape = self._job.run_tasklet()
-        except torch.OutOfMemoryError as error:
-            is_short = can_repeat and self.may_run_short
-            if not is_short:
-                self.fail(error)
-        except Exception as error:
-            self.fail(error)
-        if is_short:
-            self.begin_again_in_less()
+        shape = self.attempt(self._job.run_tasklet, can_repeat=can_repeat) or NOTHING
         self.at_step_end = shape.kind is TaskletKind.OPTIMIZER or self._job is None
         if self.at_step_end:
             self._num_shortages = 0
         return shape
 
-    @property
-    def may_run_short(self) -> bool:
-        """Whether an attempt at tasklets that finds no memory is one of few, and may be repeated."""
-        return self._num_shortages < _MOST_SHORTAGES
-
-    def begin_again_in_less(self) -> None:
-        """An attempt at tasklets has found no memory. Called once what it held has been freed with its frames."""
-        self._num_shortages += 1
-        self.discard()
-        if self._job is not None:  # whoever had the memory to give: a part of a tasklet has run
-            self._job.discard_step()
+    def attempt(self, run: Callable[[], _Ran], *, can_repeat: bool) -> _Ran | None:
+        """What ``run`` returns, which runs tasklets; None where an error in it has ended the job or, where it found no
+        memory and ``can_repeat``, the micro-batch begins again in less."""
+        is_short = False
+        try:
+            return run()
+        except torch.OutOfMemoryError as error:
+            is_short = can_repeat and self._num_shortages < _MOST_SHORTAGES
+            if not is_short:
+                self.fail(error)
+        except Exception as error:
+            self.fail(error)
+        if is_short:  # what the attempt held is freed with its frames
+            self._num_shortages += 1
+            self.discard()
+            if self._job is not None:  # whoever had the memory to give: a part of a tasklet has run
+                self._job.discard_step()
+        return None
 
     def discard(self) -> bool:
         """Give memory back: what arenas have kept for one another, or else the micro-batch in flight and what lies
