@@ -135,6 +135,13 @@ def test_a_batch_has_less_time_where_it_begins_later() -> None:
     assert turns(views([Prompt(300.0, 1000), Prompt(0.0, 3000)]), begins_ms=50.0).budget == 9 * 128
 
 
+@pytest.mark.parametrize("ttft_ms", [1e9, 1e308])
+def test_a_target_that_is_never_reached_bounds_no_batch(ttft_ms: float) -> None:
+    for budget in (BUDGET, 1000):  # the latter is no whole number of tiles
+        found = take_turns(PREDICTOR, BatchShape(), views([Prompt(5.0, 600)] * 3), Slo(ttft_ms, 40.0), NOW_S, budget)
+        assert found == Turns(frozenset(), budget)
+
+
 def test_decodes_are_of_the_budget_and_take_time() -> None:
     predictor = taught()
     for tokens in range(0, BUDGET, 128):

@@ -138,6 +138,6 @@ class _Judge(NamedTuple):
             is_due = request.first_token_s is None and request.arrival_s >= self.patient_since_s
             if is_due and request.request_id not in late:
                 time_s = request.arrival_s + self.target_s - self.begin_s
-                tokens = num_decode + int(time_s / self.token_s)
+                tokens = num_decode + int(min(most + TILE, time_s / self.token_s))  # a target may be any number
                 most = min(most, max(num_tokens, tokens // TILE * TILE or tokens))
         return most
