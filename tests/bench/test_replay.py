@@ -17,7 +17,7 @@ from small_model import small_model
 SCRIPT = Path(__file__).parents[2] / "bench" / "replay.py"
 LOADS = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,12,64
-2023-11-16 18:15:46.3,9,66
+2023-11-16 18:15:49.0,9,66
 """
 
 
@@ -75,8 +75,7 @@ def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     rows = re.findall(r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed)
     counts = {(policy, kind): int(count) for policy, kind, count in rows}
     assert counts["inference-only", "alone"] > 10, printed
-    # How many of them are predicted, and have training beside them, hangs on how evenly the machine goes.
-    assert counts["adaptive", "with training"] > 0, printed
+    assert counts["adaptive", "with training"] > 10, printed
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:

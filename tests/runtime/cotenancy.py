@@ -47,6 +47,7 @@ def run(
     fuse: bool = False,
     interrupt_every: int = 0,
     ttft_ms: float = 10_000.0,
+    tpot_ms: float = 200.0,
 ) -> Outcome:
     """Run until all arrivals (by iteration number) are answered and the job has ended.
 
@@ -79,7 +80,7 @@ def run(
     while iteration <= last_arrival or engine.has_work or _job_runs(outcome, spec):
         if iteration in arrivals:
             engine.add(arrivals[iteration])
-        slo = Slo(ttft_ms, 200.0)
+        slo = Slo(ttft_ms, tpot_ms)
         snapshot = Snapshot(time.time(), slo, engine.next_shape(), engine.views(), training.view(), fuse)
         record = executor.execute(chosen.plan(snapshot), emit, interrupted)
         predictor.observe(record)

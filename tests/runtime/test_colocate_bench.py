@@ -32,11 +32,10 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
         alone = bench.alone(1.0)
         step_s = TOKENS_PER_STEP / alone
         cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
-        for _ in range(8):
-            cells.append(bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5))
-            # A machine that was busy with something else may be faster since.
-            alone = max(alone, bench.alone(0.3))
+        cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
         assert all(cell.num_failed == 0 for cell in cells)
+        # A machine that was busy with something else may be faster since, for some of the time.
+        alone = max(alone, *(bench.alone(0.5) for _ in range(4)))
         assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 
@@ -50,14 +49,13 @@ def test_training_alone_is_timed_until_it_has_come_somewhere() -> None:
 def test_what_is_live_at_the_end_is_answered_without_training() -> None:
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
-        step_s = TOKENS_PER_STEP / bench.alone(1.0)
+        # At its fastest: were a step soon to take a part of that, tokens enough to judge by would come until the end.
+        step_s = TOKENS_PER_STEP / max(bench.alone(0.5) for _ in range(4))
         begin_s = time.perf_counter()
         # Room for a step even where something else has the machine in between.
         cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
-        # A token a step would take 60. The machine may have been faster, or slower, before.
-        assert time.perf_counter() - begin_s < 40 * step_s
-        assert cell.num_failed == 0
-        assert 32 <= len(cell.itl_ms) <= 59, "where fewer came until the end, all are judged"
+        assert time.perf_counter() - begin_s < 20 * step_s
+        assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
         assert cell.train_tokens_per_s > 0
 
 
