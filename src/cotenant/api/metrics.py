@@ -58,7 +58,7 @@ class Metrics:
             registry=self._registry,
         )
         self._refused = self._tally(
-            "requests_refused", "HTTP requests but /health answered 503: no room, or no model that is ready."
+            "requests_refused", "HTTP requests answered 503, probes left out: no room, or no model that is ready."
         )
         self._jobs = Gauge(
             PREFIX + "fine_tuning_jobs",

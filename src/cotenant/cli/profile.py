@@ -48,11 +48,7 @@ def profile(
     """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
     and keep the latencies in the data folder: a server that starts there plans with them from its first iteration. What
     else it meets it learns by itself."""
-    coexecution = CoExecutionConfig(
-        policy, tasklet_tokens=tasklet_tokens, sm_shares=None if sm_shares is None else tuple(sm_shares)
-    )
-    if not coexecution.trains:
-        raise InvalidInputError(f"--policy: under {policy} nothing trains that could be measured", param="policy")
+    coexecution = _coexecution(policy, tasklet_tokens, sm_shares)
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization, compress_weights)
     sizes, lengths = whole_numbers(batch_sizes, "batch-sizes"), whole_numbers(contexts, "contexts")
     # Here and not above: torch takes seconds to import, the store a part of one, and `cotenant --help` needs neither.
@@ -105,6 +101,15 @@ def profile(
     typer.echo(f"{num_records} latencies in {time.perf_counter() - start_s:.0f} s: {path}")
     if was_interrupted:
         fail("interrupted: what was measured so far is kept", exit_code=INTERRUPTED_EXIT_CODE)
+
+
+def _coexecution(policy: str, tasklet_tokens: int | None, sm_shares: Sequence[float] | None) -> CoExecutionConfig:
+    """The server's. Raises InvalidInputError for one under which nothing trains."""
+    shares = None if sm_shares is None else tuple(sm_shares)
+    found = CoExecutionConfig(policy, tasklet_tokens=tasklet_tokens, sm_shares=shares)
+    if not found.trains:
+        raise InvalidInputError(f"--policy: under {policy} nothing trains that could be measured", param="policy")
+    return found
 
 
 def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
