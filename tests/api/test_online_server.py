@@ -328,5 +328,9 @@ def test_a_client_that_leaves_frees_its_sequence(
 
 
 def test_nothing_is_left_live(http: httpx.Client) -> None:
+    """The figures come one by one: the worker may tell in between of a request whose client has left already."""
     wait_until_idle(http, within_s=5)
-    assert figure(http, "kv_cache_usage_perc") == 0
+    deadline_s = time.monotonic() + 5
+    while figure(http, "kv_cache_usage_perc"):
+        assert time.monotonic() < deadline_s, "pages are still in use"
+        time.sleep(0.02)
