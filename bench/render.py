@@ -560,6 +560,14 @@ SECTIONS = (
         "a batch in flight.",
         "python bench/planner_cost.py",
     ),
+    Section(
+        "planner_latest_h200.txt",
+        "On a third GPU's host: what a plan costs by the newest version",
+        "Intel(R) Xeon(R) Processor, all of 32 cores, with nothing else running. The core's speed changes during the "
+        "run: a call of the predictor that finds a record takes 1.3 times what it takes on the first host, and some of "
+        "the plans half of what they take on the second, others as long.",
+        "python bench/planner_cost.py",
+    ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
         "gpu_serving_h200.txt",

@@ -16,7 +16,7 @@ _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
 _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a newer version
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
 _LATEST = "colocate_latest_h200.json"  # half of the grid, by the newest version
-_PLANNING = ("planner_h200.txt", "planner_slow_h200.txt")
+_PLANNING = ("planner_h200.txt", "planner_slow_h200.txt", "planner_latest_h200.txt")
 # (what, the calls that it takes, what was aimed at in microseconds)
 _PLANNING_ROWS = (
     ("a plan, by records", ("AdaptivePolicy, records",), 50),
@@ -64,12 +64,12 @@ _LATE = (
     "the same on several hosts, with serving alone."
 )
 _SLOW = (
-    "One host takes more than twice the time of the other for all that is asked here. It is spent while the device has "
-    "a batch in flight. Less Python in a plan, or a language that is compiled."
+    "Hosts differ by more than two times in all that is asked here, the last of them from one minute to the next. It "
+    "is spent while the device has a batch in flight. Less Python in a plan, or a language that is compiled."
 )
 _SLOW_ALONE = (
-    "Measured on the slower of the two hosts alone. It is spent while the device has a batch in flight. Less Python in "
-    "what is asked, or a language that is compiled."
+    "Not measured on the fastest of the hosts. It is spent while the device has a batch in flight. Less Python in what "
+    "is asked, or a language that is compiled."
 )
 _ERRORS = (
     "errors of prediction beside a job by three versions, of which the last is judged: [over the "
