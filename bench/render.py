@@ -275,7 +275,7 @@ SECTIONS = (
         "11, `static` at 3. `adaptive` has most harvest of those in time at 14 of them, by up to 6%; at the 15th, the "
         "conversation at twice its rate and 10 ms, it is 0.1% behind `harli`. `harli`, whose steps are always in "
         "partitions, is within 2% of it at 10 ms and 15 to 22% behind at 40; `chunked` and `llmstation` are 2 to 6% "
-        "behind at 40 and 3 to 31% at 10: where the target says which way of sharing is best, `adaptive` is about as "
+        "behind at 40 and 4 to 31% at 10: where the target says which way of sharing is best, `adaptive` is about as "
         "good as that. Of batches alone 2.0% are predicted with more than 10% of error, where it was 4.1% in the grid "
         "again, and few of these are decode steps.",
     ),
@@ -286,8 +286,9 @@ SECTIONS = (
         "[above](#on-a-gpu-half-of-the-grid-by-the-newest-version) and in the same hour. `fineinfer`, `lifecycle` and "
         "`temporal` train between requests alone, and with a request live nearly all the time that is next to "
         "nothing; `fineinfer` holds those that come while none is, up to its share of the TTFT target, and so has "
-        "somewhat more, and later first tokens. `multitask` is LLMStation's Algorithm 1 with all tasklets behind the "
-        "steps, by a fixed margin: `chunked` and `llmstation` above have more of the same slack.",
+        "somewhat more, and at the trace's own rate later first tokens. `multitask` is LLMStation's Algorithm 1 with "
+        "all tasklets behind the steps, by a fixed margin: `chunked` and `llmstation` above have more of the same "
+        "slack.",
     ),
     Section(
         "colocate_predicted_h200.json",
