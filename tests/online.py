@@ -17,13 +17,22 @@ def max_model_len(http: httpx.Client) -> int:
 
 def figure(http: httpx.Client, name: str) -> float:
     """The sum of a metric over its labels."""
-    lines = http.get("/metrics").text.splitlines()
+    return figure_in(http.get("/metrics").text, name)
+
+
+def figure_in(metrics: str, name: str) -> float:
+    """The same in what /metrics has said."""
+    lines = metrics.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"cotenant:{name}{{"))
 
 
-def wait_until_idle(http: httpx.Client, within_s: float) -> None:
+def wait_until_idle(http: httpx.Client, within_s: float) -> str:
+    """What /metrics says once nothing is live: the worker's figures are of one moment."""
     deadline_s = time.monotonic() + within_s
-    while figure(http, "num_requests_live") or figure(http, "num_requests_running"):
+    while True:
+        metrics = http.get("/metrics").text
+        if not any(figure_in(metrics, f"num_requests_{state}") for state in ("live", "running", "waiting")):
+            return metrics
         assert time.monotonic() < deadline_s, "a sequence is still live"
         time.sleep(0.02)
 

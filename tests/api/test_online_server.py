@@ -13,7 +13,7 @@ import pytest
 from openai.types import CompletionUsage
 
 import serving
-from online import MESSAGES, MODEL, figure, max_model_len, wait_until_idle
+from online import MESSAGES, MODEL, figure, figure_in, max_model_len, wait_until_idle
 
 
 def counts(usage: CompletionUsage | None) -> tuple[int, int, int]:
@@ -328,9 +328,4 @@ def test_a_client_that_leaves_frees_its_sequence(
 
 
 def test_nothing_is_left_live(http: httpx.Client) -> None:
-    """The figures come one by one: the worker may tell in between of a request whose client has left already."""
-    wait_until_idle(http, within_s=5)
-    deadline_s = time.monotonic() + 5
-    while figure(http, "kv_cache_usage_perc"):
-        assert time.monotonic() < deadline_s, "pages are still in use"
-        time.sleep(0.02)
+    assert figure_in(wait_until_idle(http, within_s=5), "kv_cache_usage_perc") == 0
