@@ -263,8 +263,8 @@ SECTIONS = (
         "does not count; the averages below count it.",
     ),
     Section(
-        "colocate_latest_h200.json",
-        "On a GPU: half of the grid by the newest version",
+        "colocate_half_h200.json",
+        "On a GPU: half of the grid by a later version",
         "[The grid's](#on-a-gpu-the-grid-of-targets-rates-and-traces) two traces at their own rate and at twice that, "
         "all six policies of a place by one version on one card: two targets each on two cards of a host, from no "
         "latencies at all, `static` last. Since [the grid again](#on-a-gpu-the-grid-again-llmstation-in-partitions) "
@@ -283,7 +283,7 @@ SECTIONS = (
         "colocate_others_h200.json",
         "On a GPU: the policies that the grid leaves out",
         "The conversation at its own rate and at twice that, on a card of the host "
-        "[above](#on-a-gpu-half-of-the-grid-by-the-newest-version) and in the same hour. `fineinfer`, `lifecycle` and "
+        "[above](#on-a-gpu-half-of-the-grid-by-a-later-version) and in the same hour. `fineinfer`, `lifecycle` and "
         "`temporal` train between requests alone, and with a request live nearly all the time that is next to "
         "nothing; `fineinfer` holds those that come while none is, up to its share of the TTFT target, and so has "
         "somewhat more, and at the trace's own rate later first tokens. `multitask` is LLMStation's Algorithm 1 with "
@@ -562,8 +562,8 @@ SECTIONS = (
         "python bench/planner_cost.py",
     ),
     Section(
-        "planner_latest_h200.txt",
-        "On a third GPU's host: what a plan costs by the newest version",
+        "planner_later_h200.txt",
+        "On a third GPU's host: what a plan costs by a later version",
         "Intel(R) Xeon(R) Processor, all of 32 cores, with nothing else running. The core's speed changes during the "
         "run: a call of the predictor that finds a record takes 1.3 times what it takes on the first host, and some of "
         "the plans half of what they take on the second, others as long.",

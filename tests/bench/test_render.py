@@ -385,35 +385,14 @@ def _place_of(cell: dict[str, Any]) -> tuple[str, float, float]:
     return cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]
 
 
-def _some_errors(cell: dict[str, Any]) -> dict[str, Any]:
-    """Alone; some, where no batch had the device alone."""
-    return cell["prediction_error"]["alone"] or {"mean": 0.0, "p95": 0.0, "iterations": 1, "farthest_off": []}
-
-
-def _late_chunks(cell: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of `adaptive`, where serving alone is in time: batches alone that took a tenth longer than expected, and have a
-    chunk behind others of the same prompt."""
-    if cell["policy"] != "adaptive" or _place_of(cell) == ("code", 2.0, 10.0):
-        return []
-    return [
-        each
-        for each in cell["prediction_error"]["alone"]["farthest_off"]
-        if each["deviation"] < -0.1 and each.get("prefill_context_tokens", 0) > each.get("prefill_tokens", 0)
-    ]
-
-
 def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
-    for kind in ("grid", "steady", "predicted", "again", "latest"):
+    for kind in ("grid", "steady", "predicted", "again", "half"):
         name = f"colocate_{kind}_h200.json"
         (tmp_path / name).write_text(
             json.dumps(_without_figures(json.loads((ROOT / "bench" / "results" / name).read_text())))
         )
     grid = json.loads((tmp_path / "colocate_grid_h200.json").read_text())
-    (ours,) = [
-        cell
-        for cell in grid["cells"]
-        if (cell["policy"], cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]) == ("adaptive", "conv", 1.0, 40)
-    ]
+    (ours,) = [cell for cell in grid["cells"] if (cell["policy"], _place_of(cell)) == ("adaptive", ("conv", 1.0, 40.0))]
     load = "conversation at its own rate, 40 ms"
 
     def aims() -> dict[str, list[str]]:
@@ -460,17 +439,15 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     (tmp_path / "colocate_again_h200.json").write_text(json.dumps(again))
     assert aims()[in_time] == ["19", "met", ""]
     assert float(aims()[by][0].partition(",")[0]) > before, "one of the two places has all policies"
-    latest = json.loads((tmp_path / "colocate_latest_h200.json").read_text())
-    half = "[half of it by the newest version](#on-a-gpu-half-of-the-grid-by-the-newest-version), where serving alone "
-    in_time = f"{half}is in time: in time at all 15 places"
+    half = json.loads((tmp_path / "colocate_half_h200.json").read_text())
+    name = (
+        "[half of it by a later version](#on-a-gpu-half-of-the-grid-by-a-later-version), where serving alone is in time"
+    )
+    in_time = f"{name}: in time at all 15 places"
     assert aims()[in_time] == ["15", "met", ""]
-    (one,) = [
-        cell
-        for cell in latest["cells"]
-        if (cell["policy"], cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]) == ("adaptive", "conv", 1.0, 40)
-    ]
+    (one,) = [cell for cell in half["cells"] if (cell["policy"], _place_of(cell)) == ("adaptive", ("conv", 1.0, 40.0))]
     one["attainment"] = 0.98
-    (tmp_path / "colocate_latest_h200.json").write_text(json.dumps(latest))
+    (tmp_path / "colocate_half_h200.json").write_text(json.dumps(half))
     assert aims()[in_time][:2] == ["14", "**missed**"]
 
     def of_errors(aim: str) -> list[str]:
@@ -491,33 +468,28 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     (tmp_path / "colocate_predicted_h200.json").write_text(json.dumps(predicted))
     measured, _, why = of_errors(aim)
     assert measured.startswith("22 of 23 cells of 19 batches or more, 11.0% at most")
-    for run, num in ((again, "10 of 19 cells of 21"), (latest, "10 of 15 cells of 32")):
+    for run, num in ((again, "10 of 19 cells of 21"), (half, "10 of 15 cells of 32")):
         ours = [cell for cell in run["cells"] if cell["policy"] == "adaptive"]
         worst = max(cell["prediction_error"]["alone"]["p95"] for cell in ours)
         assert f"; {num} batches or more, {worst:.1%} at most; " in measured
-    assert " are more than 10% off, 11 of them decode steps, where it was 78 of 123 in the grid again" in why
-    mean = "mean 3% alone"
-    before = of_errors(mean)
-    assert before[1] == "met", "by the newest version, though not by those before"
-    late = [at["at_s"] for cell in latest["cells"] for at in _late_chunks(cell)]
-    assert f"Of the 50 with prompts {len(late)} have a chunk behind earlier ones" in why
-    assert f"{sum(at_s <= 2.1 for at_s in late)} of them in the first 2.1 seconds of a cell" in why
+    assert " 61 are more than 10% off, 11 of them decode steps, where it was 78 of 123 in the grid again: " in why
+    assert " Of the 50 with prompts 30 have a chunk behind earlier ones of the same prompt and took longer" in why
+    measured, verdict, _ = of_errors("mean 3% alone")
+    assert ", 3.1% (in cells up to 6.1%), 2.8% (in cells up to 6.3%); " in measured
+    assert verdict == "**missed**", "by one of them"
     aim = "p95 10%, of all batches (read so later): at most 5% above"
-    counted = [c for c in latest["cells"] if _place_of(c) != ("code", 2.0, 10.0) and c["policy"] == "adaptive"]
-    for share, verdict in ((0.05, "met"), (0.051, "**missed**")):
-        for cell in latest["cells"]:
-            cell["prediction_error"]["alone"] = {**_some_errors(cell), "share_above_10_percent": 1.0}
-        for cell in counted:
-            cell["prediction_error"]["alone"]["share_above_10_percent"] = share
-        (tmp_path / "colocate_latest_h200.json").write_text(json.dumps(latest))
-        measured, found, _ = of_errors(aim)
-        assert (measured.split(",")[2].split()[0], found) == (f"{share:.1%}", verdict)
-    for cell in counted:
-        cell["prediction_error"]["alone"]["mean"] = 0.031
-    (tmp_path / "colocate_latest_h200.json").write_text(json.dumps(latest))
-    measured, verdict, _ = of_errors(mean)
-    assert ", 3.1% (in cells up to 3.1%); " in measured
-    assert verdict == "**missed**"
+    runs = (("predicted", predicted, ("conv", 4.0, 10.0)), ("again", again, None), ("half", half, ("code", 2.0, 10.0)))
+    for index, (kind, run, left_out) in enumerate(runs):  # one is enough for a target to be missed
+        before = json.dumps(run)
+        ours = [cell for cell in run["cells"] if cell["policy"] == "adaptive"]
+        for share, verdict in ((0.05, "met"), (0.051, "**missed**")):
+            for cell in ours:
+                is_counted = _place_of(cell) != left_out
+                cell["prediction_error"]["alone"]["share_above_10_percent"] = share if is_counted else 1.0
+            (tmp_path / f"colocate_{kind}_h200.json").write_text(json.dumps(run))
+            measured, found, _ = of_errors(aim)
+            assert (measured.split(",")[index].split()[0], found) == (f"{share:.1%}", verdict)
+        (tmp_path / f"colocate_{kind}_h200.json").write_text(before)
     steady = json.loads((tmp_path / "colocate_steady_h200.json").read_text())
     (cell,) = [c for c in steady[-1]["cells"] if (c["policy"], c["slo"]["tpot_ms"]) == ("adaptive", 40)]
     cell |= {"harvest": 0.889, "tpot_ms": {**cell["tpot_ms"], "mean": 39.0}, "attainment": 1.0}
