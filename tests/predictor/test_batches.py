@@ -150,7 +150,7 @@ def test_a_chunk_has_as_many_tokens_as_take_so_long(few_rows: LatencyPredictor, 
     batch = with_prompts(decodes, (rows - decodes.num_decode, 0))
     limit_ms = few_rows.batch_ms(batch)
     assert limit_ms is not None
-    found = few_rows.prompt_tokens_within(decodes, limit_ms)
+    found = few_rows.prompt_tokens_within(decodes, limit_ms, most=8192)
     assert found == pytest.approx(batch.prefill_tokens, abs=1)
 
 
@@ -171,7 +171,7 @@ def test_a_chunk_larger_than_any_before_takes_about_as_long_as_it_may(rows: int,
                 learn(predictor, batch, true_ms(batch) * rng.uniform(0.98, 1.02))
         decodes = BatchShape(20, 20_000)
         limit_ms = true_ms(with_prompts(decodes, (rows - decodes.num_decode, 0)))
-        found = predictor.prompt_tokens_within(decodes, limit_ms)
+        found = predictor.prompt_tokens_within(decodes, limit_ms, most=8192)
         assert found is not None
         assert 0.45 < true_ms(with_prompts(decodes, (found, 0))) / limit_ms < 1.2
 
@@ -186,7 +186,7 @@ def test_small_chunks_do_not_keep_larger_ones_from_being_tried(rows: int) -> Non
             learn(predictor, batch, few_rows_ms(batch) * rng.uniform(0.98, 1.02))
     limit_ms, in_tiles = few_rows_ms(with_prompts(decodes, (rows - 20, 0))), 0
     for _ in range(20):
-        found = predictor.prompt_tokens_within(decodes, limit_ms)
+        found = predictor.prompt_tokens_within(decodes, limit_ms, most=8192)
         assert found is not None
         in_tiles = (20 + found + TILE // 4) // TILE * TILE
         batch = with_prompts(decodes, (in_tiles - 20, 0))
@@ -259,9 +259,9 @@ def test_one_stall_leaves_prompts_their_room(predictor: LatencyPredictor) -> Non
     restored = LatencyPredictor("h", "m")
     restored.restore(predictor.export())
     decodes = BatchShape(20, 20_000)
-    before = restored.prompt_tokens_within(decodes, 45.0)
+    before = restored.prompt_tokens_within(decodes, 45.0, most=8192)
     learn(restored, with_prompts(decodes, (1024, 0)), 400.0)
-    after = restored.prompt_tokens_within(decodes, 45.0)
+    after = restored.prompt_tokens_within(decodes, 45.0, most=8192)
     assert before is not None
     assert after is not None
     assert after > 0.7 * before
@@ -280,7 +280,7 @@ def test_as_many_prompt_tokens_fit_as_fill_the_tiles(predictor: LatencyPredictor
         tokens = rng.choice((rows - 20, rng.randint(100, 1100)))
         learn(restored, with_prompts(decodes, (tokens, 0)), true_ms(with_prompts(decodes, (tokens, 0))))
     limit_ms = true_ms(with_prompts(decodes, (rows - 20, 0)))
-    found = restored.prompt_tokens_within(decodes, limit_ms)
+    found = restored.prompt_tokens_within(decodes, limit_ms, most=8192)
     assert found is not None
     assert (20 + found + TILE // 4) // TILE * TILE == rows
 
@@ -289,7 +289,7 @@ def test_as_many_prompt_tokens_fit_as_fill_the_tiles(predictor: LatencyPredictor
 def test_of_a_long_prompt_a_token_costs_more(predictor: LatencyPredictor, limit_ms: float) -> None:
     """Its attention grows with the square."""
     decodes = BatchShape(20, 20_000)
-    tokens = predictor.prompt_tokens_within(decodes, limit_ms)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms, most=8192)
     assert tokens is not None
     assert true_ms(with_prompts(decodes, (tokens, 0))) == pytest.approx(limit_ms, rel=0.035)
 
@@ -301,7 +301,7 @@ def test_of_a_prompt_that_is_half_done_a_token_costs_more(
 ) -> None:
     """It attends to those before it: sized as a fresh one, a chunk of it would take longer than it may."""
     decodes = BatchShape(20, 20_000)
-    tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed, most=8192)
     assert tokens is not None
     assert true_ms(with_prompts(decodes, (tokens, num_computed))) == pytest.approx(limit_ms, rel=0.04)
 
@@ -361,7 +361,7 @@ def test_what_was_said_of_a_batch_is_said_anew_when_something_was_learned(traine
     restored, decodes = LatencyPredictor("h", "m"), BatchShape(10, 12_000)
     restored.restore(trained.export())
     batch = with_prompts(decodes, (1500, 0))
-    before, before_ms = restored.prompt_tokens_within(decodes, 45.0), restored.batch_ms(batch)
+    before, before_ms = restored.prompt_tokens_within(decodes, 45.0, most=8192), restored.batch_ms(batch)
     assert before_ms is not None
     assert before is not None
     trains(restored)
@@ -370,7 +370,7 @@ def test_what_was_said_of_a_batch_is_said_anew_when_something_was_learned(traine
     assert after_ms > 1.05 * before_ms
     for _ in range(200):
         learn(restored, decodes, 2 * true_ms(decodes))
-        after = restored.prompt_tokens_within(decodes, 45.0)
+        after = restored.prompt_tokens_within(decodes, 45.0, most=8192)
     assert after is not None
     assert after < 0.9 * before
 
@@ -379,7 +379,7 @@ def test_as_many_prompt_tokens_fit_right_behind_training_as_take_so_long_then(tr
     restored, decodes = LatencyPredictor("h", "m"), BatchShape(10, 12_000)
     restored.restore(trained.export())
     for slower in (1.0, 1.1):
-        tokens = restored.prompt_tokens_within(decodes, 60.0)
+        tokens = restored.prompt_tokens_within(decodes, 60.0, most=8192)
         assert tokens is not None
         assert slower * true_ms(with_prompts(decodes, (tokens, 0))) == pytest.approx(60.0, rel=0.04)
         trains(restored)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,11 +104,23 @@ def test_where_nothing_was_measured_the_roofline_speaks_of_batches_on_all_sms_al
 def test_the_first_prompts_beside_running_requests_have_chunks_that_these_have_time_for() -> None:
     predictor, decodes = LatencyPredictor("h", "m", Prior(ROOFLINE)), BatchShape(8, 4000)
     for limit_ms in (20.0, 40.0):
-        tokens = predictor.prompt_tokens_within(decodes, limit_ms)
+        tokens = predictor.prompt_tokens_within(decodes, limit_ms, most=8192)
         assert tokens is not None
         batch = BatchShape(8, 4000, tokens, tokens, 0, causal_pairs(tokens))
         assert 0.8 * limit_ms < UNMEASURED * ROOFLINE.batch_ms(batch) < 1.1 * limit_ms
-    assert LatencyPredictor("h", "m").prompt_tokens_within(decodes, 20.0) is None
+    assert LatencyPredictor("h", "m").prompt_tokens_within(decodes, 20.0, most=8192) is None
+
+
+@pytest.mark.parametrize("limit_ms", [1e6, 1e9, 1e308, math.inf])
+def test_a_batch_without_a_target_is_as_large_as_it_may_be_after_many_small_ones(limit_ms: float) -> None:
+    predictor = LatencyPredictor("h", "m", Prior(ROOFLINE))
+    for turn in range(2000):
+        decodes = BatchShape(1 + turn % 8, 2000)
+        batch = replace(decodes, prefill_tokens=250, prefill_context_tokens=250) if turn % 100 == 0 else decodes
+        taken_ms = 1.2 * ROOFLINE.batch_ms(batch)
+        predictor.observe(IterationRecord(batch, Mode.NONE, taken_ms, taken_ms))
+    for most in (500, 8192):
+        assert predictor.prompt_tokens_within(BatchShape(63, 129_000), limit_ms, most=most) == most
 
 
 def test_where_the_host_takes_longer_than_any_roofline_prompts_are_not_thought_to_be_faster_than_decodes() -> None:
@@ -118,7 +133,7 @@ def test_where_the_host_takes_longer_than_any_roofline_prompts_are_not_thought_t
         predicted_ms = predictor.batch_ms(with_prompts)
         assert predicted_ms is not None
         assert predicted_ms >= 2.5
-        assert predictor.prompt_tokens_within(decodes, 20.0) is not None
+        assert predictor.prompt_tokens_within(decodes, 20.0, most=8192) is not None
 
 
 @given(asked=batches, shape=tasklets, partition=st.sampled_from([Partition(16, 116), Partition(48, 84)]))

@@ -66,14 +66,15 @@ class BatchTimes:
             return known_ms
         return less(record.latency_ms(cautious=cautious), known_ms or self._unmeasured_ms(batch))
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int) -> int | None:
-        """See ``LatencyPredictor.prompt_tokens_within``."""
+    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int, most: int) -> int | None:
+        """See ``LatencyPredictor.prompt_tokens_within``. Of more than ``most`` nobody is asked: attention grows with
+        their square, and from far beyond all batches the way back would end below those that fit."""
         found = self._first_asked(decodes, num_computed)
         if found is None:
             return None
         first, alone_ms, taken_ms, is_told = found
         asked, mean_ms, guessed_to = first, (taken_ms - alone_ms) / first, 2 * first if is_told else 0
-        tokens = asked + int((limit_ms - taken_ms) / mean_ms)
+        tokens = min(most, asked + int(min(most, (limit_ms - taken_ms) / mean_ms)))
         for _ in range(_MOST_ASKED):
             around = round((decodes.num_decode + tokens) / TILE) * TILE - decodes.num_decode
             if around <= 0 or around == asked:
@@ -85,7 +86,7 @@ class BatchTimes:
             token_ms = (around_ms - taken_ms) / (around - asked)
             token_ms = min(max(token_ms, _LEAST_OF_MEAN * mean_ms), _MOST_OF_MEAN * mean_ms)
             asked, taken_ms = around, around_ms
-            tokens = around + int((limit_ms - around_ms) / token_ms)
+            tokens = min(most, around + int(min(most, (limit_ms - around_ms) / token_ms)))
         return tokens
 
     def _first_asked(self, decodes: BatchShape, num_computed: int) -> tuple[int, float, float, bool] | None:

@@ -94,11 +94,13 @@ class LatencyPredictor:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         return self._batches.batch_ms(batch, behind_tasklets=behind_tasklets, cautious=cautious)
 
-    def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int = 0) -> int | None:
-        """How many tokens of a prompt fit into a batch beside these decodes, so that it takes ``limit_ms``; they attend
-        to the ``num_computed`` ones before them, too. May be negative; None while it is not known what a prompt token
-        costs."""
-        return self._batches.prompt_tokens_within(decodes, limit_ms, num_computed)
+    def prompt_tokens_within(
+        self, decodes: BatchShape, limit_ms: float, num_computed: int = 0, *, most: int
+    ) -> int | None:
+        """How many tokens of a prompt, at most ``most``, fit into a batch beside these decodes, so that it takes
+        ``limit_ms``; they attend to the ``num_computed`` ones before them, too. May be negative; None while it is not
+        known what a prompt token costs."""
+        return self._batches.prompt_tokens_within(decodes, limit_ms, num_computed, most)
 
     def tasklet_ms(
         self,

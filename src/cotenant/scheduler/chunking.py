@@ -102,17 +102,18 @@ def _patient_ms(
 
 
 def _tokens_within(
-    predictor: LatencyPredictor, decodes: BatchShape, limit_ms: float, first: RequestView | None
+    predictor: LatencyPredictor, decodes: BatchShape, limit_ms: float, first: RequestView | None, most: int
 ) -> int | None:
-    """As many prompt tokens as a batch has time for, those of ``first`` before others'. None: nobody knows."""
+    """As many prompt tokens as a batch has time for, at most ``most``, those of ``first`` before others'. None: nobody
+    knows."""
     num_computed = 0 if first is None else first.num_computed
     limit_ms *= _AIMED_SHARE
-    tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed)
+    tokens = predictor.prompt_tokens_within(decodes, limit_ms, num_computed, most=most)
     if first is None or num_computed == 0 or tokens is None or tokens <= first.num_prompt_tokens_left:
         return tokens
     # Most others have nothing computed yet.
     num_computed = num_computed * first.num_prompt_tokens_left // tokens
-    return predictor.prompt_tokens_within(decodes, limit_ms, num_computed)
+    return predictor.prompt_tokens_within(decodes, limit_ms, num_computed, most=most)
 
 
 def prompt_budget(
@@ -139,7 +140,7 @@ def prompt_budget(
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     step_ms, least_ms = predictor.batch_ms(decodes) or 0.0, _STEP_SHARE * slo.tpot_ms
     first = next((request for request in requests if request.num_prompt_tokens_left), None)
-    tokens = _tokens_within(predictor, decodes, least_ms, first)
+    tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
     if tokens is None:
         return most
     always = max(tokens, _LEAST_TOKENS)
@@ -147,6 +148,6 @@ def prompt_budget(
     patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, token_ms)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
-        tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first) or 0)
+        tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first, most - num_decode) or 0)
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
