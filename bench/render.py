@@ -291,6 +291,25 @@ SECTIONS = (
         "slack.",
     ),
     Section(
+        "colocate_traced_h200.json",
+        "On a GPU: places of the grid that were traced",
+        "By a later version, `adaptive` and `chunked`, one run behind the other on a card whose host had other "
+        "measurements on its second one. Each wrote with --trace-file what the worker did: files of 1.2 to 2.1 MB "
+        "compressed.",
+    ),
+    Section(
+        "replayed_h200.txt",
+        "On a GPU: iterations replayed",
+        "What a predictor says of [these traces'](#on-a-gpu-places-of-the-grid-that-were-traced) iterations that knows "
+        "nothing else. The last line of each is of batches with prompts, without training: the best linear function "
+        "of what the predictor's model of them goes by, fitted to these batches afterwards, errs by 2.7 to 3.0%; the "
+        "predictor, which has not seen a batch when it is asked of it, by 2.6 to 3.2%. So there is little to be had "
+        "from a line that is learned in another way. Tried on these traces and hardly better or worse: a level that "
+        "follows the latest batches beside a model with a longer memory, other speeds of forgetting, and other "
+        "features of a batch.",
+        "python bench/replay.py conv-adaptive.json conv-chunked.json code-adaptive.json",
+    ),
+    Section(
         "colocate_predicted_h200.json",
         "On a GPU: errors of prediction over the grid",
         "[The grid's](#on-a-gpu-the-grid-of-targets-rates-and-traces) cells under `adaptive` alone, by a version that "

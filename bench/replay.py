@@ -4,11 +4,16 @@ tried without the device that they ran on.
     cotenant bench colocate … --trace-file trace.json
     python bench/replay.py trace.json
 
+Several traces one after the other, each by a predictor of its own.
 A row for each load that a mark of the trace begins, and one for what no mark comes before: all that `cotenant serve`
 has. "recorded": the errors of the predictor that ran; "replayed": of one that knows nothing at first but what the trace
 tells, without a roofline, and takes all jobs for one. Turns of the loop that did next to nothing are not in a trace.
 Batches of either that could not be predicted count in neither. Like `bench colocate`'s, errors are relative to what was
 measured, "alone" of batches without training.
+
+"at best": of batches with prompts, alone, the mean error of the best linear function of what the predictor's model of
+them goes by, one for all of a trace and fitted to these very batches. A model that has to learn it as it goes can
+hardly be below.
 """
 
 from __future__ import annotations
@@ -21,12 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cotenant.bench.summary import error_figures
-from cotenant.core.plan import IterationRecord, Mode
+from cotenant.core.plan import BatchShape, IterationRecord, Mode
+from cotenant.predictor.batches import batch_features
 from cotenant.predictor.predictor import LatencyPredictor
 
 _END = "measured until here"  # of a load's mark: what follows does not count
+_ENOUGH = 50  # batches with prompts, a fit to which says something
+_FITS, _LEAST_ERROR = 30, 1e-3  # of the fit to absolute errors: rounds, and the least by which one is weighed
 
 
 class Replayed(NamedTuple):
@@ -36,12 +46,19 @@ class Replayed(NamedTuple):
     is_alone: bool
     recorded: float
     replayed: float
+    batch: BatchShape
+    taken_ms: float
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="what --trace-file has written")
-    path = parser.parse_args().trace
+    parser.add_argument("traces", type=Path, nargs="+", metavar="trace", help="what --trace-file has written")
+    paths: list[Path] = parser.parse_args().traces
+    return max(_tell(path, parser) for path in paths)
+
+
+def _tell(path: Path, parser: argparse.ArgumentParser) -> int:
+    """Of one trace; the exit status."""
     try:
         found = list(replay(events(path.read_text(encoding="utf-8")), LatencyPredictor("replayed", "model")))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -49,13 +66,34 @@ def main() -> int:
     if not found:
         print(f"{path}: no batch that was predicted", file=sys.stderr)
         return 1
+    print(path.name)
     for load in dict.fromkeys(each.load for each in found):
         for is_alone, kind in ((True, "alone"), (False, "with training")):
             chosen = [each for each in found if (each.load, each.is_alone) == (load, is_alone)]
             if chosen:
                 recorded, replayed = (_text([each[column] for each in chosen]) for column in (2, 3))
                 print(f"{load}, {kind}: {len(chosen)} batches, recorded {recorded}; replayed {replayed}")
+    prompts = [each for each in found if each.is_alone and each.batch.prefill_tokens]
+    if len(prompts) >= _ENOUGH:
+        recorded, replayed = (_text([each[column] for each in prompts]) for column in (2, 3))
+        features = np.array([batch_features(each.batch) for each in prompts])
+        best = least_error(features, np.array([each.taken_ms for each in prompts]))
+        told = f"recorded {recorded}; replayed {replayed}; at best {best:.1%}"
+        print(f"with prompts, alone: {len(prompts)} batches, {told}")
     return 0
+
+
+def least_error(features: npt.NDArray[np.float64], taken: npt.NDArray[np.float64]) -> float:
+    """The mean of the absolute errors, as shares of ``taken`` [batches], of the linear function of ``features``
+    [batches, features] for which it is least: by least squares, again and again, of errors that count the less the
+    larger they were."""
+    shares = features / taken[:, None]
+    weights, errors = np.ones_like(taken), np.ones_like(taken)
+    for _ in range(_FITS):
+        function = np.linalg.lstsq(shares * weights[:, None], weights, rcond=None)[0]
+        errors = np.abs(shares @ function - 1.0)
+        weights = 1.0 / np.sqrt(np.maximum(errors, _LEAST_ERROR))
+    return float(errors.mean())
 
 
 def events(text: str) -> Iterator[dict[str, Any]]:
@@ -82,7 +120,8 @@ def replay(traced: Iterable[dict[str, Any]], predictor: LatencyPredictor) -> Ite
         error, predicted_ms = predictor.last_error_ratio, arguments["predicted_ms"]
         if counts and not record.batch.empty and error is not None and predicted_ms is not None:
             recorded = abs(predicted_ms / arguments["taken_ms"] - 1)
-            yield Replayed(load, record.mode is Mode.NONE, recorded, error)
+            is_alone, taken_ms = record.mode is Mode.NONE, arguments["taken_ms"]
+            yield Replayed(load, is_alone, recorded, error, record.batch, taken_ms)
 
 
 def _text(errors: list[float]) -> str:

@@ -84,8 +84,9 @@ _WORST = (
     "decode steps, where it was {before[decodes]} of {before[num]} in the grid again: that version took steps behind "
     "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
     "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
-    "cell. What attending to much costs is told by the latest batches, few of which may have done so. Perhaps a model "
-    "of that with a longer memory, beside a level that follows the clocks."
+    "cell. Nor is it what the model has forgotten: of batches with prompts alone it errs about as much as [the best "
+    "line](#on-a-gpu-iterations-replayed) that is fitted to the very same batches afterwards. What is left is in no "
+    "batch's shape: at the power limit clocks change from one to the next. More watts, or the clocks read for each."
 )
 
 

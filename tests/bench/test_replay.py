@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan
+from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition, Plan, causal_pairs
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.runtime.trace import Trace
 from forked import run_command
@@ -21,8 +21,8 @@ LOADS = """TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-def replay(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), str(path)], capture_output=True, text=True, check=False)
+def replay(*paths: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, paths)], capture_output=True, text=True, check=False)
 
 
 def note(trace: Trace, record: IterationRecord, deviation: float | None) -> None:
@@ -61,6 +61,24 @@ def test_errors_are_those_of_a_predictor_that_knows_the_trace_alone(tmp_path: Pa
     assert "unmarked, alone: 17 batches" in replay(tmp_path / "cut.json").stdout, "a trace whose end is missing"
 
 
+def test_of_prompts_it_says_what_a_line_could_come_to_at_best(tmp_path: Path) -> None:
+    """What batches with prompts take is a line of their tokens, but for 2%, once more and once less."""
+    paths = [tmp_path / "straight.json", tmp_path / "off.json"]
+    for path, off in zip(paths, (0.0, 0.02), strict=True):
+        trace = Trace(path)
+        for turn in range(120):
+            tokens, context = 128 * (1 + turn * 7 % 13), 1000 * (turn * 5 % 11)
+            batch = BatchShape(0, context, tokens, tokens, 0, causal_pairs(tokens))
+            taken_ms = (4.0 + tokens / 40 + context / 20_000) * (1 + off * (-1) ** turn)
+            note(trace, IterationRecord(batch, Mode.NONE, taken_ms, taken_ms), 0.5)
+        trace.close()
+    printed = replay(*paths).stdout.splitlines()
+    assert [line for line in printed if line.endswith(".json")] == ["straight.json", "off.json"]
+    straight, off_it = (line for line in printed if line.startswith("with prompts, alone: "))
+    assert straight.endswith("at best 0.0%")
+    assert re.search(r"recorded mean 50.0%.*; at best (1\.9|2\.0)%$", off_it), off_it
+
+
 def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text(LOADS)
     flags = ["--seq-len", "16", "--tokens-per-step", "16", "--alone-seconds", "0.5", "--device", "cpu"]
@@ -71,7 +89,8 @@ def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     printed = replay(path).stdout
     begin = [line.partition(",")[0] for line in printed.splitlines()]
-    assert set(begin) - {"unmarked"} == {"measured from here: inference-only", "measured from here: adaptive"}
+    loads = set(begin) - {"trace.json", "unmarked"}
+    assert loads == {"measured from here: inference-only", "measured from here: adaptive"}
     rows = re.findall(r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed)
     counts = {(policy, kind): int(count) for policy, kind, count in rows}
     assert counts["inference-only", "alone"] > 10, printed

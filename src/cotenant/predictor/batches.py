@@ -63,7 +63,7 @@ class BatchModels:
         """What a model says, if it rests on what was measured."""
         if behind_tasklets and self._num_behind < _ENOUGH_BEHIND:
             return None
-        model_ms = self._model_of(batch).reached(_features(batch, behind_tasklets))
+        model_ms = self._model_of(batch).reached(batch_features(batch, behind_tasklets))
         return None if model_ms is None else model_ms * self._ratio(batch)
 
     def _ratio_of(self, batch: BatchShape) -> float:
@@ -84,18 +84,18 @@ class BatchModels:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(_features(batch)) * self._ratio(batch)
+            return self._model_of(batch).predict(batch_features(batch)) * self._ratio(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
-        return self._decodes.predict(_features(decodes))
+        return self._decodes.predict(batch_features(decodes))
 
     def observe(
         self, batch: BatchShape, measured_ms: float, *, behind_tasklets: bool = False, is_disturbed: bool = False
     ) -> float:
         """Learn from one measurement, and return it as it is believed. ``is_disturbed``: a tasklet was in its way,
         which tells nothing but what batches with prompts take after training."""
-        model, features = self._model_of(batch), _features(batch, behind_tasklets)
+        model, features = self._model_of(batch), batch_features(batch, behind_tasklets)
         model_ms, ratio = model.reached(features), self._ratio(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
@@ -151,7 +151,7 @@ def _within(measured_ms: float, expected_ms: float) -> float:
     return min(max(measured_ms, expected_ms / _MOST_OFF), expected_ms * _MOST_OFF)
 
 
-def _features(batch: BatchShape, behind_tasklets: bool = False) -> tuple[float, ...]:
+def batch_features(batch: BatchShape, behind_tasklets: bool = False) -> tuple[float, ...]:
     """``behind_tasklets``: a decode step is by some time shorter then, however long it is."""
     context = float(batch.context_tokens)
     if not batch.prefill_tokens:
