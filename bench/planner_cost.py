@@ -23,6 +23,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 
+import msgspec
+
 from cotenant.core.plan import (
     BatchShape,
     IterationRecord,
@@ -58,10 +60,10 @@ BACKWARD_MS = {
 TASKLET_MS = {**FORWARD_MS, TaskletKind.LOSS: 0.8, **BACKWARD_MS}
 BATCH = BatchShape(NUM_REQUESTS, NUM_REQUESTS * 1024)
 PROMPTS = tuple(
-    replace(BATCH, prefill_tokens=each, prefill_context_tokens=each, prefill_pairs=causal_pairs(each))
+    msgspec.structs.replace(BATCH, prefill_tokens=each, prefill_context_tokens=each, prefill_pairs=causal_pairs(each))
     for each in range(64, 2048, 64)
 )
-DECODES = tuple(replace(BATCH) for _ in range(2))
+DECODES = tuple(msgspec.structs.replace(BATCH) for _ in range(2))
 WAITING = RequestView("waiting", NOW_S, num_prompt_tokens_left=2000)
 HALF_DONE = RequestView("half done", NOW_S, num_prompt_tokens_left=300, num_computed=3000)
 CROWD = tuple(
@@ -136,7 +138,7 @@ def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> T
 
 def _within_a_layer(snapshot: Snapshot) -> Snapshot:
     layer, *after = snapshot.job.upcoming
-    rest = TaskletCycle(tuple(replace(run) for run in layer.runs[1:]))
+    rest = TaskletCycle(tuple(msgspec.structs.replace(run) for run in layer.runs[1:]))
     upcoming = (rest, TaskletCycle(layer.runs, layer.count - 1), *after)
     return replace(snapshot, job=JobView("job", upcoming))
 
@@ -182,7 +184,8 @@ def _with_models() -> LatencyPredictor:
     for num_decode in (4, 8, 16, 64):
         for num_tokens in (512, 768, 1024, 1536):
             _teach(predictor, BatchShape(num_decode, num_decode * num_tokens), num_tokens, times=3)
-        others = [replace(each, num_decode=num_decode, context_tokens=num_decode * 1024) for each in PROMPTS]
+        of_so_many = {"num_decode": num_decode, "context_tokens": num_decode * 1024}
+        others = [msgspec.structs.replace(each, **of_so_many) for each in PROMPTS]
         _teach_prompts(predictor, others, times=1)
     return predictor
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, causal_pairs
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape

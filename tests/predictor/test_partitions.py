@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape

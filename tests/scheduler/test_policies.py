@@ -144,7 +144,7 @@ def test_adaptive_finds_out_whether_fusing_pays(inside_ms: float, mode: Mode) ->
     policy, job = create_policy("adaptive", predictor), JobView("job", in_turn(TaskletRun(FORWARD, 8)))
     modes = []
     for number in range(30):
-        batch = replace(DECODE, num_decode=DECODE.num_decode + number % 3)
+        batch = msgspec.structs.replace(DECODE, num_decode=DECODE.num_decode + number % 3)
         request = RequestView("r", arrival_s=99.9, first_token_s=100.0, num_generated=1)
         decided = policy.plan(Snapshot(100.0, Slo(100.0, 6.0), batch, (request,), job, can_fuse=True))
         modes.append(decided.mode)

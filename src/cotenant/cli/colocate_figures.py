@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from cotenant.bench.summary import distribution, error_figures, percentiles
 
@@ -56,7 +57,7 @@ def _predicted_figures(predicted: Predicted) -> dict[str, Any]:
     """An iteration in a few fields; ``run``: where there were several; ``behind_tasklets``: where it is so. Of a
     batch's those that are not 0."""
     record = predicted.record
-    batch = {field.name: getattr(record.batch, field.name) for field in fields(record.batch)}
+    batch = msgspec.structs.asdict(record.batch)
     return {
         "deviation": round(predicted.deviation_ratio, 4),
         **({} if predicted.run is None else {"run": predicted.run}),

@@ -33,14 +33,15 @@ class Slo:
         return MAX_GAP_TARGETS * self.tpot_ms if self.itl_ms is None else self.itl_ms
 
 
-@dataclass(frozen=True, slots=True)
-class BatchShape:
+class BatchShape(msgspec.Struct, frozen=True, gc=False):
     """What an online batch's latency depends on.
 
     ``context_tokens``: KV entries that the decoding sequences attend to, summed over them.
     ``prefill_context_tokens``: the same for the prefill chunks. ``num_adapters``: distinct LoRA adapters in the batch.
     ``prefill_pairs``: of a token of a prefill chunk and a KV entry that it attends to, summed over the chunks: what
     their attention computes. It is not to be told from the sums, for several prompts share a batch.
+
+    Planning makes some for each batch, so it is of the kind that costs least.
     """
 
     num_decode: int = 0
@@ -53,6 +54,9 @@ class BatchShape:
     @property
     def empty(self) -> bool:
         return self.num_decode == 0 and self.prefill_tokens == 0
+
+
+_NO_BATCH = BatchShape()
 
 
 def causal_pairs(num_tokens: int, num_cached: int = 0) -> int:
@@ -123,7 +127,7 @@ class InFlight:
 
     partition: Partition | None = None
     predicted_ms: float | None = None
-    batch: BatchShape = BatchShape()
+    batch: BatchShape = _NO_BATCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +174,7 @@ class Mode(StrEnum):
     SPATIAL = "spatial"
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """One iteration's work: the online batch (or not), and ``num_tasklets`` with it.
 
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
+
+import msgspec
 
 
 class TaskletKind(StrEnum):
@@ -39,16 +40,14 @@ class TaskletShape(NamedTuple):
     max_length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TaskletRun:
+class TaskletRun(msgspec.Struct, frozen=True, gc=False):
     """``count`` tasklets of one shape, one after the other."""
 
     shape: TaskletShape
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class TaskletCycle:
+class TaskletCycle(msgspec.Struct, frozen=True, gc=False):
     """``runs`` one after the other, and all of them ``count`` times: the layers of a micro-batch. Where a run is
     FORWARD, which may be fused, all are."""
 

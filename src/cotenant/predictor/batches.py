@@ -11,8 +11,9 @@ that training has lowered rise again in some tenths of a second.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from cotenant.core.plan import BatchShape
 from cotenant.predictor.linear import LinearState, OnlineLinearModel

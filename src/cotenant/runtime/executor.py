@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from cotenant.core.plan import BatchShape, InFlight, IterationRecord, Mode, Partition, Plan
@@ -176,7 +177,7 @@ class Executor:
         if self._begun is not None:
             plan, self._begun = self._begun[0], None
             mode = Mode.NONE if plan.partition is None else plan.mode
-            plan = replace(plan, num_tasklets=plan.num_beside, mode=mode, predicted_ms=None)
+            plan = msgspec.structs.replace(plan, num_tasklets=plan.num_beside, mode=mode, predicted_ms=None)
             self._launched[-1] = self._launched[-1]._replace(plan=plan)
 
     def _go_on(self, plan: Plan, emit: Emit, interrupted: Callable[[], bool]) -> IterationRecord:

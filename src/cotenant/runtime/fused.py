@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
+import msgspec
 import torch
 
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
@@ -46,7 +46,7 @@ class FusedForward:
                 joint = joint or join(batch, piece)
                 hidden = self._layer(index, hidden, piece, joint)
                 shape = TaskletShape(TaskletKind.FORWARD, piece.segment.num_tokens, max(piece.segment.lengths))
-                fused = replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
+                fused = msgspec.structs.replace(fused, count=fused.count + 1) if fused else TaskletRun(shape, 1)
             else:
                 hidden = self._decoder.layer(index, hidden, batch, self._engine.kv_cache)
         return RanLayers(hidden, interval), fused
