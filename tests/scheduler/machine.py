@@ -27,7 +27,7 @@ from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, Tasklet
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
 from cotenant.scheduler.chunking import most_margin
-from cotenant.scheduler.filling import after
+from cotenant.scheduler.filling import CostTable, after
 from cotenant.scheduler.margin import Margin
 
 BATCH_SIZE, CONTEXT = 32, 1024
@@ -146,7 +146,7 @@ class Machine:
         self._margin.note(str(int(self._requests[-1][0])), 1, self._now_s, is_over=False)
 
     def _upcoming(self) -> tuple[TaskletCycle, ...]:
-        return after(CYCLES, self._position)
+        return after(CYCLES, self._position, CostTable(lambda shape: None))
 
     def _plan(self, in_flight: InFlight | None) -> Plan:
         batch = BatchShape(BATCH_SIZE, BATCH_SIZE * CONTEXT)

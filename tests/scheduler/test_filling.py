@@ -52,7 +52,9 @@ def test_as_many_are_taken_as_one_by_one(
 
 @given(UPCOMING, st.integers(0, 500))
 def test_what_is_left_is_what_was_not_taken(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> None:
-    left = after(upcoming, num_tasklets)
+    table = CostTable(lambda shape: Cost(1.0, 1.0, 1.0))
+    left = after(upcoming, num_tasklets, table)
+    assert after(upcoming, num_tasklets, table) == left
     assert one_by_one(left) == one_by_one(upcoming)[num_tasklets:]
     assert all(cycle.count > 0 and cycle.runs for cycle in left)
     assert sum(cycle.num_tasklets for cycle in left) == max(0, len(one_by_one(upcoming)) - num_tasklets)

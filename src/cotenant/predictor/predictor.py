@@ -94,6 +94,10 @@ class LatencyPredictor:
             return self._batch_on_partition_ms(batch, partition, beside_training=beside_training, cautious=cautious)
         return self._batches.batch_ms(batch, behind_tasklets=behind_tasklets, cautious=cautious)
 
+    def shape_of(self, batch: BatchShape) -> Hashable:
+        """What batches are told apart by."""
+        return self._batches.keys(batch)
+
     def prompt_tokens_within(
         self, decodes: BatchShape, limit_ms: float, num_computed: int = 0, *, most: int
     ) -> int | None:

@@ -5,15 +5,16 @@ Layers repeat, so a cycle's turns are counted at once: it takes as long however 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+import msgspec
+
 from cotenant.core.plan import BatchShape, Partition
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
-from cotenant.predictor.shapes import BatchKey, batch_key
 
 LEAST_MS = 1e-3  # of a tasklet
 
@@ -26,9 +27,10 @@ class Cost(NamedTuple):
     alone_ms: float
 
 
-class Turn(NamedTuple):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """Of a cycle: its number of tasklets and the sums of their costs, as far as these are known; the costs of each of
-    ``runs``, up to the first that nobody knows. ``is_known``: there is none."""
+    ``runs``, up to the first that nobody knows. ``is_known``: there is none. ``rests``: what is left of ``runs`` after
+    so many tasklets, as far as it was asked for: the same objects again have a turn already."""
 
     num_tasklets: int
     used_ms: float
@@ -37,6 +39,14 @@ class Turn(NamedTuple):
     costs: tuple[tuple[TaskletRun, Cost], ...]
     is_known: bool
     runs: tuple[TaskletRun, ...]
+    rests: dict[int, tuple[TaskletRun, ...]] = {}
+
+    def rest(self, num_tasklets: int) -> tuple[TaskletRun, ...]:
+        """Of the runs, after the first so many of their tasklets."""
+        rest = self.rests.get(num_tasklets)
+        if rest is None:
+            rest = self.rests[num_tasklets] = tuple(_without(self.runs, num_tasklets))
+        return rest
 
 
 class CostTable:
@@ -89,7 +99,7 @@ class CostTable:
         return cost
 
 
-class Taken(NamedTuple):
+class Taken(msgspec.Struct, frozen=True, gc=False):
     """``num_tasklets`` and the sums of their costs. ``stopped_at``: the first that was not taken, None if there was
     none; ``next_cost``: its, None also where that is not known."""
 
@@ -106,62 +116,61 @@ NONE_TAKEN = Taken(0, 0.0, 0.0, 0.0)
 
 def take(upcoming: tuple[TaskletCycle, ...], room_ms: float, table: CostTable, begun: Taken = NONE_TAKEN) -> Taken:
     """As many of the next tasklets as ``room_ms`` has room for, with those of ``begun``, which come first."""
-    num_tasklets, used_ms, added_ms, alone_ms, _, _ = begun
+    num_tasklets, used_ms, added_ms, alone_ms = begun.num_tasklets, begun.used_ms, begun.added_ms, begun.alone_ms
     for cycle in upcoming:
-        turn_size, turn_ms, turn_added_ms, turn_alone_ms, costs, is_known, runs = table.turn(cycle.runs)
-        num_turns = 0
-        if is_known and used_ms + turn_ms <= room_ms:
-            num = (room_ms - used_ms) / turn_ms
+        turn, num_turns = table.turn(cycle.runs), 0
+        if turn.is_known and used_ms + turn.used_ms <= room_ms:
+            num = (room_ms - used_ms) / turn.used_ms
             num_turns = cycle.count if num >= cycle.count else int(num)
-            num_tasklets += num_turns * turn_size
-            used_ms += num_turns * turn_ms
-            added_ms += num_turns * turn_added_ms
-            alone_ms += num_turns * turn_alone_ms
+            num_tasklets += num_turns * turn.num_tasklets
+            used_ms += num_turns * turn.used_ms
+            added_ms += num_turns * turn.added_ms
+            alone_ms += num_turns * turn.alone_ms
             if num_turns == cycle.count:
                 continue
         # Of the next turn what there is room for.
-        for run, cost in costs:
+        for run, cost in turn.costs:
             each_ms, each_added_ms, each_alone_ms = cost
             num = (room_ms - used_ms) / each_ms
-            count = run.count if num >= run.count else max(0, int(num))
-            if count:
-                num_tasklets += count
-                used_ms += count * each_ms
-                added_ms += count * each_added_ms
-                alone_ms += count * each_alone_ms
+            if num < 1.0:
+                return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, cost)
+            count = run.count if num >= run.count else int(num)
+            num_tasklets += count
+            used_ms += count * each_ms
+            added_ms += count * each_added_ms
+            alone_ms += count * each_alone_ms
             if count < run.count:
                 return Taken(num_tasklets, used_ms, added_ms, alone_ms, run.shape, cost)
-        if is_known and num_turns + 1 == cycle.count:
+        if turn.is_known and num_turns + 1 == cycle.count:
             continue  # to the last bit, there was room for one more
-        next_cost = costs[0][1] if is_known else None
-        stopped_at = runs[0 if is_known else len(costs)].shape
+        next_cost = turn.costs[0][1] if turn.is_known else None
+        stopped_at = turn.runs[0 if turn.is_known else len(turn.costs)].shape
         return Taken(num_tasklets, used_ms, added_ms, alone_ms, stopped_at, next_cost)
     return Taken(num_tasklets, used_ms, added_ms, alone_ms)
 
 
-def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int) -> tuple[TaskletCycle, ...]:
-    """What is left of a job's tasklets after the first so many."""
+def after(upcoming: tuple[TaskletCycle, ...], num_tasklets: int, table: CostTable) -> tuple[TaskletCycle, ...]:
+    """What is left of a job's tasklets after the first so many, to be looked up in ``table``."""
     for index, cycle in enumerate(upcoming):
         turn_size = cycle.turn_size
-        num_turns, num_left = divmod(num_tasklets, turn_size)
-        if num_turns < cycle.count:
-            return (*_after_turns(cycle, num_turns, num_left), *upcoming[index + 1 :])
+        num_turns, num_begun = divmod(num_tasklets, turn_size)
+        num_left = cycle.count - num_turns
+        if num_left > 0:
+            others = upcoming[index + 1 :]
+            if num_begun:
+                others = (TaskletCycle(cycle.runs, num_left - 1), *others) if num_left > 1 else others
+                return (TaskletCycle(table.turn(cycle.runs).rest(num_begun)), *others)
+            return (TaskletCycle(cycle.runs, num_left), *others)
         num_tasklets -= turn_size * cycle.count
     return ()
 
 
-def _after_turns(cycle: TaskletCycle, num_turns: int, num_tasklets: int) -> tuple[TaskletCycle, ...]:
-    """What is left after some turns, and some tasklets of the next one."""
-    num_left = cycle.count - num_turns
-    if num_tasklets == 0:
-        return (TaskletCycle(cycle.runs, num_left) if num_turns else cycle,)
-    runs: list[TaskletRun] = []
-    for run in cycle.runs:
+def _without(runs: tuple[TaskletRun, ...], num_tasklets: int) -> Iterator[TaskletRun]:
+    """What is left after the first so many."""
+    for run in runs:
         if num_tasklets < run.count:
-            runs.append(TaskletRun(run.shape, run.count - num_tasklets) if num_tasklets > 0 else run)
+            yield TaskletRun(run.shape, run.count - num_tasklets) if num_tasklets > 0 else run
         num_tasklets -= run.count
-    begun = TaskletCycle(tuple(runs))
-    return (begun, TaskletCycle(cycle.runs, num_left - 1)) if num_left > 1 else (begun,)
 
 
 def may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, room_ms: float) -> bool:
@@ -181,13 +190,13 @@ class Costs:
         """Behind the batch, which has all SMs."""
         self.fused = CostTable(partial(self._ask_with_batch, fused=True))
         """Inside it."""
-        self._shape = _shape_of(self.batch)
+        self._shape = predictor.shape_of(self.batch)
         self._renewed = 0
 
     def of(self, batch: BatchShape) -> Costs:
         """For another plan, of this batch. What has to do with batches of another shape is forgotten, and a part of the
         rest, so that some plans later all of it is asked again."""
-        self.batch, shape = batch, _shape_of(batch)
+        self.batch, shape = batch, self.predictor.shape_of(batch)
         if shape != self._shape:
             self._shape = shape
             self.behind.forget()
@@ -228,12 +237,7 @@ class Costs:
         return Cost(used_ms, added_ms, alone.alone_ms)
 
 
-def _shape_of(batch: BatchShape) -> tuple[int, BatchKey]:
-    """What the predictor tells batches apart by."""
-    return batch.num_adapters, batch_key(batch)
-
-
-class Filling(NamedTuple):
+class Filling(msgspec.Struct, frozen=True, gc=False):
     """``num_tasklets``, the first ``num_fused`` of them inside the step. Together they add ``added_ms`` to it;
     ``alone_ms`` is what they take by themselves: how far training gets. ``is_all``: no tasklet is left."""
 
@@ -255,11 +259,11 @@ def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, f
         leading = tuple(takewhile(_may_be_fused, upcoming))
         inside, left = take(leading, slack_ms, costs.fused), upcoming[len(leading) :]
     taken = inside if inside.stopped_at is not None else take(left, slack_ms, costs.behind, inside)
-    num_tasklets, _, added_ms, alone_ms, stopped_at, next_cost = taken
-    if num_tasklets == 0 and stopped_at is not None and next_cost is None:
+    stopped_at = taken.stopped_at
+    if taken.num_tasklets == 0 and stopped_at is not None and taken.next_cost is None:
         is_tried = may_be_tried(costs.predictor, stopped_at, slack_ms)
         return Filling(int(is_tried), int(is_tried and taken is inside), 0.0, 0.0)
-    return Filling(num_tasklets, inside.num_tasklets, added_ms, alone_ms, stopped_at is None)
+    return Filling(taken.num_tasklets, inside.num_tasklets, taken.added_ms, taken.alone_ms, stopped_at is None)
 
 
 def _may_be_fused(cycle: TaskletCycle) -> bool:

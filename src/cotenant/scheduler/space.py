@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import NamedTuple
+
+import msgspec
 
 from cotenant.core.plan import Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletCycle
@@ -53,7 +54,7 @@ def nearest(partitions: tuple[Partition, ...], shares: tuple[float, ...]) -> tup
     return tuple(sorted(found))
 
 
-class Beside(NamedTuple):
+class Beside(msgspec.Struct, frozen=True, gc=False):
     """A decode step in a partition. ``step_ms``: its time; ``num_tasklets`` end meanwhile on the other SMs, and with
     the part of another they would take ``alone_ms`` on all of them. That one's rest: ``rest_ms`` where it is,
     ``rest_alone_ms`` on all SMs. ``is_known``: these were measured, or follow from what was; a prior alone would keep
@@ -86,17 +87,15 @@ def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ..
     table = None if known_ms is None else costs.beside(partition)
     if known_ms is None or table is None:
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
-    num_tasklets, used_ms, _, alone_ms, stopped_at, next_cost = take(upcoming, known_ms, table)
-    rest_ms, rest_alone_ms, is_known = 0.0, 0.0, True
-    is_all = next_cost is None and stopped_at is None
-    if next_cost is not None:
-        each_ms, _, each_alone_ms = next_cost
-        alone_ms += (known_ms - used_ms) / each_ms * each_alone_ms
-        # Where the one in flight stands is not known: on average the step's end finds one half done.
-        rest_ms, rest_alone_ms = 0.5 * each_ms, 0.5 * each_alone_ms
-    elif stopped_at is not None:
-        is_known = num_tasklets > 0
-    return Beside(partition, known_ms, num_tasklets, alone_ms, rest_ms, rest_alone_ms, is_known, is_all)
+    taken = take(upcoming, known_ms, table)
+    num_tasklets, alone_ms, next_cost = taken.num_tasklets, taken.alone_ms, taken.next_cost
+    if next_cost is None:
+        is_all = taken.stopped_at is None
+        return Beside(partition, known_ms, num_tasklets, alone_ms, 0.0, 0.0, is_all or num_tasklets > 0, is_all)
+    each_ms, _, each_alone_ms = next_cost
+    alone_ms += (known_ms - taken.used_ms) / each_ms * each_alone_ms
+    # Where the one in flight stands is not known: on average the step's end finds one half done.
+    return Beside(partition, known_ms, num_tasklets, alone_ms, 0.5 * each_ms, 0.5 * each_alone_ms, True)
 
 
 def to_try(found: Iterable[Beside], longest_ms: float) -> Beside | None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+
+import msgspec
 
 from cotenant.core.plan import FIRST_MARGIN, BatchShape, JobView, Mode, Partition, Plan, Slo, Snapshot
 from cotenant.core.tasklet import TaskletKind
@@ -38,7 +39,7 @@ _HOLD_SHARE, _MOST_HOLD_MS = 0.005, 10.0
 _FIRST_SHARE = 0.8
 
 
-class _Candidate(NamedTuple):
+class _Candidate(msgspec.Struct, frozen=True, gc=False):
     """What makes a plan; how far this gets training (time that it would take alone; None: not known yet, and so worth
     trying); what it adds to a step with all SMs, with what it costs that the host does not run ahead; whether nothing
     is left of the training step."""
@@ -111,6 +112,7 @@ class _Choice:
         self._hold_ms = min(_MOST_HOLD_MS, _HOLD_SHARE * snapshot.slo.ttft_ms)
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
+        self._partition_ahead = None if in_flight is None else in_flight.partition
         # Until this batch begins.
         ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
         self._ahead_ms = snapshot.wait_ms + ahead_ms
@@ -223,7 +225,8 @@ class _Choice:
         behind_ms = self._behind_ms(self._slack_ms - added_ms)
         if behind_ms <= 0:
             return
-        rest = fill(self._costs, after(self._job.upcoming, shared.num_tasklets + 1), behind_ms)
+        upcoming = after(self._job.upcoming, shared.num_tasklets + 1, self._costs.behind)
+        rest = fill(self._costs, upcoming, behind_ms)
         if rest.num_tasklets and rest.alone_ms > 0:
             gained_ms = shared.alone_ms + shared.rest_alone_ms + rest.alone_ms
             make = partial(in_space, shared, rest.num_tasklets, shared.rest_ms + rest.added_ms, self._hold_ms)
@@ -239,5 +242,4 @@ class _Choice:
 
     def _is_other(self, partition: Partition | None) -> bool:
         """Whether a batch is in flight on other SMs."""
-        in_flight = self._snapshot.in_flight
-        return in_flight is not None and in_flight.partition != partition
+        return self._num_ahead > 0 and self._partition_ahead != partition

@@ -80,7 +80,7 @@ def _filled(costs: Costs, upcoming: tuple[TaskletCycle, ...], shared: Beside, ta
     """The step in a partition, with tasklets beside it and, in what is left of the target, behind it; and how far that
     gets training in a millisecond, in those that it would take alone."""
     left_ms = target_ms - shared.step_ms - shared.rest_ms
-    rest = fill(costs, after(upcoming, shared.num_tasklets + 1), left_ms)
+    rest = fill(costs, after(upcoming, shared.num_tasklets + 1, costs.behind), left_ms)
     if not rest.alone_ms:
         return in_space(shared), shared.alone_ms / shared.step_ms
     behind_ms = shared.rest_ms + rest.added_ms
