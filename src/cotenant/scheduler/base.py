@@ -77,7 +77,7 @@ def flight_ms(predictor: LatencyPredictor, in_flight: InFlight) -> float | None:
 
 def waits_longer(snapshot: Snapshot) -> bool:
     """Whether a prompt is there that does not end with the batch."""
-    num_prompts = sum(1 for each in snapshot.requests if each.num_prompt_tokens_left)
+    num_prompts = len([each for each in snapshot.requests if each.num_prompt_tokens_left])
     return num_prompts > snapshot.num_ending
 
 

@@ -37,14 +37,14 @@ def decode_slack_ms(
     or with one in flight: its second is due a target later. Negative when some request is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
-    first_due_s, has_new = math.inf, False
+    # Two tokens from then a request has num_generated + 2 and one for each batch in flight, and a gap less.
+    first_due_s, has_new, num_gaps = math.inf, False, num_ahead + 1
     for request in requests:
         first_token_s = request.first_token_s
         if first_token_s is None:
             has_new = True
             continue
-        # Two tokens from then a request has num_generated + 2 and one for each batch in flight, and a gap less.
-        due_s = first_token_s + (request.num_generated + num_ahead + 1) * target_s
+        due_s = first_token_s + (request.num_generated + num_gaps) * target_s
         if due_s < first_due_s:
             first_due_s = due_s
     slack_ms = min(slo.max_gap_ms - step_ms, (first_due_s - now_s) * 1e3 - 2 * step_ms)
@@ -66,15 +66,20 @@ def token_slack_ms(
     that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``). A longer one is held to
     the target at the last token that it may have, whatever the margin is, for that is for what may still come."""
     target_s, last_target_s = margin * slo.tpot_ms / 1e3, _LAST_SHARE * slo.tpot_ms / 1e3
-    first_due_s = math.inf
-    for request in requests:  # of each, at each iteration: so no function of its own
+    first_due_s, num_new = math.inf, num_ahead + 1
+    # Most are long and not at their end: planning asks this of each, at each iteration.
+    short_or_last = [
+        each
+        for each in requests
+        if each.num_generated < _SHORT
+        or (each.max_tokens is not None and each.max_tokens == each.num_generated + num_new)
+    ]
+    for request in short_or_last:
         first_token_s, max_tokens = request.first_token_s, request.max_tokens
         num_before = request.num_generated + num_ahead  # this iteration's token
         if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
             continue
-        is_short = request.num_generated < _SHORT
-        if num_before + 1 == max_tokens or (is_short and num_before + 1 >= least):
-            due_s = first_token_s + num_before * (target_s if is_short else last_target_s)
-            if due_s < first_due_s:
-                first_due_s = due_s
+        if num_before + 1 == max_tokens or num_before + 1 >= least:
+            due_s = first_token_s + num_before * (target_s if request.num_generated < _SHORT else last_target_s)
+            first_due_s = min(first_due_s, due_s)
     return (first_due_s - now_s) * 1e3
