@@ -53,18 +53,18 @@ def take_turns(
     waiting = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
     if len(waiting) < 2:
         return Turns(frozenset(), budget)
-    num_left = sum(each.num_prompt_tokens_left for each in waiting)
-    token_ms = _token_ms(predictor, decodes, min(num_left, budget - decodes.num_decode))
+    classes = [list(group) for _, group in groupby(waiting, key=attrgetter("priority"))]
+    sizes = [sum([each.num_prompt_tokens_left for each in of_class]) for of_class in classes]
+    token_ms = _token_ms(predictor, decodes, min(sum(sizes), budget - decodes.num_decode))
     if token_ms is None:
         return Turns(frozenset(), budget)
     target_s = slo.ttft_ms / 1e3
     judge = _Judge(now_s + begins_ms / 1e3, token_ms / 1e3, _IN_TIME * target_s, now_s - _MOST_TARGETS * target_s)
-    classes = [list(group) for _, group in groupby(waiting, key=attrgetter("priority"))]
     late: set[str] = set()
     begin_s = judge.begin_s
-    for of_class in classes:
+    for of_class, num_tokens in zip(classes, sizes, strict=True):
         late.update(judge.late(of_class, begin_s))
-        begin_s += sum([each.num_prompt_tokens_left for each in of_class]) * judge.token_s
+        begin_s += num_tokens * judge.token_s
     order = _in_turn(classes, late)
     if num_seats is not None:
         order = _seated(order, num_seats)
@@ -106,26 +106,32 @@ class _Judge(NamedTuple):
     target_s: float
     patient_since_s: float
 
-    def late(self, requests: list[RequestView], free_s: float) -> Iterator[str]:
+    def late(self, requests: list[RequestView], free_s: float) -> list[str]:
         """Those of one class that are put off, where the device is free for it at ``free_s``."""
         _, token_s, target_s, patient_since_s = self
         taken: list[tuple[int, int, str]] = []  # a heap of those in time: the longest first, of equal ones the last
+        longest = 0  # tokens of its first
+        late: list[str] = []
         for place, request in enumerate(requests):
             num_left, arrival_s = request.num_prompt_tokens_left, request.arrival_s
-            free_s += num_left * token_s
+            takes_s = num_left * token_s
+            free_s += takes_s
             # Who had its first token, and is computed again, has its others to give.
-            if request.first_token_s is not None or arrival_s < patient_since_s:
+            if arrival_s < patient_since_s or request.first_token_s is not None:
                 continue
-            this, due_s = (-num_left, -place, request.request_id), arrival_s + target_s
+            due_s = arrival_s + target_s
             if free_s <= due_s:
-                heapq.heappush(taken, this)
-                continue
-            longest = min([this, *taken[:1]])
+                heapq.heappush(taken, (-num_left, -place, request.request_id))
+                longest = -taken[0][0]
             # Behind one that must not wait it may be late even so: then nobody is put off for it.
-            helps = free_s + longest[0] * token_s <= due_s
-            late = heapq.heappushpop(taken, this) if helps else this
-            free_s += late[0] * token_s
-            yield late[-1]
+            elif longest > num_left and free_s - longest * token_s <= due_s:
+                free_s -= longest * token_s
+                late.append(heapq.heapreplace(taken, (-num_left, -place, request.request_id))[-1])
+                longest = -taken[0][0]
+            else:
+                free_s -= takes_s
+                late.append(request.request_id)
+        return late
 
     def budget(self, order: Iterator[RequestView], late: set[str], num_decode: int, most: int) -> int:
         """Tokens of the next batch, which takes prompts in this order: as many as leave those in time that end with it,
