@@ -7,6 +7,8 @@ last of them long ago, while the model has just seen others.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cotenant.core.plan import BatchShape, IterationRecord, causal_pairs
 from cotenant.predictor.batches import BatchModels, BatchStates
 from cotenant.predictor.prior import Prior
@@ -24,6 +26,16 @@ _ALONE, _BEHIND = "batch", "batch behind tasklets"  # records
 _LEAST_BEHIND = 0.7
 
 
+class _Asked(NamedTuple):
+    """A number of prompt tokens, what the decodes take without and with them, which is more, and whether the models
+    tell of these: else it was said by the prior or is a guess."""
+
+    prompt_tokens: int
+    alone_ms: float
+    taken_ms: float
+    is_told: bool
+
+
 class BatchTimes:
     """From when a batch begins: what it waits for before is not its own."""
 
@@ -31,7 +43,9 @@ class BatchTimes:
         self.models = BatchModels()
         self._records, self._base_group, self._prior = records, base_group, prior
         self._last: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
-        self._last_reached: tuple[BatchShape, float | None] | None = None  # the same, since the last measurement
+        # The same, since the last measurement.
+        self._last_reached: tuple[BatchShape, float | None] | None = None
+        self._last_told: tuple[BatchShape, int, _Asked] | None = None
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""
@@ -69,7 +83,7 @@ class BatchTimes:
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int, most: int) -> int | None:
         """See ``LatencyPredictor.prompt_tokens_within``. Of more than ``most`` nobody is asked: attention grows with
         their square, and from far beyond all batches the way back would end below those that fit."""
-        found = self._first_asked(decodes, num_computed)
+        found = self._told(decodes, num_computed) or self._not_told(decodes, num_computed)
         if found is None:
             return None
         first, alone_ms, taken_ms, is_told = found
@@ -89,24 +103,32 @@ class BatchTimes:
             tokens = min(most, around + int(min(most, (limit_ms - around_ms) / token_ms)))
         return tokens
 
-    def _first_asked(self, decodes: BatchShape, num_computed: int) -> tuple[int, float, float, bool] | None:
-        """A number of prompt tokens, what the decodes take without and with them, which is more, and whether the models
-        tell of these: else it was said by the prior or is a guess. None: nobody knows."""
-        beyond_tiles = decodes.num_decode % TILE
+    def _told(self, decodes: BatchShape, num_computed: int) -> _Asked | None:
+        """What the models tell of the first number of prompt tokens that they reach."""
+        last = self._last_told
+        if last is not None and last[0] is decodes and last[1] == num_computed:
+            return last[2]
         alone_ms = self._reached_ms(decodes)
-        if alone_ms is not None:
-            for tiles in _FIRST_TILES:
-                asked = tiles * TILE - beyond_tiles
-                taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
-                if taken_ms is not None and taken_ms > alone_ms:
-                    return asked, alone_ms, taken_ms, True
-        asked = _FIRST_TILES[0] * TILE - beyond_tiles
+        if alone_ms is None:
+            return None
+        for tiles in _FIRST_TILES:
+            asked = tiles * TILE - decodes.num_decode % TILE
+            taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
+            if taken_ms is not None and taken_ms > alone_ms:
+                told = _Asked(asked, alone_ms, taken_ms, True)
+                self._last_told = (decodes, num_computed, told)
+                return told
+        return None
+
+    def _not_told(self, decodes: BatchShape, num_computed: int) -> _Asked | None:
+        """The same by the prior, or a guess. None: nobody knows."""
+        asked = _FIRST_TILES[0] * TILE - decodes.num_decode % TILE
         with_prompt = _with_prompt(decodes, asked, num_computed)
         prior, guessed_ms = self._prior, self.models.guessed_ms
         for ask in (guessed_ms,) if prior is None else (prior.batch_ms, guessed_ms, prior.unmeasured_ms):
             alone_ms, taken_ms = ask(decodes), ask(with_prompt)
             if alone_ms is not None and taken_ms is not None:
-                return (asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
+                return _Asked(asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
         return None
 
     def _asked_ms(self, batch: BatchShape, guessed_to: int, least_ms: float) -> float | None:
@@ -131,7 +153,7 @@ class BatchTimes:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, no more than
         what batches with prompts take after training."""
         batch, online_ms = record.batch, record.online_ms
-        self._last_reached = None
+        self._last_reached = self._last_told = None
         if record.is_disturbed:
             if batch.prefill_tokens:
                 self.models.observe(batch, online_ms, is_disturbed=True)
@@ -148,12 +170,12 @@ class BatchTimes:
 
     def trained(self) -> None:
         """Tasklets have run."""
-        self._last_reached = None
+        self._last_reached = self._last_told = None
         self.models.trained()
 
     def restore(self, states: BatchStates, trusted: int) -> None:
         """See ``BatchModels.restore``."""
-        self._last_reached = None
+        self._last_reached = self._last_told = None
         self.models.restore(states, trusted)
 
     def _reached_ms(self, batch: BatchShape) -> float | None:

@@ -52,19 +52,23 @@ def step_limit_ms(
     ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight, which
     bring each a token, or its first. ``prompts_ms``: what the prompts that are there take beside decode steps of
     ``step_ms``; 0 if they have no time."""
-    least_ms, most_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
-    slacks_ms = []
+    least_ms, limit_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
+    counts_from = _counts_from(short)
     for request in requests:
-        num_tokens = request.num_generated + num_ahead
-        if request.max_tokens is not None and num_tokens >= request.max_tokens:
+        num_generated, max_tokens, first_token_s = request.num_generated, request.max_tokens, request.first_token_s
+        num_tokens = num_generated + num_ahead
+        if max_tokens is not None and num_tokens >= max_tokens:
             continue  # no more to come
         slack_ms = num_tokens * token_ms
-        if request.first_token_s is not None:
-            slack_ms += (request.first_token_s - now_s) * 1e3 - ahead_ms
+        if first_token_s is not None:
+            slack_ms += (first_token_s - now_s) * 1e3 - ahead_ms
         elif num_ahead == 0 or request.num_prompt_tokens_left or not request.has_begun:
             continue  # its first token is not in flight
-        fewest = short if request.max_tokens is None else min(short, request.max_tokens)
-        if request.num_generated < _counts_from(fewest):
+        if slack_ms >= limit_ms:
+            continue
+        fewest = short if max_tokens is None or max_tokens > short else max_tokens
+        # A lower limit of its own can but make it count sooner.
+        if num_generated < counts_from and num_generated < _counts_from(fewest):
             # Until the end of so short an answer, for prompts; negative where it is too late in any case.
             room_ms = slack_ms - step_ms + max(0, fewest - 1 - num_tokens) * (token_ms - step_ms)
             given_ms = _ROOM_SHARE * room_ms
@@ -72,8 +76,10 @@ def step_limit_ms(
                 continue
             if not prompts_ms:
                 slack_ms = max(slack_ms, step_ms + given_ms)
-        slacks_ms.append(slack_ms)
-    return max(least_ms, min([most_ms, *slacks_ms]))
+        limit_ms = min(limit_ms, slack_ms)
+        if limit_ms <= least_ms:
+            break
+    return max(least_ms, limit_ms)
 
 
 def most_margin(slo: Slo, step_ms: float) -> float:
@@ -88,15 +94,15 @@ def _counts_from(fewest: int) -> int:
 
 
 def _patient_ms(
-    requests: tuple[RequestView, ...], slo: Slo, now_s: float, begin_ms: float, always: int, token_ms: float
+    prompts: list[RequestView], slo: Slo, now_s: float, begin_ms: float, always: int, token_ms: float
 ) -> float:
-    """What the prompts that are there take, at ``token_ms`` a token, if the first tokens of all are in time even where
-    batches have ``always`` tokens of them each, which every step has room for; else 0."""
-    num_left = 0
-    for request in requests:
+    """What ``prompts``, all that are there, take at ``token_ms`` a token, if the first tokens of all are in time even
+    where batches have ``always`` tokens of them each, which every step has room for; else 0."""
+    num_left, in_time_ms = 0, _IN_TIME * slo.ttft_ms
+    for request in prompts:
         num_left += request.num_prompt_tokens_left
         waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always * _STEP_SHARE * slo.tpot_ms
-        if request.num_prompt_tokens_left and request.first_token_s is None and waits_ms > _IN_TIME * slo.ttft_ms:
+        if waits_ms > in_time_ms and request.first_token_s is None:
             return 0.0
     return num_left * token_ms
 
@@ -139,13 +145,14 @@ def prompt_budget(
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     step_ms, least_ms = predictor.batch_ms(decodes) or 0.0, _STEP_SHARE * slo.tpot_ms
-    first = next((request for request in requests if request.num_prompt_tokens_left), None)
+    prompts = [request for request in requests if request.num_prompt_tokens_left]
+    first = prompts[0] if prompts else None
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
     if tokens is None:
         return most
     always = max(tokens, _LEAST_TOKENS)
     token_ms = max(0.0, _AIMED_SHARE * least_ms - step_ms) / always
-    patient_ms = _patient_ms(requests, slo, now_s, ahead_ms, always, token_ms)
+    patient_ms = _patient_ms(prompts, slo, now_s, ahead_ms, always, token_ms)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
         tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first, most - num_decode) or 0)
