@@ -68,11 +68,14 @@ class OnlineLinearModel:
         """What ``predict`` says, if it rests on what was measured and not on weights that no measurement has told."""
         if not self.ready:
             return None
-        x = self._scaled(features)
-        while x and not x[-1]:  # of adapters, mostly: what is 0 adds nothing, and this is asked in every plan
+        x = list(map(mul, features, self._factors))  # asked some times for each plan: so no functions of its own
+        while x and not x[-1]:  # of adapters, mostly: what is 0 adds nothing
             x.pop()
-        estimate = max(0.0, self._estimate(x))
-        return estimate if _dot(x, self._spread(x)) * self._counts(estimate) ** 2 <= _REACH else None
+        estimate = max(0.0, sum(map(mul, self._weights, x), 0.0))
+        variance = 0.0
+        for each, row in zip(x, self._covariance, strict=False):  # as far as ``x`` goes
+            variance += each * sum(map(mul, row, x), 0.0)
+        return estimate if variance * self._counts(estimate) ** 2 <= _REACH else None
 
     def update(self, features: tuple[float, ...], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
@@ -123,7 +126,8 @@ class OnlineLinearModel:
         """How many times the error of such a target counts."""
         if self._typical is None:
             return 1.0
-        return min(_MOST_COUNTED, max(_LEAST_COUNTED, self._typical / max(target, 1e-9)))
+        counts = self._typical / target if target > 1e-9 else _MOST_COUNTED
+        return _MOST_COUNTED if counts > _MOST_COUNTED else max(_LEAST_COUNTED, counts)
 
     def _estimate(self, x: list[float]) -> float:
         return _dot(self._weights, x)
