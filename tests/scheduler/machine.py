@@ -201,7 +201,7 @@ class Machine:
         beside: list[tuple[TaskletRun, float]] = []
         behind: list[tuple[TaskletRun, float]] = []
         alone_ms = self._alone_ms(batch)
-        step_ms, gained_ms, waited_ms = self._noisy(alone_ms), 0.0, 0.0
+        step_ms, gained_ms, waited_ms, behind_ms = self._noisy(alone_ms), 0.0, 0.0, 0.0
         if plan.partition is not None:
             corun_ms, self._speed = CORUN[plan.partition]
             step_ms = self._noisy(corun_ms * alone_ms / STEP_MS)
@@ -214,12 +214,13 @@ class Machine:
             more_ms, runs = self._train(waited_ms + 1e-6, self._speed, 1)
             gained_ms, beside = gained_ms + more_ms, beside + runs
         for _ in range(num_behind):
-            behind_ms = waited_ms + sum(ms for _, ms in behind)
-            if behind_ms >= plan.hold_ms and self._interrupts(self._now_s + (step_ms + behind_ms) / 1e3):
+            after_ms = waited_ms + behind_ms
+            if after_ms >= plan.hold_ms and self._interrupts(self._now_s + (step_ms + after_ms) / 1e3):
                 break
             more_ms, runs = self._train(self._noisy(ALONE_MS[STEP[self._position]]), 1.0, 1)
-            gained_ms, behind = gained_ms + more_ms, behind + runs
-        total_ms = step_ms + waited_ms + sum(ms for _, ms in behind)
+            gained_ms, behind_ms = gained_ms + more_ms, behind_ms + sum(ms for _, ms in runs)
+            behind += runs
+        total_ms = step_ms + waited_ms + behind_ms
         record = IterationRecord(
             batch, plan.mode, step_ms, total_ms, tuple(behind), partition=plan.partition, beside=tuple(beside),
             predicted_ms=plan.predicted_ms if len(behind) == num_behind else None,

@@ -207,6 +207,8 @@ class TraceMachine(Machine):
         if plan.mode is not Mode.NONE and is_live:
             self._margin.trained(max(0.0, record.total_ms - self._alone_ms(record.batch)), self._now_s)
         self._now_s += record.total_ms / 1e3
+        if not runs and not plan.num_tasklets and not self._live:  # nothing to do until somebody comes
+            self._now_s = max(self._now_s, self._begin_s + self._coming[0].at_s)
         return gained_ms
 
     def _interrupts(self, now_s: float) -> bool:
