@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import signal
 import subprocess
@@ -16,6 +18,8 @@ import httpx
 import numpy as np
 import pytest
 
+from cotenant.bench.generator import Endpoint, Generator, Share, ShareResult
+from cotenant.bench.schedule import PlannedRequest
 from forked import run_command
 from serving import running_server
 
@@ -151,6 +155,22 @@ def test_a_late_generator_says_so(url: str, tmp_path: Path) -> None:
     assert (report["completed"], report["request_rate"]) == (3000, "inf")
     assert report["generator"]["lag_ms"]["p99"] > 10
     assert "these figures are the generator's" in printed
+
+
+def test_no_garbage_is_collected_once_the_first_request_is_due(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be late by as much."""
+    collections = list[int]()
+
+    async def run() -> ShareResult:
+        endpoint = Endpoint(f"{url}/v1/completions", {}, 10.0)
+        generator = Generator(Share(endpoint, [PlannedRequest(0, 0.0, 4, 2, "tiny")], 100, seed=0, nonce=0))
+        generator.prepare()
+        monkeypatch.setattr(gc, "collect", lambda generation=2: collections.append(generation))
+        return await generator.run(time.monotonic())
+
+    (outcome,) = asyncio.run(run()).outcomes
+    assert outcome.finished
+    assert not collections
 
 
 def test_a_server_that_ends_early_is_noticed(url: str, tmp_path: Path) -> None:

@@ -78,10 +78,12 @@ class Generator:
         self._start_s = 0.0
 
     def prepare(self) -> None:
-        """Make the bodies of the first requests, usually of all."""
+        """Make the bodies of the first requests, usually of all, and leave no garbage: by the time that a collection
+        takes, the first requests would be late."""
         size_bytes = 0
         while size_bytes < _PREPARED_BYTES and self._prepare_one():
             size_bytes += len(self._ready[-1])
+        gc.collect()
 
     def stop(self) -> None:
         """Send nothing more, and cut off what is in flight."""
@@ -179,7 +181,6 @@ def _shifted(stream: EventStream, start_s: float) -> bytes:
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A collection over a schedule of many thousand requests takes longer than the times that are measured."""
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
