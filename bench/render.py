@@ -150,7 +150,8 @@ SECTIONS = (
         "in the other runs of steady sequences here, these were timed after 80 to 912 tokens behind prompts of 832, "
         "more at 10 ms and the longer a policy learned: over longer contexts than 1,024, which cost time and energy, "
         "and not the same ones for each policy. In the sixth all begin to be timed at 832, with a margin that other "
-        "sequences have taught until it came to rest.",
+        "sequences have taught until it came to rest; the seventh is a later version on a card whose clocks are "
+        "lower: training alone has 1,542 MHz, where it has 1,613 in the sixth.",
     ),
     Section(
         "colocate_steady_h100.json",
@@ -289,6 +290,16 @@ SECTIONS = (
         "somewhat more, and at the trace's own rate later first tokens. `multitask` is LLMStation's Algorithm 1 with "
         "all tasklets behind the steps, by a fixed margin: `chunked` and `llmstation` above have more of the same "
         "slack.",
+    ),
+    Section(
+        "colocate_rest_h200.json",
+        "On a GPU: the conversation at half and four times its rate by a later version",
+        "The rates that [half of the grid](#on-a-gpu-half-of-the-grid-by-a-later-version) leaves out, with all its "
+        "policies but `static`, on a card whose host tested this version on its other one. `adaptive` is in time "
+        "where serving alone is, at five of the eight places, and trains most at each: at half the rate 2 to 7% more "
+        "than the next, `llmstation` or, at 10 ms, `harli`, and at four times the rate 2%. The time was up "
+        "before `chunked` at 10 ms and half the rate. Two GPUs with half of the rate each are the conversation's part "
+        "of what was aimed at for these.",
     ),
     Section(
         "colocate_traced_h200.json",
@@ -535,6 +546,19 @@ SECTIONS = (
         "GPUs of the host.",
     ),
     Section(
+        "sharing_liger_h200.json",
+        "On a GPU: the same two processes with all of Liger's kernels",
+        "A later version of the server, and PEFT with all of Liger's kernels for this model, on another host: first "
+        "as torch runs it, then compiled. Alone it trains 15,625 and 15,531 tokens/s, 1.2 times what it does above, "
+        "and under MPS 10,208 and 10,169 at the conversation's own rate, 11,152 and 11,162 at half of it, whatever "
+        "the target is. That is in time at 40 ms, and at half the rate at 25; nowhere else. "
+        "[Traced](#on-a-gpu-places-of-the-grid-that-were-traced) `adaptive` has 10,618 tokens/s at the own rate and "
+        "40 ms, 4% more, and 9,900 at 25, where MPS is late with 37 and 45% of the requests; [on the same "
+        "host](#on-a-gpu-the-conversation-at-half-and-four-times-its-rate-by-a-later-version) and at half the rate "
+        "12,916 at 40 ms, 12,224 at 25, 10,873 at 15 and 9,227 at 10. So where a target is loose two processes "
+        "share about as well; they know of no target, and have the weights twice.",
+    ),
+    Section(
         "mps_products_h200.txt",
         "On a GPU: matrix products under MPS with a part of the SMs",
         "Nothing of this project runs there but the check: torch's own products of bf16 matrices, into memory that "
@@ -563,7 +587,7 @@ SECTIONS = (
     Section(
         "profile_h200.txt",
         "On a GPU: what `cotenant profile` measures, and how long it takes",
-        "On one card of a host, while the other one measured the grid; three minutes at most were aimed at.",
+        "On one card of a host, while the other one measured cells of the grid; three minutes at most were aimed at.",
         "cotenant profile llama-3.1-8b --load-format dummy --tasklet-tokens 2048",
     ),
     Section(
@@ -586,6 +610,14 @@ SECTIONS = (
         "Intel(R) Xeon(R) Processor, all of 32 cores, with nothing else running. The core's speed changes during the "
         "run: a call of the predictor that finds a record takes 1.3 times what it takes on the first host, and some of "
         "the plans half of what they take on the second, others as long.",
+        "python bench/planner_cost.py",
+    ),
+    Section(
+        "planner_leaner_h200.txt",
+        "On a fourth GPU's host: what a plan costs with less Python in it",
+        "A later version: what is made for each plan is of kinds that cost less to make, and what does not change "
+        "from one plan to the next is asked once. Plans are the same. A call of the predictor that finds a record "
+        "takes as long as on the third host; measurements ran on the host's other card.",
         "python bench/planner_cost.py",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
