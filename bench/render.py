@@ -297,9 +297,9 @@ SECTIONS = (
         "The rates that [half of the grid](#on-a-gpu-half-of-the-grid-by-a-later-version) leaves out, with all its "
         "policies but `static`, on a card whose host tested this version on its other one. `adaptive` is in time "
         "where serving alone is, at five of the eight places, and trains most at each: at half the rate 2 to 7% more "
-        "than the next, `llmstation` or, at 10 ms, `harli`, and at four times the rate 2%. The time was up "
-        "before `chunked` at 10 ms and half the rate. Two GPUs with half of the rate each are the conversation's part "
-        "of what was aimed at for these.",
+        "than the next, `llmstation` or, at 10 ms, `harli`, and at four times the rate 2%. Where serving alone is "
+        "late nothing else was measured, and the time was up before `chunked` at 10 ms and half the rate. Two GPUs "
+        "with half of the rate each are the conversation's part of what was aimed at for these.",
     ),
     Section(
         "colocate_traced_h200.json",
@@ -315,9 +315,7 @@ SECTIONS = (
         "nothing else. The last line of each is of batches with prompts, without training: the best linear function "
         "of what the predictor's model of them goes by, fitted to these batches afterwards, errs by 2.7 to 3.0%; the "
         "predictor, which has not seen a batch when it is asked of it, by 2.6 to 3.2%. So there is little to be had "
-        "from a line that is learned in another way. Tried on these traces and hardly better or worse: a level that "
-        "follows the latest batches beside a model with a longer memory, other speeds of forgetting, and other "
-        "features of a batch.",
+        "from a line of these features that is learned in another way.",
         "python bench/replay.py conv-adaptive.json conv-chunked.json code-adaptive.json",
     ),
     Section(
@@ -555,8 +553,9 @@ SECTIONS = (
         "[Traced](#on-a-gpu-places-of-the-grid-that-were-traced) `adaptive` has 10,618 tokens/s at the own rate and "
         "40 ms, 4% more, and 9,900 at 25, where MPS is late with 37 and 45% of the requests; [on the same "
         "host](#on-a-gpu-the-conversation-at-half-and-four-times-its-rate-by-a-later-version) and at half the rate "
-        "12,916 at 40 ms, 12,224 at 25, 10,873 at 15 and 9,227 at 10. So where a target is loose two processes "
-        "share about as well; they know of no target, and have the weights twice.",
+        "12,916 at 40 ms, 12,224 at 25, 10,873 at 15 and 9,227 at 10. So two processes share about as "
+        "well at 40 ms and the trace's own rate; at half the rate `adaptive` trains 10 to 16% more where they are in "
+        "time. They know of no target, and have the weights twice.",
     ),
     Section(
         "mps_products_h200.txt",
@@ -616,8 +615,9 @@ SECTIONS = (
         "planner_leaner_h200.txt",
         "On a fourth GPU's host: what a plan costs with less Python in it",
         "A later version: what is made for each plan is of kinds that cost less to make, and what does not change "
-        "from one plan to the next is asked once. Plans are the same. A call of the predictor that finds a record "
-        "takes as long as on the third host; measurements ran on the host's other card.",
+        "from one plan to the next is asked once. Plans are the same. How much of the difference "
+        "to the third host is the host's is not known: calls of the predictor that find a record take as long as "
+        "there, or half. Measurements ran on the host's other card.",
         "python bench/planner_cost.py",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),

@@ -5,11 +5,11 @@ tried without the device that they ran on.
     python bench/replay.py trace.json
 
 Several traces one after the other, each by a predictor of its own.
-A row for each load that a mark of the trace begins, and one for what no mark comes before: all that `cotenant serve`
-has. "recorded": the errors of the predictor that ran; "replayed": of one that knows nothing at first but what the trace
-tells, without a roofline, and takes all jobs for one. Turns of the loop that did next to nothing are not in a trace.
-Batches of either that could not be predicted count in neither. Like `bench colocate`'s, errors are relative to what was
-measured, "alone" of batches without training.
+A row for each name of a load that a mark of the trace begins, which loads at two rates may share, and one for what no
+mark comes before: all that `cotenant serve` has. "recorded": the errors of the predictor that ran; "replayed": of one
+that knows nothing at first but what the trace tells, without a roofline, and takes all jobs for one. Turns of the
+loop that did next to nothing are not in a trace. Batches of either that could not be predicted count in neither. Like
+`bench colocate`'s, errors are relative to what was measured, "alone" of batches without training.
 
 "at best": of batches with prompts, alone, the mean error of the best linear function of what the predictor's model of
 them goes by, one for all of a trace and fitted to these very batches. A model that has to learn it as it goes can

@@ -65,8 +65,8 @@ _LATE = (
     "the same on several hosts, with serving alone."
 )
 _SLOW = (
-    "Hosts differ by more than two times in all that is asked here, the third of them within one run; the last has a "
-    "later version, with less Python in a plan. It is spent while the device has a batch in flight. Still less, or a "
+    "Hosts differ by two times, the third of them within one run; the last has a later version, with less Python in a "
+    "plan. It is spent while the device has a batch in flight. Still less, or a "
     "language that is compiled."
 )
 _SLOW_ALONE = (
@@ -86,9 +86,9 @@ _WORST = (
     "decode steps, where it was {before[decodes]} of {before[num]} in the grid again: that version took steps behind "
     "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
     "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
-    "cell. Nor is it what the model has forgotten: of batches with prompts alone it errs about as much as [the best "
-    "line](#on-a-gpu-iterations-replayed) that is fitted to the very same batches afterwards. What is left is in no "
-    "batch's shape: at the power limit clocks change from one to the next. More watts, or the clocks read for each."
+    "cell. Nor is it what the model has forgotten: on average it errs on prompts about as much as [the best "
+    "line](#on-a-gpu-iterations-replayed) of the same features that is fitted to the very same batches afterwards. "
+    "Perhaps the clocks, which at the power limit are not the same for each: if they were read, or more watts."
 )
 
 

@@ -219,6 +219,12 @@ def test_a_budget_fills_the_limit() -> None:
     assert prompt_budget(predictor, BatchShape(8, 4000), fast, SLO, 100.0, most=4096, short=LONG) == 4096
 
 
+@pytest.mark.parametrize("most", [200, 2000, 2048, 3000])
+def test_a_budget_without_a_target_is_all_that_a_batch_may_have(most: int) -> None:
+    late = (running(num_generated=20, elapsed_ms=1000),)
+    assert prompt_budget(taught(), BatchShape(8, 4000), late, Slo(1e9, 1e9), 100.0, most, LONG) == most
+
+
 def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
     """Not off what every step may take."""
     predictor, decodes = taught(), BatchShape(8, 4000)

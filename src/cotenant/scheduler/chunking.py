@@ -156,5 +156,7 @@ def prompt_budget(
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
         tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first, most - num_decode) or 0)
+    if num_decode + tokens >= most:  # which need not be a number of whole tiles
+        return most
     least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
     return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)

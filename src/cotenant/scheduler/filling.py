@@ -30,7 +30,7 @@ class Cost(NamedTuple):
 class Turn(msgspec.Struct, frozen=True, gc=False):
     """Of a cycle: its number of tasklets and the sums of their costs, as far as these are known; the costs of each of
     ``runs``, up to the first that nobody knows. ``is_known``: there is none. ``rests``: what is left of ``runs`` after
-    so many tasklets, as far as it was asked for: the same objects again have a turn already."""
+    so many tasklets, as far as it was asked for: the same objects come again, and have a turn in the table."""
 
     num_tasklets: int
     used_ms: float
