@@ -15,18 +15,10 @@ from cotenant.processes import importing
 settings.register_profile("cotenant", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("cotenant")
 
-# Files that take minutes, and whose turn would come near the end: one worker would be busy with them when the others
-# have nothing left to do.
-_FIRST = ("runtime/test_coexecution.py", "scheduler/test_trace_sharing.py")
-
 # Container images often forbid bytecode files. The tests start a few hundred processes, each of which would compile the
 # package again, and each of pytest's workers all tests as well.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not str(item.path).endswith(_FIRST))
 
 
 @pytest.hookimpl(hookwrapper=True)
