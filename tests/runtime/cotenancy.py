@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cotenant.config import BatchConfig, LoraConfig
@@ -79,7 +79,7 @@ def run(
     iteration, last_arrival = 0, max(arrivals, default=-1)
     while iteration <= last_arrival or engine.has_work or _job_runs(outcome, spec):
         if iteration in arrivals:
-            engine.add(arrivals[iteration])
+            engine.add(replace(arrivals[iteration], arrival_s=time.time()))  # not when it was made
         slo = Slo(ttft_ms, tpot_ms)
         snapshot = Snapshot(time.time(), slo, engine.next_shape(), engine.views(), training.view(), fuse)
         record = executor.execute(chosen.plan(snapshot), emit, interrupted)
