@@ -12,8 +12,8 @@ loop that did next to nothing are not in a trace. Batches of either that could n
 `bench colocate`'s, errors are relative to what was measured, "alone" of batches without training.
 
 "at best": of batches with prompts, alone, the mean error of the best linear function of what the predictor's model of
-them goes by, one for all of a trace and fitted to these very batches. A model that has to learn it as it goes can
-hardly be below.
+them goes by, one for all of a trace and fitted to these very batches. A model that learns as it goes is not
+far below even where what it learns changes meanwhile.
 """
 
 from __future__ import annotations

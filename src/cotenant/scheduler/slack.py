@@ -66,13 +66,13 @@ def token_slack_ms(
     that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``). A longer one is held to
     the target at the last token that it may have, whatever the margin is, for that is for what may still come."""
     target_s, last_target_s = margin * slo.tpot_ms / 1e3, _LAST_SHARE * slo.tpot_ms / 1e3
-    first_due_s, num_new = math.inf, num_ahead + 1
+    first_due_s, num_more = math.inf, num_ahead + 1
     # Most are long and not at their end: planning asks this of each, at each iteration.
     short_or_last = [
         each
         for each in requests
         if each.num_generated < _SHORT
-        or (each.max_tokens is not None and each.max_tokens == each.num_generated + num_new)
+        or (each.max_tokens is not None and each.max_tokens == each.num_generated + num_more)
     ]
     for request in short_or_last:
         first_token_s, max_tokens = request.first_token_s, request.max_tokens

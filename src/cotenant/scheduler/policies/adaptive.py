@@ -112,7 +112,6 @@ class _Choice:
         self._hold_ms = min(_MOST_HOLD_MS, _HOLD_SHARE * snapshot.slo.ttft_ms)
         in_flight = snapshot.in_flight
         self._num_ahead = 0 if in_flight is None else 1
-        self._partition_ahead = None if in_flight is None else in_flight.partition
         # Until this batch begins.
         ahead_ms = 0.0 if in_flight is None else flight_ms(costs.predictor, in_flight) or step_ms
         self._ahead_ms = snapshot.wait_ms + ahead_ms
@@ -242,4 +241,5 @@ class _Choice:
 
     def _is_other(self, partition: Partition | None) -> bool:
         """Whether a batch is in flight on other SMs."""
-        return self._num_ahead > 0 and self._partition_ahead != partition
+        in_flight = self._snapshot.in_flight
+        return in_flight is not None and in_flight.partition != partition
