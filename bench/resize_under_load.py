@@ -32,6 +32,7 @@ from cotenant.core.errors import CotenantError
 from cotenant.core.request import Request, SamplingParams, SequenceOutput
 from cotenant.device import create_device
 from cotenant.engine.flight import OnlineStep
+from cotenant.models.paged_attention import cache_head_dim
 from cotenant.models.registry import ARCHITECTURES, resolve_model
 from cotenant.runtime.build import build_serving, choose_dtype
 from cotenant.runtime.sizing import page_bytes
@@ -133,7 +134,8 @@ class Bench:
     def _plan(self, model: ModelConfig) -> Layout:
         device, resolved = create_device(model.device), resolve_model(model)
         page_tokens = CacheConfig().page_tokens
-        bytes_per_page = page_bytes(resolved.spec, page_tokens, choose_dtype(model.dtype, resolved.spec.dtype, device))
+        spec, dtype = resolved.spec, choose_dtype(model.dtype, resolved.spec.dtype, device)
+        bytes_per_page = page_bytes(spec, page_tokens, dtype, cache_head_dim(spec, device.torch_device, dtype))
         resized = math.ceil(self._arguments.gib * GIB / bytes_per_page)
         # One page more for each sequence than it will fill: none is preempted, or the batches would not be the same.
         at_end = self._batch_size * (math.ceil((self._context + self._arguments.steps + 64) / page_tokens) + 1)

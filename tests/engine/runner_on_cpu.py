@@ -53,7 +53,8 @@ def _rope_and_cache(
 ) -> torch.Tensor:
     assert qk_norm is None
     assert (positions >= 0).all()
-    _, _, page_tokens, num_kv_heads, head_dim = cache.shape
+    _, _, page_tokens, num_kv_heads, width = cache.shape
+    head_dim = table.shape[1]
     heads = qkv.view(len(qkv), -1, head_dim)
     low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
     cos, sin = (part[:, None] for part in table[positions.long()].chunk(2, dim=1))
@@ -61,9 +62,10 @@ def _rope_and_cache(
     kept = slots >= 0
     places = slots[kept].long()
     assert len(places.unique()) == len(places), "two rows write one slot"
-    cache[:, 0][places // page_tokens, places % page_tokens] = rotated[kept, num_heads:]
-    cache[:, 1][places // page_tokens, places % page_tokens] = heads[kept, num_heads + num_kv_heads :]
-    return rotated[:, :num_heads].contiguous()
+    mine = cache[..., :head_dim]
+    mine[:, 0][places // page_tokens, places % page_tokens] = rotated[kept, num_heads:]
+    mine[:, 1][places // page_tokens, places % page_tokens] = heads[kept, num_heads + num_kv_heads :]
+    return functional.pad(rotated[:, :num_heads], (0, width - head_dim)).contiguous()
 
 
 # FlashInfer's wrappers.
@@ -72,23 +74,26 @@ def _rope_and_cache(
 class _Wrapper:
     planned: ClassVar[set[_Wrapper]] = set()  # in this batch
 
-    def _keep(self, starts: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor) -> None:
+    def _keep(
+        self, starts: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor, scale: float
+    ) -> None:
         assert self not in self.planned, "a wrapper is planned twice in a batch"
         self.planned.add(self)
         assert all(part.dtype == torch.int32 for part in (indptr, pages, last))
         assert len(pages) >= int(indptr[-1])
-        self._plan = (starts.tolist(), indptr, pages, last)
+        self._plan = (starts.tolist(), indptr, pages, last, scale)
 
     def run(self, query: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        starts, indptr, pages, last = self._plan
+        starts, indptr, pages, last, scale = self._plan
         assert len(query) == starts[-1], f"{len(query)} rows, planned for {starts[-1]}"
+        assert query.shape[2] == cache[0].shape[3], "as wide as the cache"
         for index, (first, stop) in enumerate(itertools.pairwise(starts)):
             mine = pages[int(indptr[index]) : int(indptr[index + 1])].long()
             length = (len(mine) - 1) * cache[0].shape[1] + int(last[index])
             keys, values = (part[mine].flatten(0, 1)[:length].transpose(0, 1)[None] for part in cache)
             seen = torch.ones(stop - first, length, dtype=torch.bool).tril(length - (stop - first))
             found = functional.scaled_dot_product_attention(
-                query[first:stop].transpose(0, 1)[None], keys, values, attn_mask=seen, enable_gqa=True
+                query[first:stop].transpose(0, 1)[None], keys, values, attn_mask=seen, scale=scale, enable_gqa=True
             )
             out[first:stop] = found[0].transpose(0, 1)
         return out
@@ -99,14 +104,16 @@ class _DecodeWrapper(_Wrapper):
         names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
         self._buffers = [options[name] for name in names] if use_cuda_graph else None
 
-    def plan(self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, **__: Any) -> None:
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, sm_scale: float, **__: Any
+    ) -> None:
         parts = [indptr, indices, last]
         if self._buffers is not None:
             assert len(last) == len(self._buffers[2]), "a captured wrapper is for one batch size"
             for buffer, part in zip(self._buffers, parts, strict=True):
                 buffer[: len(part)].copy_(part.clone())
             parts = self._buffers
-        self._keep(torch.arange(len(last) + 1), *parts)
+        self._keep(torch.arange(len(last) + 1), *parts, sm_scale)
 
 
 class _PrefillWrapper(_Wrapper):
@@ -114,9 +121,16 @@ class _PrefillWrapper(_Wrapper):
         pass
 
     def plan(
-        self, starts: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, **__: Any
+        self,
+        starts: torch.Tensor,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last: torch.Tensor,
+        *_: Any,
+        sm_scale: float,
+        **__: Any,
     ) -> None:
-        self._keep(starts, indptr, indices, last)
+        self._keep(starts, indptr, indices, last, sm_scale)
 
 
 # Their places.
@@ -218,7 +232,11 @@ _PIECE_TIMES_MS = {8: 1.0, 16: 2.5, 32: 2.0}  # by tokens: the one in the middle
 _MOST_TOKENS = 24  # of a batch, as the runner knows: no larger size is captured than the one that holds so many
 
 
-def _engine(small: Any, page_tokens: int, budget: int) -> Any:
+def _engine(small: Any, page_tokens: int, budget: int, width: int | None = None) -> Any:
+    """``width``: the room that a head has in the cache; None: what it needs."""
+    from cotenant.engine import engine
+
+    engine.cache_head_dim = lambda spec, *_: width or spec.head_dim  # type: ignore[assignment]
     return small.engine(160 // page_tokens + 8, page_tokens, 10, budget, max_model_len=96, max_loras=6)
 
 
@@ -307,7 +325,7 @@ def main() -> None:
     refs = [small.make_adapter(folder, f"adapter-{seed}", seed) for seed in range(8)]
     plain, expected = small.decoder.attention, {}
     for sizes in ((), (1, 2, 4), (1, 2, 4, 8, 10)):
-        for page_tokens, budget, num_ahead in ((4, 48, 1), (16, 20, 1), (1, 90, 0)):
+        for page_tokens, budget, num_ahead, width in ((4, 48, 1, None), (16, 20, 1, 24), (1, 90, 0, 24)):
             rng = random.Random(page_tokens)
             requests = _requests(small, refs, rng)
             small.decoder.attention = plain
@@ -315,7 +333,7 @@ def main() -> None:
                 key = (request.prompt, request.adapter, request.sampling.max_tokens)
                 if key not in expected:
                     expected[key] = _alone(small, request)
-            engine = on_gpus_runner(small, _engine(small, page_tokens, budget), sizes)
+            engine = on_gpus_runner(small, _engine(small, page_tokens, budget, width), sizes)
             found = _run(engine, requests, rng, num_ahead)
             for request in requests:
                 key = (request.prompt, request.adapter, request.sampling.max_tokens)

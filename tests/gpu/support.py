@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW, "head_dim": 128}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_attention_heads": 8, "tie_word_embeddings": True}),  # 64 wide
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"num_attention_heads": 8, "head_dim": 128}),
+    "narrow": (LlamaConfig, LlamaForCausalLM, {"head_dim": 80}),  # which no kernel has: they lie in rows of 128
 }
 
 ONE_ADAPTER = LoraConfig(max_loras=1, max_lora_rank=16)

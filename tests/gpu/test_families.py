@@ -40,7 +40,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]
     from cotenant.models.paged_attention import is_supported
 
     made = cache(lambda name: support.make_model(name, tmp_path_factory.mktemp(name)))
-    for name, dtype in [("llama", BF16), ("mistral", BF16), ("qwen2", BF16), ("qwen3", BF16), ("llama", FP16)]:
+    for name, dtype in [*((name, BF16) for name in support.MODELS), ("llama", FP16)]:
         assert is_supported(made(name).spec, DEVICE, dtype)
         prepare(made(name).spec, DEVICE, dtype)
     return made

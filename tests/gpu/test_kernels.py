@@ -86,11 +86,15 @@ def test_norm_and_silu_finish_a_product_first(splits: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("num_rows", [5, 64])
-def test_rope_finishes_a_product_first(num_rows: int, splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("head_dim", "width"), [(64, 64), (40, 64)])
+def test_rope_finishes_a_product_first(
+    head_dim: int, width: int, num_rows: int, splits: int, dtype: torch.dtype
+) -> None:
+    """And leaves zeros behind heads that are narrower than their room in the cache."""
     from cotenant.models.kernels.rope import rope_and_cache
     from cotenant.models.kernels.skinny import Unfinished
 
-    num_heads, num_kv_heads, head_dim = 6, 2, 64
+    num_heads, num_kv_heads = 6, 2
     sums = torch.randn(splits, num_rows, (num_heads + 2 * num_kv_heads) * head_dim, device=CUDA)
     unfinished = Unfinished(sums if splits > 1 else sums.to(dtype), dtype)
     finished = (sums[0] + sums[1] if splits > 1 else sums[0]).to(dtype)
@@ -99,19 +103,22 @@ def test_rope_finishes_a_product_first(num_rows: int, splits: int, dtype: torch.
     table = torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype)
     places = torch.arange(num_rows, dtype=torch.int32, device=CUDA)
     places[1] = -1
-    caches = [torch.zeros(4, 2, 16, num_kv_heads, head_dim, device=CUDA, dtype=dtype) for _ in range(2)]
+    caches = [torch.zeros(4, 2, 16, num_kv_heads, width, device=CUDA, dtype=dtype) for _ in range(2)]
     query, same = (
         rope_and_cache(qkv, positions, places, table, None, cache, num_heads, 1e-5)
         for qkv, cache in zip((unfinished, finished), caches, strict=True)
     )
     assert torch.equal(query, same)
     assert torch.equal(*caches)
+    assert not query[..., head_dim:].any()
+    assert not caches[0][..., head_dim:].any()
+    query, cache = query[..., :head_dim], caches[0][..., :head_dim]
     heads = finished.double().view(num_rows, -1, head_dim)
     cos, sin = table.double()[positions.long()].unsqueeze(1).chunk(2, dim=-1)
     low, high = heads[:, : num_heads + num_kv_heads].chunk(2, dim=-1)
     rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
     _close(query, rotated[:, :num_heads])
-    keys, values = (cached.flatten(0, 1)[:num_rows] for cached in caches[0].unbind(1))
+    keys, values = (cached.flatten(0, 1)[:num_rows] for cached in cache.unbind(1))
     kept = places >= 0
     _close(keys[kept], rotated[kept, num_heads:])
     _close(values[kept], heads[kept, num_heads + num_kv_heads :])

@@ -107,13 +107,12 @@ class CudaRunner:
         max_num_batched_tokens: int,
         max_pages_per_sequence: int,
     ) -> None:
-        page_tokens = kv_cache.shape[3]
         self._decoder = decoder
         self._device = decoder.device
         self._max_num_seqs = max_num_seqs
         self._piece_sizes = choose_piece_sizes(max_num_batched_tokens)
         self._stacks = stacks
-        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, page_tokens, max_num_seqs)
+        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, kv_cache, max_num_seqs)
         decoder.attention = FlashInferBackend(self._attention)
         self._forward = CudaForward(decoder, kv_cache, last_tokens)
         self._eager = EagerRunner(decoder, kv_cache, last_tokens)

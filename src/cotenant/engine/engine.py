@@ -40,6 +40,7 @@ from cotenant.engine.sequence import Sequence
 from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.paged_attention import cache_head_dim
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,8 @@ class OnlineEngine:
         self._max_num_batched_tokens = batch_config.max_num_batched_tokens
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
-        self._cache = KvCache(spec, decoder.dtype, device, page_tokens, num_pages, max_pages)
+        head_dim = cache_head_dim(spec, decoder.device, decoder.dtype)
+        self._cache = KvCache(spec, decoder.dtype, device, page_tokens, num_pages, max_pages, head_dim=head_dim)
         self._resizing = False
         self._tables = BlockTables(
             self._limits.max_num_seqs, self._limits.num_pages(self.max_model_len), self._limits.page_tokens
@@ -109,7 +111,7 @@ class OnlineEngine:
 
     @property
     def kv_cache(self) -> torch.Tensor:
-        """[max_pages, layers, 2, page_tokens, kv_heads, head_dim]; a row is read only by sequences that own its
+        """[max_pages, layers, 2, page_tokens, kv_heads, width]; a row is read only by sequences that own its
         page."""
         return self._cache.tensor
 

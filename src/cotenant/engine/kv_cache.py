@@ -40,8 +40,9 @@ class Resized:
 class KvCache:
     """Pages of keys and values. ``pool`` knows each page's sequence, a chunk pool each chunk's tenant.
 
-    ``tensor`` [max_pages, layers, 2, page_tokens, kv_heads, head_dim] never moves. Pages that are absent in ``pool``
-    have no memory and must not be touched. Memory that comes in reads as zeros: rows nobody wrote are finite.
+    ``tensor`` [max_pages, layers, 2, page_tokens, kv_heads, width] never moves; a head may lie in more room than it
+    needs. Pages that are absent in ``pool`` have no memory and must not be touched. Memory that comes in reads as
+    zeros: rows nobody wrote are finite, and what nobody writes behind heads stays zero.
 
     Chunk i holds the ``chunk_pages`` pages from ``i * chunk_pages`` up. Chunk 0 is never given up, so page 0 is always
     there and never moves. The last chunk alone may hold fewer pages: it comes last and goes first, so that
@@ -57,14 +58,16 @@ class KvCache:
         num_pages: int,
         max_pages: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        head_dim: int | None = None,
     ) -> None:
-        """Starts with ``num_pages`` pages, rounded up to whole chunks where ``max_pages`` (default: ``num_pages``)
-        leaves room. A chunk comes as near to ``chunk_bytes`` as whole pages and the device allow, and smaller in a
-        small cache. Raises torch.OutOfMemoryError when the device has not that much."""
+        """``head_dim``: the width; None: the model's. Starts with ``num_pages`` pages, rounded up to whole chunks where
+        ``max_pages`` (default: ``num_pages``) leaves room. A chunk comes as near to ``chunk_bytes`` as whole
+        pages and the device allow, and smaller in a small cache. Raises torch.OutOfMemoryError when the device has not
+        that much."""
         max_pages = num_pages if max_pages is None else max_pages
         if not 1 <= num_pages <= max_pages:
             raise ValueError(f"a KV cache of {num_pages} pages: must be from 1 to max_pages, {max_pages}")
-        shape = (max_pages, spec.num_layers, 2, page_tokens, spec.num_kv_heads, spec.head_dim)
+        shape = (max_pages, spec.num_layers, 2, page_tokens, spec.num_kv_heads, head_dim or spec.head_dim)
         self.max_pages = max_pages
         self.page_bytes = math.prod(shape[1:]) * dtype.itemsize
         granularity = chunk_granularity(device.torch_device)

@@ -23,6 +23,7 @@ from cotenant.models.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _NICE = 10
+_HEAD_DIMS = (64, 128, 256)
 
 
 class AttentionKernels:
@@ -94,6 +95,13 @@ class AttentionKernels:
             logger.warning("attention kernels %s are compiled with all that FlashInfer has: %s", backend, error)
 
 
+def kernel_head_dim(head_dim: int) -> int | None:
+    """The least width that heads of ``head_dim`` have room in and that FlashInfer has kernels for; None: there is none.
+
+    With zeros behind them narrower heads have the same products, and what they attend to has zeros behind it, too."""
+    return next((width for width in _HEAD_DIMS if width >= head_dim), None)
+
+
 def begin_import() -> None:
     """Import FlashInfer, where it is, on a thread of its own: it takes a second or two."""
     if importlib.util.find_spec("flashinfer") is not None:
@@ -108,7 +116,9 @@ def _import() -> None:
 def prepare(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> AttentionKernels:
     """The kernels for this model; the first call begins to make them."""
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    return _prepared(spec.head_dim, dtype, spec.sliding_window is not None, ("fa2", "fa3") if is_hopper else ("fa2",))
+    width = kernel_head_dim(spec.head_dim)
+    assert width is not None, f"no kernels for heads of {spec.head_dim}"
+    return _prepared(width, dtype, spec.sliding_window is not None, ("fa2", "fa3") if is_hopper else ("fa2",))
 
 
 @cache

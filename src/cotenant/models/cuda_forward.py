@@ -19,10 +19,11 @@ from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.kernels.skinny import Unfinished, fits_unfinished, skinny_product, unfinished_product
 from cotenant.models.linear import linear
 from cotenant.models.lora_stacks import GroupedLora
+from cotenant.models.paged_attention import without_padding
 from cotenant.models.products import product
 from cotenant.models.skinny_tiling import MAX_ROWS
 
-# (layer, queries [tokens, heads, head_dim], the layer's part of the cache) -> [tokens, heads, head_dim]
+# (layer, queries [tokens, heads, width], the layer's part of the cache) -> [tokens, heads, width], the cache's width
 Attend = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -38,7 +39,7 @@ class TokenInputs:
 
 
 class CudaForward:
-    """``last_tokens``: int64, by seat. ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, head_dim]."""
+    """``last_tokens``: int64, by seat. ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, width]."""
 
     def __init__(self, decoder: Decoder, kv_cache: torch.Tensor, last_tokens: torch.Tensor) -> None:
         self._spec = decoder.spec
@@ -77,7 +78,7 @@ class CudaForward:
             query = rope_and_cache(
                 qkv, tokens.positions, tokens.slots, self._rope_table, layer.qk_norm, cache, spec.num_heads, epsilon
             )
-            attended = attend(index, query, cache).flatten(1)
+            attended = without_padding(attend(index, query, cache), spec.head_dim)
             if is_last and rows is not None and not spans:
                 attended, residual = attended[rows], residual[rows]
                 grouped, rows = grouped_at_rows, None

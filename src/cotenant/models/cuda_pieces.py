@@ -18,6 +18,7 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.kernels.elementwise import add_rms_norm, embed, rms_norm, silu_and_multiply
 from cotenant.models.kernels.rope import rope_and_cache
 from cotenant.models.linear import linear
+from cotenant.models.paged_attention import without_padding
 
 _NUM_TIMES = 10  # the host is busy with compilers
 
@@ -29,13 +30,14 @@ class PieceTensors:
     have slot -1: they are computed and keep nothing.
     """
 
-    def __init__(self, decoder: Decoder, size: int) -> None:
+    def __init__(self, decoder: Decoder, size: int, width: int) -> None:
+        """``width``: of a head in the cache."""
         weights, spec = decoder.weights.embedding, decoder.spec
         self.inputs = torch.zeros((4, size), dtype=torch.int32, device=weights.device)
         self.inputs[2] = -1
         self.residual = weights.new_zeros((size, spec.hidden_size))
-        self.query = weights.new_zeros((size, spec.num_heads, spec.head_dim))
-        self.attended = weights.new_zeros((size, spec.num_heads, spec.head_dim))
+        self.query = weights.new_zeros((size, spec.num_heads, width))
+        self.attended = weights.new_zeros((size, spec.num_heads, width))
 
 
 class CapturedPieces:
@@ -97,7 +99,7 @@ class LayerPieces:
     def capture(self, sizes: Sequence[int], pool: Any) -> dict[int, CapturedPieces]:
         """Pieces for batches of these many tokens, on the current stream. The first call has the largest."""
         if self._tensors is None:
-            self._tensors = PieceTensors(self.decoder, max(sizes))
+            self._tensors = PieceTensors(self.decoder, max(sizes), self._caches[0].shape[-1])
         return {size: CapturedPieces(self, size, self._tensors, pool) for size in sorted(sizes, reverse=True)}
 
     @staticmethod
@@ -120,19 +122,20 @@ class LayerPieces:
         """From what layer ``index`` attended to, to the next layer's queries; updates ``residual``, writes
         ``query``."""
         next_norm = self.decoder.weights.layers[index + 1].input_norm
-        normed = self._after_attention(index, attended.flatten(1), residual, next_norm)
+        normed = self._after_attention(index, attended, residual, next_norm)
         self._make_query(index + 1, normed, tokens, query)
 
     def end(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """What the last layer attended to [rows, heads, head_dim] and the residual [rows, hidden] of the wanted rows to
+        """What the last layer attended to [rows, heads, width] and the residual [rows, hidden] of the wanted rows to
         their hidden states after the final norm."""
         last = self.decoder.spec.num_layers - 1
-        return self._after_attention(last, attended.flatten(1), residual, self.decoder.weights.final_norm)
+        return self._after_attention(last, attended, residual, self.decoder.weights.final_norm)
 
     def _after_attention(
         self, index: int, attended: torch.Tensor, residual: torch.Tensor, next_norm: torch.Tensor
     ) -> torch.Tensor:
         layer, epsilon = self.decoder.weights.layers[index], self.decoder.spec.rms_norm_eps
+        attended = without_padding(attended, self.decoder.spec.head_dim)
         normed = add_rms_norm(linear(attended, layer.output, index), residual, layer.mlp_norm, epsilon)
         activated = silu_and_multiply(linear(normed, layer.gate_up, index))
         return add_rms_norm(linear(activated, layer.down, index), residual, next_norm, epsilon)

@@ -2,25 +2,29 @@
 
 Prompt chunks and decodes are planned apart: FlashInfer's plan for a segment depends on the host's numbers alone, so
 nothing here waits for the device.
+
+Heads of a width that FlashInfer has no kernels for lie in wider rows of the cache. Nobody writes behind them, and a
+cache reads as zeros where nobody wrote; behind queries there are zeros, too.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from cotenant.models.attention import SdpaBackend, SegmentAttention
-from cotenant.models.attention_kernels import prepare
+from cotenant.models.attention_kernels import kernel_head_dim, prepare
 from cotenant.models.batch import PagedSegment, PageLists, Segment
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
-_HEAD_DIMS = (64, 128, 256)
 WORKSPACE_BYTES = 256 * 1024 * 1024
 _QUERY_TILES = (16, 64, 128)  # rows of a tile: a key head's queries of several tokens
 _MOST_MULTIPROCESSORS = 192
@@ -31,10 +35,21 @@ def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> b
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
-        and spec.head_dim in _HEAD_DIMS
+        and kernel_head_dim(spec.head_dim) is not None
         and importlib.util.find_spec("flashinfer") is not None
         and has_triton()
     )
+
+
+def cache_head_dim(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
+    """How wide a head is in the KV cache: as the kernels want it, or where torch's own attention serves, as it is."""
+    width = kernel_head_dim(spec.head_dim) if is_supported(spec, device, dtype) else None
+    return width or spec.head_dim
+
+
+def without_padding(attended: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """[tokens, heads, width] of the cache -> [tokens, heads * head_dim]"""
+    return attended[..., :head_dim].flatten(1)
 
 
 def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
@@ -44,7 +59,7 @@ def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
     group = spec.num_heads // spec.num_kv_heads
     tile = next((size for size in _QUERY_TILES if size >= group), _QUERY_TILES[-1])
     num_tiles = -(-max_num_seqs * group // tile) + max_num_seqs
-    row_bytes = (spec.head_dim + 1) * 4
+    row_bytes = ((kernel_head_dim(spec.head_dim) or spec.head_dim) + 1) * 4
     decodes = spec.num_heads * num_tiles * tile * row_bytes
     prompts = group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILES[-1] * row_bytes
     return max(WORKSPACE_BYTES, decodes + (1 << 20), prompts + (1 << 20))
@@ -52,15 +67,18 @@ def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
 
 class PagedAttention:
     """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
-    one after the other on one stream. A wrapper holds one plan, its last."""
+    one after the other on one stream. A wrapper holds one plan, its last.
+
+    ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, width], the width that ``cache_head_dim`` says."""
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page_tokens: int, max_num_seqs: int
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_cache: torch.Tensor, max_num_seqs: int
     ) -> None:
         self.spec = spec
         self.device = device
         self.dtype = dtype
-        self.page_tokens = page_tokens
+        self.page_tokens, _, self.width = kv_cache.shape[3:]
+        self._scale = 1.0 / math.sqrt(spec.head_dim)  # of the model's heads, however wide they lie
         self.workspace = torch.empty(workspace_bytes(spec, max_num_seqs), dtype=torch.uint8, device=device)
         self._decode: Any = None
         self._prefill: dict[str, Any] = {}
@@ -102,9 +120,10 @@ class PagedAttention:
             pages.last_lengths,
             spec.num_heads,
             spec.num_kv_heads,
-            spec.head_dim,
+            self.width,
             self.page_tokens,
             window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            sm_scale=self._scale,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
@@ -129,10 +148,11 @@ class PagedAttention:
             pages.last_lengths,
             spec.num_heads,
             spec.num_kv_heads,
-            spec.head_dim,
+            self.width,
             self.page_tokens,
             causal=True,
             window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            sm_scale=self._scale,
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
@@ -179,9 +199,10 @@ class _PagedSegmentAttention:
     ) -> torch.Tensor:
         assert kv_cache is not None
         assert self._paged.num_plans(self._wrapper) == self._plan, "a wrapper holds one plan"
-        keys, values = kv_cache[:, layer].unbind(1)  # each [pages, page_tokens, kv_heads, head_dim]
-        keys[self._pages, self._rows] = key
-        values[self._pages, self._rows] = value
-        query = query.contiguous()
+        keys, values = kv_cache[:, layer].unbind(1)  # each [pages, page_tokens, kv_heads, width]
+        head_dim = key.shape[2]
+        keys[self._pages, self._rows, :, :head_dim] = key
+        values[self._pages, self._rows, :, :head_dim] = value
+        query = F.pad(query, (0, keys.shape[3] - head_dim)).contiguous()
         out: torch.Tensor = self._wrapper.run(query, (keys, values), out=torch.empty_like(query))
-        return out.flatten(1)
+        return without_padding(out, head_dim)

@@ -10,7 +10,7 @@ from cotenant.core.plan import Partition
 from cotenant.device import Device
 from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
-from cotenant.models.paged_attention import WORKSPACE_BYTES, workspace_bytes
+from cotenant.models.paged_attention import WORKSPACE_BYTES, cache_head_dim, workspace_bytes
 from cotenant.models.spec import ModelSpec
 from cotenant.scheduler.space import nearest, prompt_shares
 
@@ -34,9 +34,10 @@ def partition_bytes(*, with_prompts: bool) -> int:
     return _PARTITION_BYTES + (_PROMPT_PARTITION_BYTES if with_prompts else 0)
 
 
-def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: keys and values of ``page_tokens`` tokens in all layers."""
-    return spec.num_layers * 2 * page_tokens * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+def page_bytes(spec: ModelSpec, page_tokens: int, dtype: torch.dtype, head_dim: int | None = None) -> int:
+    """Bytes of one page: keys and values of ``page_tokens`` tokens in all layers. ``head_dim``: the room that a head
+    has there; None: what it needs."""
+    return spec.num_layers * 2 * page_tokens * spec.num_kv_heads * (head_dim or spec.head_dim) * dtype.itemsize
 
 
 def training_bytes(spec: ModelSpec, tasklet_tokens: int, dtype: torch.dtype) -> int:
@@ -52,7 +53,8 @@ def num_pages(
     At the start: ``--num-pages``, or as many as memory allows and the batch can ever use. Raises InvalidInputError when
     not even one request of full length fits.
     """
-    cache, size = config.cache, page_bytes(spec, config.cache.page_tokens, dtype)
+    cache, head_dim = config.cache, cache_head_dim(spec, device.torch_device, dtype)
+    size = page_bytes(spec, cache.page_tokens, dtype, head_dim)
     batch = config.batch.resolved(device.torch_device.type)
     pages_per_request = -(-max_model_len // cache.page_tokens)
     useful = batch.max_num_seqs * pages_per_request

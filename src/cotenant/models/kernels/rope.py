@@ -62,6 +62,7 @@ def _rope_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     QK_NORM: tl.constexpr,
@@ -116,14 +117,14 @@ def _rope_kernel(
     out_low = tl.where(is_value, low, left.to(low.dtype))
     out_high = tl.where(is_value, high, right.to(low.dtype))
     is_query = inside & (head < NUM_HEADS)
-    target = query + token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM + lane
+    target = query + token * NUM_HEADS * WIDTH + head * WIDTH + lane
     tl.store(target, out_low, is_query)
     tl.store(target + HEAD_DIM // 2, out_high, is_query)
     kept = inside & (head >= NUM_HEADS) & (slot >= 0)
     # [key or value, row in the page, head]; keys come before values.
     kv_head = head - NUM_HEADS
-    place = (slot // PAGE_TOKENS) * page_stride + (kv_head // NUM_KV_HEADS) * (PAGE_TOKENS * NUM_KV_HEADS * HEAD_DIM)
-    place += (slot % PAGE_TOKENS) * (NUM_KV_HEADS * HEAD_DIM) + (kv_head % NUM_KV_HEADS) * HEAD_DIM + lane
+    place = (slot // PAGE_TOKENS) * page_stride + (kv_head // NUM_KV_HEADS) * (PAGE_TOKENS * NUM_KV_HEADS * WIDTH)
+    place += (slot % PAGE_TOKENS) * (NUM_KV_HEADS * WIDTH) + (kv_head % NUM_KV_HEADS) * WIDTH + lane
     tl.store(cache + place, out_low, kept)
     tl.store(cache + place + HEAD_DIM // 2, out_high, kept)
 
@@ -142,12 +143,15 @@ def rope_and_cache(
 
     ``qkv`` [tokens, (heads + 2 * kv_heads) * head_dim]; ``positions`` and ``slots`` [tokens] (a negative slot: nothing
     is cached); ``table`` [positions, head_dim]: cosines, then sines; ``layer_cache`` [pages, 2, page_tokens, kv_heads,
-    head_dim], a view of one layer. Returns the queries, [tokens, heads, head_dim].
+    width], a view of one layer, whose heads may lie in more room than they need. Returns the queries, [tokens, heads,
+    width], with zeros behind each.
     """
-    _, _, page_tokens, num_kv_heads, head_dim = layer_cache.shape
+    _, _, page_tokens, num_kv_heads, width = layer_cache.shape
+    head_dim = table.shape[1]
     sums, dtype, delta = Unfinished.of(qkv)
     splits, num_tokens = sums.shape[:2]
-    query = torch.empty((num_tokens, num_heads, head_dim), dtype=dtype, device=sums.device)
+    make = torch.empty if width == head_dim else torch.zeros
+    query = make((num_tokens, num_heads, width), dtype=dtype, device=sums.device)
     total = num_heads + 2 * num_kv_heads
     half = triton.next_power_of_2(head_dim // 2)
     heads, num_warps = 16 if num_tokens < 64 else triton.next_power_of_2(total), 4
@@ -168,6 +172,7 @@ def rope_and_cache(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        WIDTH=width,
         HALF=half,
         PAGE_TOKENS=page_tokens,
         QK_NORM=qk_norm is not None,
