@@ -278,7 +278,10 @@ SECTIONS = (
         "partitions, is within 2% of it at 10 ms and 15 to 22% behind at 40; `chunked` and `llmstation` are 2 to 6% "
         "behind at 40 and 4 to 31% at 10: where the target says which way of sharing is best, `adaptive` is about as "
         "good as that. Of batches alone 2.0% are predicted with more than 10% of error, where it was 4.1% in the grid "
-        "again, and few of these are decode steps.",
+        "again, and few of these are decode steps. The grid's other rates are in two sections below, [the "
+        "conversation's](#on-a-gpu-the-conversation-at-half-and-four-times-its-rate-by-a-later-version) and [the code "
+        "trace's](#on-a-gpu-the-code-trace-at-half-its-rate-by-a-later-version): what was aimed at is judged by all "
+        "three together, too.",
     ),
     Section(
         "colocate_others_h200.json",
@@ -298,8 +301,16 @@ SECTIONS = (
         "policies but `static`, on a card whose host tested this version on its other one. `adaptive` is in time "
         "where serving alone is, at five of the eight places, and trains most at each: at half the rate 2 to 7% more "
         "than the next, `llmstation` or, at 10 ms, `harli`, and at four times the rate 2%. Where serving alone is "
-        "late nothing else was measured, and the time was up before `chunked` at 10 ms and half the rate. Two GPUs "
-        "with half of the rate each are the conversation's part of what was aimed at for these.",
+        "late nothing else was measured. The time was up before `chunked` at 10 ms and half the rate: that is by a "
+        "still later version, on [the next section's](#on-a-gpu-the-code-trace-at-half-its-rate-by-a-later-version) "
+        "host, and `adaptive` at that place with it.",
+    ),
+    Section(
+        "colocate_code_half_h200.json",
+        "On a GPU: the code trace at half its rate by a later version",
+        "The last of the grid's rates: 10 ms on one card of a host, the other targets on the other, while that one "
+        "had other measurements before. `adaptive` has all requests in time at all four; of those in time it trains most, "
+        "0.2 to 1.0% more than the next. At 10 ms `llmstation` and `chunked` are late, and at 15 all others are.",
     ),
     Section(
         "colocate_traced_h200.json",
@@ -556,6 +567,22 @@ SECTIONS = (
         "12,916 at 40 ms, 12,224 at 25, 10,873 at 15 and 9,227 at 10. So two processes share about as "
         "well at 40 ms and the trace's own rate; at half the rate `adaptive` trains 10 to 16% more where they are in "
         "time. They know of no target, and have the weights twice.",
+    ),
+    Section(
+        "sharing_separate_h200.json",
+        "On a GPU: a server and training with all of Liger's kernels, a GPU for each",
+        "By a later version, on one card of another host, whose clocks were lower: training alone and then the server "
+        "alone.",
+    ),
+    Section(
+        "demo_h200.txt",
+        "On a GPU: the demo",
+        "The built-in model, whose heads are 32 wide, on one card of a host that had tests on its other one. Targets "
+        "are four times the medians without the job. Since rows of the KV cache have room for the heads that "
+        "FlashInfer has kernels for, its steps are captured like other models'. The version before served it by "
+        "torch's own attention, operation by operation: a token took 13 times as long, and with the job half of the "
+        "first requests were late.",
+        "cotenant demo --corun-seconds 25",
     ),
     Section(
         "mps_products_h200.txt",

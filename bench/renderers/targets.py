@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, place_key, pooled_errors
+from cotenant.cli.colocate_parts import joined
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
 _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a newer version
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
-_HALF = "colocate_half_h200.json"  # half of the grid, with serving alone, by a version later than all of these
+# The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
+_LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
 _PLANNING = ("planner_h200.txt", "planner_slow_h200.txt", "planner_later_h200.txt", "planner_leaner_h200.txt")
 # (what, the calls that it takes, what was aimed at in microseconds)
 _PLANNING_ROWS = (
@@ -74,16 +76,21 @@ _SLOW_ALONE = (
     "in flight. Less Python in what is asked, or a language that is compiled."
 )
 _ERRORS = (
-    "errors of prediction beside a job, by three versions in turn: [over the "
+    "errors of prediction beside a job, by versions in turn: [over the "
     "grid](#on-a-gpu-errors-of-prediction-over-the-grid), [in the grid "
-    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), and [in half of "
-    "it](#on-a-gpu-half-of-the-grid-by-a-later-version)"
+    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), and [by later "
+    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version)"
 )
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
+_SHARED_ABOVE = (
+    "Above it: {place}, where prompts fill the device and few steps have training beside them; {share:.1%} of its "
+    "{num} batches are. Of the worst that are kept all {worst} took longer than expected, {spatial} of them steps in a "
+    "partition. More of them to learn from."
+)
 _WORST = (
-    "Of the ten worst of each cell in half of the grid {last[num]} are more than 10% off, {last[decodes]} of them "
-    "decode steps, where it was {before[decodes]} of {before[num]} in the grid again: that version took steps behind "
+    "Of the ten worst of each cell by later versions {last[num]} are more than 10% off, {last[decodes]} of them "
+    "decode steps, where it was {before[decodes]} of {before[num]} in the grid again, whose version took steps behind "
     "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
     "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
     "cell. Nor is it what the model has forgotten: on average it errs on prompts about as much as [the best "
@@ -94,12 +101,13 @@ _WORST = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _HALF)]
+    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, *_LATER)]
     if not all(path.exists() for path in paths):
         return []
-    grid, steady, predicted, again, half = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    grid, steady, predicted, again, *later = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    whole = joined(dict(zip(_LATER, later, strict=True)))
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_again_rows(grid, again)]
-    rows += [*_half_rows(half), *_prediction_rows(grid, predicted, again, half)]
+    rows += [*_later_rows(whole), *_prediction_rows(grid, predicted, again, whole)]
     rows += _planning_rows([results / name for name in _PLANNING if (results / name).exists()])
     return ["## What was aimed at", _ABOVE, table(_HEADER, [_row(*row) for row in rows])]
 
@@ -146,18 +154,21 @@ def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]
 
 def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     comparison = grid["comparison"]
-    yield from _place_rows("the grid, where serving alone is in time", comparison)
-    entries = [each["ratio"] for each in comparison["two_gpus"] if each["time_scale"] == _TWO_GPUS_RATE]
-    mean, why = statistics.fmean(entries), _TIGHT.format(least=min(entries), most=max(entries))
-    aim = "two GPUs that share train 1.5 times what one that serves and one that trains do"
-    yield "a trace at half its rate on each", aim, f"{mean:.3f}", mean >= 1.5, why
+    name = "the grid, where serving alone is in time"
+    yield from _place_rows(name, comparison)
+    yield _ratio_row(name, comparison, "static", 1.75)
+    yield _two_gpus_row("a trace at half its rate on each", comparison)
 
 
-def _half_rows(half: Result) -> Iterator[tuple[str, str, str, bool, str]]:
-    name = (
-        "[half of it by a later version](#on-a-gpu-half-of-the-grid-by-a-later-version), where serving alone is in time"
-    )
-    yield from _place_rows(name, _compared(half, _alone(half)))
+def _later_rows(whole: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+    """All that train were measured at each place, but for `static`: its average is over those that have it."""
+    name = "[these places by later versions](#on-a-gpu-half-of-the-grid-by-a-later-version), on three hosts"
+    alone = _alone(whole)
+    without = {**whole, "cells": [cell for cell in whole["cells"] if cell["policy"] != "static"]}
+    comparison = _compared(without, alone)
+    yield from _place_rows(name, comparison)
+    yield _ratio_row(name, _compared(whole, alone), "static", 1.75)
+    yield _two_gpus_row("the same by later versions", comparison)
 
 
 def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
@@ -178,11 +189,26 @@ def _place_rows(name: str, comparison: Result) -> Iterator[tuple[str, str, str, 
     yield name, f"in time at all {number} places", f"{number - missed}", not missed, ""
     text = f"{number - behind - missed}"
     yield name, f"at most 3% behind the best other in time, at all {number}", text, not (behind or missed), ""
-    for key, aim in (("best_other", 1.15), ("chunked", 1.38), ("static", 1.75)):
-        found = comparison["ratios"][key]
-        other = f"the best other, `{found['policy']}`" if key == "best_other" else f"`{key}`"
-        why = _OTHERS.format(**_ratios(places, found["policy"]), policy=found["policy"])
-        yield name, f"on average {aim} times {other}", f"{found['ratio']:.2f}", found["ratio"] >= aim, why
+    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
+        yield _ratio_row(name, comparison, key, aim)
+
+
+def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> tuple[str, str, str, bool, str]:
+    """Of averages over the places where all policies of the comparison were measured."""
+    found, trained = comparison["ratios"][key], comparison["averages"].keys()
+    whole = [place for place in comparison["places"] if trained <= place["policies"].keys()]
+    other = f"the best other, `{found['policy']}`" if key == "best_other" else f"`{key}`"
+    why = _OTHERS.format(**_ratios(whole, found["policy"]), policy=found["policy"])
+    num_trained = sum(SUBJECT in place["policies"] for place in comparison["places"])
+    text = f"{found['ratio']:.2f}" + (f", of {len(whole)} places" if len(whole) < num_trained else "")
+    return name, f"on average {aim} times {other}", text, found["ratio"] >= aim, why
+
+
+def _two_gpus_row(name: str, comparison: Result) -> tuple[str, str, str, bool, str]:
+    entries = [each["ratio"] for each in comparison["two_gpus"] if each["time_scale"] == _TWO_GPUS_RATE]
+    mean, why = statistics.fmean(entries), _TIGHT.format(least=min(entries), most=max(entries))
+    aim = "two GPUs that share train 1.5 times what one that serves and one that trains do"
+    return name, aim, f"{mean:.3f}", mean >= 1.5, why
 
 
 def _again_rows(grid: Result, again: Result) -> Iterator[tuple[str, str, str, bool, str]]:
@@ -195,19 +221,15 @@ def _again_rows(grid: Result, again: Result) -> Iterator[tuple[str, str, str, bo
     whose = "; ".join(_late(place, alone[_spot(place["place"])]) for place in late)
     text = f"{len(places) - len(late)}"
     yield name, f"in time at all {len(places)} places", text, not late, _LATE.format(late=whose)
-    whole = [place for place in places if comparison["averages"].keys() == place["policies"].keys()]
     for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
-        other, ratio = (comparison["ratios"][key][what] for what in ("policy", "ratio"))
-        title = f"the best other, `{other}`" if key == "best_other" else f"`{other}`"
-        why = _OTHERS.format(**_ratios(whole, other), policy=other)
-        yield name, f"on average {aim} times {title}", f"{ratio:.2f}, of {len(whole)} places", ratio >= aim, why
+        yield _ratio_row(name, comparison, key, aim)
 
 
 def _late(place: Result, alone: Result) -> str:
     """``alone``: the grid's cell of serving alone there."""
     each = [f"`{policy}` {figures['attainment']:.1%} in time" for policy, figures in place["policies"].items()]
     each[-1] += f"; serving alone in the grid: TPOT p99 {alone['tpot_ms']['p99']:.1f} ms"
-    return "{} x {:g} at {:g} ms (".format(*_spot(place["place"])) + ", ".join(each) + ")"
+    return f"{_place_text(place['place'])} ({', '.join(each)})"
 
 
 def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, str, bool, str]]:
@@ -238,7 +260,8 @@ def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, st
     yield _ERRORS, "p95 10%, of all batches (read so later): at most 5% above", text, is_met, worst
     most = [max(each["p95"] for each in _errors(cells, "co_run")) for cells in beside]
     text = ", ".join(f"{p95:.1%}" for p95 in most) + " at most"
-    yield _ERRORS, "p95 10% with training, in each cell", text, max(most) <= 0.1, worst
+    why = " ".join(_shared_above(cell) for cells in beside for cell in cells)
+    yield _ERRORS, "p95 10% with training, in each cell", text, max(most) <= 0.1, why.strip()
     each = "; ".join(_p95_text(_errors(cells, "alone")) for cells in beside)
     text = f"{each}; where nothing trains, in the grid, {_p95_text(serving)}"
     above = [cell for cells in beside for cell in cells if _p95_alone(cell) > 0.1]
@@ -248,6 +271,17 @@ def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, st
 
 def _errors(cells: Sequence[Result], kind: str) -> list[Result]:
     return [each for cell in cells if (each := cell["prediction_error"][kind])]
+
+
+def _shared_above(cell: Result) -> str:
+    """Why what is predicted with training is above the tenth in this cell; "" if it is not."""
+    errors = cell["prediction_error"]["co_run"]
+    if not errors or errors["p95"] <= 0.1:
+        return ""
+    worst = [each for each in errors["farthest_off"] if each["deviation"] < 0]
+    spatial = sum(each["mode"] == "spatial" for each in worst)
+    place, share, num = _place_text(cell), errors["share_above_10_percent"], errors["iterations"]
+    return _SHARED_ABOVE.format(place=place, share=share, num=num, worst=len(worst), spatial=spatial)
 
 
 def _why_above(above: Sequence[Result]) -> str:
@@ -274,6 +308,10 @@ def _p95_alone(cell: Result) -> float:
 def _spot(cell: Result) -> tuple[str, float, float]:
     """Its place, however many runs were made there."""
     return cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]
+
+
+def _place_text(cell: Result) -> str:
+    return "{} x {:g} at {:g} ms".format(*_spot(cell))
 
 
 def _p95_text(cells: Sequence[Result]) -> str:

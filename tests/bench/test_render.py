@@ -386,7 +386,7 @@ def _place_of(cell: dict[str, Any]) -> tuple[str, float, float]:
 
 
 def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
-    for kind in ("grid", "steady", "predicted", "again", "half"):
+    for kind in ("grid", "steady", "predicted", "again", "half", "rest", "code_half"):
         name = f"colocate_{kind}_h200.json"
         (tmp_path / name).write_text(
             json.dumps(_without_figures(json.loads((ROOT / "bench" / "results" / name).read_text())))
@@ -440,15 +440,15 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     assert aims()[in_time] == ["19", "met", ""]
     assert float(aims()[by][0].partition(",")[0]) > before, "one of the two places has all policies"
     half = json.loads((tmp_path / "colocate_half_h200.json").read_text())
-    name = (
-        "[half of it by a later version](#on-a-gpu-half-of-the-grid-by-a-later-version), where serving alone is in time"
-    )
-    in_time = f"{name}: in time at all 15 places"
-    assert aims()[in_time] == ["15", "met", ""]
+    name = "[these places by later versions](#on-a-gpu-half-of-the-grid-by-a-later-version), on three hosts"
+    in_time = f"{name}: in time at all 24 places"
+    assert aims()[in_time] == ["24", "met", ""]
+    assert aims()[f"{name}: on average 1.38 times `chunked`"][1] == "met"
+    assert aims()[f"{name}: on average 1.75 times `static`"][0].endswith(", of 15 places"), "which have it"
     (one,) = [cell for cell in half["cells"] if (cell["policy"], _place_of(cell)) == ("adaptive", ("conv", 1.0, 40.0))]
     one["attainment"] = 0.98
     (tmp_path / "colocate_half_h200.json").write_text(json.dumps(half))
-    assert aims()[in_time][:2] == ["14", "**missed**"]
+    assert aims()[in_time][:2] == ["23", "**missed**"]
 
     def of_errors(aim: str) -> list[str]:
         (found,) = [row for name, row in aims().items() if name.startswith("errors of") and name.endswith(f": {aim}")]
@@ -468,28 +468,36 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(tmp_path: Path)
     (tmp_path / "colocate_predicted_h200.json").write_text(json.dumps(predicted))
     measured, _, why = of_errors(aim)
     assert measured.startswith("22 of 23 cells of 19 batches or more, 11.0% at most")
-    for run, num in ((again, "10 of 19 cells of 21"), (half, "10 of 15 cells of 32")):
+    for run, num in ((again, "10 of 19 cells of 21"), (half, "17 of 24 cells of 21")):
         ours = [cell for cell in run["cells"] if cell["policy"] == "adaptive"]
         worst = max(cell["prediction_error"]["alone"]["p95"] for cell in ours)
         assert f"; {num} batches or more, {worst:.1%} at most; " in measured
-    assert " 61 are more than 10% off, 11 of them decode steps, where it was 78 of 123 in the grid again: " in why
-    assert " Of the 50 with prompts 30 have a chunk behind earlier ones of the same prompt and took longer" in why
+    assert " 99 are more than 10% off, 15 of them decode steps, where it was 78 of 123 in the grid again, whose " in why
+    assert " Of the 84 with prompts 49 have a chunk behind earlier ones of the same prompt and took longer" in why
+    measured, verdict, why = of_errors("p95 10% with training, in each cell")
+    assert (measured.endswith(", 10.5% at most"), verdict) == (True, "**missed**")
+    assert "conv x 4 at 40 ms, where" in why
+    assert "6.1% of its 164 batches are. Of the worst that are kept all 10 took longer" in why
     measured, verdict, _ = of_errors("mean 3% alone")
-    assert ", 3.1% (in cells up to 6.1%), 2.8% (in cells up to 6.3%); " in measured
+    assert ", 3.1% (in cells up to 6.1%), 3.0% (in cells up to 6.3%); " in measured
     assert verdict == "**missed**", "by one of them"
     aim = "p95 10%, of all batches (read so later): at most 5% above"
-    runs = (("predicted", predicted, ("conv", 4.0, 10.0)), ("again", again, None), ("half", half, ("code", 2.0, 10.0)))
-    for index, (kind, run, left_out) in enumerate(runs):  # one is enough for a target to be missed
-        before = json.dumps(run)
-        ours = [cell for cell in run["cells"] if cell["policy"] == "adaptive"]
+    later = ("half", "rest", "code_half")
+    runs = ((("predicted",), ("conv", 4.0, 10.0)), (("again",), None), (later, ("code", 2.0, 10.0)))
+    for index, (kinds, left_out) in enumerate(runs):  # one is enough for a target to be missed
+        paths = [tmp_path / f"colocate_{kind}_h200.json" for kind in kinds]
+        before = [path.read_text() for path in paths]
         for share, verdict in ((0.05, "met"), (0.051, "**missed**")):
-            for cell in ours:
-                is_counted = _place_of(cell) != left_out
-                cell["prediction_error"]["alone"]["share_above_10_percent"] = share if is_counted else 1.0
-            (tmp_path / f"colocate_{kind}_h200.json").write_text(json.dumps(run))
+            for path, text in zip(paths, before, strict=True):
+                run = json.loads(text)
+                for cell in (each for each in run["cells"] if each["policy"] == "adaptive"):
+                    is_counted = _place_of(cell) != left_out
+                    cell["prediction_error"]["alone"]["share_above_10_percent"] = share if is_counted else 1.0
+                path.write_text(json.dumps(run))
             measured, found, _ = of_errors(aim)
             assert (measured.split(",")[index].split()[0], found) == (f"{share:.1%}", verdict)
-        (tmp_path / f"colocate_{kind}_h200.json").write_text(before)
+        for path, text in zip(paths, before, strict=True):
+            path.write_text(text)
     steady = json.loads((tmp_path / "colocate_steady_h200.json").read_text())
     ours = [
         cell
