@@ -309,8 +309,8 @@ SECTIONS = (
         "colocate_code_half_h200.json",
         "On a GPU: the code trace at half its rate by a later version",
         "The last of the grid's rates: 10 ms on one card of a host, the other targets on the other, while that one "
-        "had other measurements before. `adaptive` has all requests in time at all four; of those in time it trains most, "
-        "0.2 to 1.0% more than the next. At 10 ms `llmstation` and `chunked` are late, and at 15 all others are.",
+        "had other measurements before. `adaptive` has all requests in time at all four; of those in time it trains "
+        "most, 0.2 to 1.0% more than the next. At 10 ms `llmstation` and `chunked` are late, and at 15 all others are.",
     ),
     Section(
         "colocate_traced_h200.json",

@@ -1,15 +1,18 @@
-"""A server of our own to measure: started as a user would start it, stopped with SIGTERM."""
+"""A server of our own to measure: started as a user would start it, stopped with SIGTERM, and gone with its starter."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from cotenant.bench.client import ServerError
+from cotenant.processes import die_with_parent
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -23,11 +26,19 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator[str]:
-    """Run `cotenant serve` for the time of a `with` block and give its base URL. Its output goes to ``log_path``."""
+    """Run `cotenant serve` for the time of a `with` block and give its base URL. Its output goes to ``log_path``.
+
+    Where this process is killed, so is the server: nobody would know of it, and it would keep the device."""
     port = free_port()
     command = [sys.executable, "-m", "cotenant.cli.main", "serve", model, "--port", str(port), *flags]
     with log_path.open("ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
         try:
             yield f"http://127.0.0.1:{port}"
         except ServerError as error:
