@@ -89,7 +89,5 @@ def test_the_text_is_the_grid_by_later_versions() -> None:
     assert in_time
     assert ratio
     assert in_time[1] == in_time[2], "which the README says"
-    later = (
-        f"at all {in_time[1]} places, were late at none, and trained {ratio[1]} times as much as the best other."
-    )
+    later = f"at all {in_time[1]} places, were late at none, and trained {ratio[1]} times as much as the best other."
     assert later in README
