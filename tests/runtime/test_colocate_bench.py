@@ -28,15 +28,16 @@ TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
 def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> None:
     """A cell that begins within a step counts that step's tasklets at what they are of the whole step."""
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
-        alone = bench.alone(1.0)
-        step_s = TOKENS_PER_STEP / alone
+    tokens_per_step = 2048  # of which a cell has several micro-batches
+    with ColocateBench(config, Workload(64, tokens_per_step, 64, 16, False)) as bench:
+        alone = max(bench.alone(0.5) for _ in range(3))  # the first one is slow
+        step_s = tokens_per_step / alone
         cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
         cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
         assert all(cell.num_failed == 0 for cell in cells)
         # A machine that was busy with something else may be faster since, for some of the time.
-        alone = max(alone, *(bench.alone(0.5) for _ in range(4)))
-        assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
+        alone = max(alone, *(bench.alone(0.5) for _ in range(2)))
+        assert 0 < max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 
 def test_training_alone_is_timed_until_it_has_come_somewhere() -> None:
