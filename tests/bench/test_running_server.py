@@ -1,13 +1,18 @@
-"""A server that is started to be measured does not outlive who started it."""
+"""A server that is started to be measured does not outlive who started it, and is not waited for once it has ended."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+
+from cotenant.bench.client import ServerError, new_client, wait_healthy
+from cotenant.bench.server import running_server
 
 STARTER = """
 import sys, time
@@ -33,3 +38,17 @@ def test_a_server_is_gone_when_its_starter_is_killed(tmp_path: Path) -> None:
     for each in alive:
         each.kill()
     assert not alive
+
+
+def test_a_server_that_ends_at_its_start_is_told_of_at_once(tmp_path: Path) -> None:
+    async def wait(url: str, has_ended: Callable[[], bool]) -> None:
+        async with new_client(url) as client:
+            await wait_healthy(client, 200.0, has_ended)
+
+    log = tmp_path / "server.log"
+    with (
+        pytest.raises(ServerError, match=rf"(?s)ended before it was healthy.*ended with code 2; see {log}"),
+        running_server("tiny", ["--data-dir", str(tmp_path / "data"), "--policy", "none-such"], log) as server,
+    ):
+        asyncio.run(asyncio.wait_for(wait(server.url, server.has_ended), 100.0))
+    assert "--policy: must be one of" in log.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,15 @@ def new_client(base_url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=base_url, timeout=httpx.Timeout(120.0), limits=limits, trust_env=False)
 
 
-async def wait_healthy(client: httpx.AsyncClient, timeout_s: float) -> None:
-    """Return once `/health` answers 200. Raises ServerError after ``timeout_s``."""
+async def wait_healthy(
+    client: httpx.AsyncClient, timeout_s: float, has_ended: Callable[[], bool] = lambda: False
+) -> None:
+    """Return once `/health` answers 200. Raises ServerError after ``timeout_s``, or as soon as the server
+    ``has_ended``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
+        if has_ended():
+            raise ServerError(f"the server at {client.base_url} ended before it was healthy")
         try:
             if (await client.get("/health")).status_code == 200:
                 return

@@ -40,7 +40,7 @@ ASSETS = Path(__file__).parent.parent / "assets" / "demo"
 TARGET_FACTOR = 4.0
 _TRAINED = "cotenant:trained_tokens_total"
 _ITERATIONS = "cotenant:iterations_total"
-_START_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 300.0  # where kernels are compiled for the first time, on a few cores
 _FINISHED = ("succeeded", "failed", "cancelled")
 
 
@@ -204,12 +204,12 @@ class Demo:
         flags.append("--fuse" if self._options.fuse else "--no-fuse")
         if targets is not None:
             flags += ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
-        with running_server("tiny", flags, self._options.output / "server.log") as url:
-            async with new_client(url) as client:
+        with running_server("tiny", flags, self._options.output / "server.log") as server:
+            async with new_client(server.url) as client:
                 self._progress.begin(f"starting the server, policy {policy}")
                 self._progress.targets = targets
                 self._view.refresh()
-                await wait_healthy(client, _START_TIMEOUT_S)
+                await wait_healthy(client, _START_TIMEOUT_S, server.has_ended)
                 yield client
 
     async def _upload_lesson(self, client: httpx.AsyncClient) -> tuple[str, str]:

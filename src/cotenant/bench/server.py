@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +25,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """``url``: its base URL."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
+
+
 @contextlib.contextmanager
-def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator[str]:
-    """Run `cotenant serve` for the time of a `with` block and give its base URL. Its output goes to ``log_path``.
+def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator[RunningServer]:
+    """Run `cotenant serve` for the time of a `with` block. Its output goes to ``log_path``.
 
     Where this process is killed, so is the server: nobody would know of it, and it would keep the device."""
     port = free_port()
@@ -40,7 +52,7 @@ def running_server(model: str, flags: Sequence[str], log_path: Path) -> Iterator
             preexec_fn=partial(die_with_parent, os.getpid()),
         )
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield RunningServer(f"http://127.0.0.1:{port}", process)
         except ServerError as error:
             if process.poll() is not None:
                 raise ServerError(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import threading
 import time
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -100,6 +102,13 @@ def kernel_head_dim(head_dim: int) -> int | None:
 
     With zeros behind them narrower heads have the same products, and what they attend to has zeros behind it, too."""
     return next((width for width in _HEAD_DIMS if width >= head_dim), None)
+
+
+def has_compiler() -> bool:
+    """Whether nvcc is where FlashInfer looks for it."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    return nvcc.exists()
 
 
 def begin_import() -> None:

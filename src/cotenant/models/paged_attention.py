@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from cotenant.models.attention import SdpaBackend, SegmentAttention
-from cotenant.models.attention_kernels import kernel_head_dim, prepare
+from cotenant.models.attention_kernels import has_compiler, kernel_head_dim, prepare
 from cotenant.models.batch import PagedSegment, PageLists, Segment
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
@@ -31,13 +31,16 @@ _MOST_MULTIPROCESSORS = 192
 
 
 def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and has kernels for this model on this device."""
+    """Whether FlashInfer is installed and has kernels for this model on this device. Heads that need more room than
+    they have are served by torch's own attention where nothing can be compiled: so the built-in model runs anywhere."""
+    width = kernel_head_dim(spec.head_dim)
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
-        and kernel_head_dim(spec.head_dim) is not None
+        and width is not None
         and importlib.util.find_spec("flashinfer") is not None
         and has_triton()
+        and (width == spec.head_dim or has_compiler())
     )
 
 
