@@ -120,12 +120,15 @@ SECTIONS = (
     Section(
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
-        "The same later, each run on another host, whose other GPUs had other measurements. Sequences are timed when "
+        "Sequences decode steadily, without HTTP, as in [an earlier "
+        "run](#on-a-gpu-a-job-beside-requests-policy-by-policy); each run is on another host, whose other GPUs had "
+        "other measurements. Sequences are timed when "
         "`adaptive`'s margin has come to rest. In the first run's version a plan counts what its batch waits for "
         "twice, as its own time and as that of the tasklets which it waits for, and so leaves training less where "
         "each iteration has to meet the target by itself. Since the second a batch's time is from when it has its "
         "SMs, and since the third the lane beside a partition's batch is filled before the next one is launched. The "
-        "fourth has the version of the conversation's last run, the fifth that of the grid, see below. In these, and "
+        "fourth has the version of [the conversation's](#on-a-gpu-a-job-beside-the-conversation-trace) last run, the "
+        "fifth that of the grid, see below. In these, and "
         "in the other runs of steady sequences here, these were timed after 80 to 912 tokens behind prompts of 832, "
         "more at 10 ms and the longer a policy learned: over longer contexts than 1,024, which cost time and energy, "
         "and not the same ones for each policy. In the sixth all begin to be timed at 832, with a margin that other "
@@ -282,11 +285,11 @@ SECTIONS = (
         "On a GPU: the conversation at half and four times its rate by a later version",
         "The rates that [half of the grid](#on-a-gpu-half-of-the-grid-by-a-later-version) leaves out, with all its "
         "policies but `static`, on a card whose host tested this version on its other one. `adaptive` is in time "
-        "where serving alone is, at five of the eight places, and trains most at each: at half the rate 2 to 7% more "
+        "where serving alone is, at five of the eight places, and trains most at each: at half the rate 2 to 5% more "
         "than the next, `llmstation` or, at 10 ms, `harli`, and at four times the rate 2%. Where serving alone is "
         "late nothing else was measured. The time was up before `chunked` at 10 ms and half the rate: that is by a "
         "still later version, on [the next section's](#on-a-gpu-the-code-trace-at-half-its-rate-by-a-later-version) "
-        "host, and `adaptive` at that place with it.",
+        "host, and so is `adaptive` there, which had 56.2% where `harli` and `llmstation` were measured.",
     ),
     Section(
         "colocate_code_half_h200.json",
@@ -562,15 +565,15 @@ SECTIONS = (
         "[Traced](#on-a-gpu-places-of-the-grid-that-were-traced) `adaptive` has 10,618 tokens/s at the own rate and "
         "40 ms, 4% more, and 9,900 at 25, where MPS is late with 37 and 45% of the requests; [on the same "
         "host](#on-a-gpu-the-conversation-at-half-and-four-times-its-rate-by-a-later-version) and at half the rate "
-        "12,916 at 40 ms, 12,224 at 25, 10,873 at 15 and 9,227 at 10. So two processes share about as "
+        "12,916 at 40 ms, 12,224 at 25 and 10,873 at 15. So two processes share about as "
         "well at 40 ms and the trace's own rate; at half the rate `adaptive` trains 10 to 16% more where they are in "
         "time. They know of no target, and have the weights twice.",
     ),
     Section(
         "sharing_separate_h200.json",
         "On a GPU: a server and training with all of Liger's kernels, a GPU for each",
-        "By a later version, on one card of another host, whose clocks were lower: training alone and then the server "
-        "alone.",
+        "By a later version, on one card of another host: training alone, which came to 3% less there, and then the "
+        "server alone.",
     ),
     Section(
         "demo_h200.txt",
@@ -578,8 +581,8 @@ SECTIONS = (
         "The built-in model, whose heads are 32 wide, on one card of a host that had tests on its other one. Targets "
         "are four times the medians without the job. Since rows of the KV cache have room for the heads that "
         "FlashInfer has kernels for, its steps are captured like other models'. The version before served it by "
-        "torch's own attention, operation by operation: a token took 13 times as long, and with the job half of the "
-        "first requests were late.",
+        "torch's own attention, operation by operation: its median TPOT alone was 13.2 ms, a quarter of its target, "
+        "seven times as long, and with the job half of the first requests were late.",
         "cotenant demo --corun-seconds 25",
     ),
     Section(

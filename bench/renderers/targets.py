@@ -84,9 +84,8 @@ _ERRORS = (
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
 _SHARED_ABOVE = (
-    "Above it: {place}, where prompts fill the device and few steps have training beside them; {share:.1%} of its "
-    "{num} batches are. Of the worst that are kept all {worst} took longer than expected, {spatial} of them steps in a "
-    "partition. More of them to learn from."
+    "Above it: {place}, where {share:.1%} of the {num} batches with training are. Of its {worst} worst {late} took "
+    "longer than expected, and {spatial} were steps in a partition. More of them to learn from."
 )
 _WORST = (
     "Of the ten worst of each cell by later versions {last[num]} are more than 10% off, {last[decodes]} of them "
@@ -278,10 +277,15 @@ def _shared_above(cell: Result) -> str:
     errors = cell["prediction_error"]["co_run"]
     if not errors or errors["p95"] <= 0.1:
         return ""
-    worst = [each for each in errors["farthest_off"] if each["deviation"] < 0]
-    spatial = sum(each["mode"] == "spatial" for each in worst)
-    place, share, num = _place_text(cell), errors["share_above_10_percent"], errors["iterations"]
-    return _SHARED_ABOVE.format(place=place, share=share, num=num, worst=len(worst), spatial=spatial)
+    worst = errors["farthest_off"]
+    return _SHARED_ABOVE.format(
+        place=_place_text(cell),
+        share=errors["share_above_10_percent"],
+        num=errors["iterations"],
+        worst=len(worst),
+        late=sum(each["deviation"] < 0 for each in worst),
+        spatial=sum(each["mode"] == "spatial" for each in worst),
+    )
 
 
 def _why_above(above: Sequence[Result]) -> str:

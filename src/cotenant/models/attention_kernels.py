@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -75,6 +76,7 @@ class AttentionKernels:
             ended.set()  # whatever happened: the start waits for it
 
     def _build_one(self, backend: str) -> None:
+        _find_ninja()
         from flashinfer.prefill import get_batch_prefill_module
 
         if backend != "fa2" and not self._is_compiled(backend):
@@ -105,10 +107,19 @@ def kernel_head_dim(head_dim: int) -> int | None:
 
 
 def has_compiler() -> bool:
-    """Whether nvcc is where FlashInfer looks for it."""
+    """Whether nvcc is where FlashInfer looks for it, and what it is called with."""
+    _find_ninja()
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
-    return nvcc.exists()
+    return nvcc.exists() and all(map(shutil.which, ("ninja", os.environ.get("CXX", "c++"))))
+
+
+def _find_ninja() -> None:
+    """FlashInfer calls it by its name. It comes with it, beside Python, where PATH does not lead unless the virtual
+    environment is activated."""
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (beside / "ninja").exists():
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(beside))))
 
 
 def begin_import() -> None:
