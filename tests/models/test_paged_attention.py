@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.models import paged_attention
+from cotenant.models.attention_kernels import AttentionKernels
 from cotenant.models.paged_attention import cache_head_dim, is_supported
 from cotenant.models.registry import ARCHITECTURES
 
@@ -67,4 +69,8 @@ def test_ninja_is_found_beside_python(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cache_head_dim(spec, CUDA, torch.bfloat16) == 32
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     assert cache_head_dim(spec, CUDA, torch.bfloat16) == 64
+    assert shutil.which("ninja") is None, "who asks changes nothing"
+    kernels = AttentionKernels(64, torch.bfloat16, False, ("fa2",))
+    with pytest.raises(InvalidInputError):  # there is nothing to compile here
+        kernels.wait("fa2")
     assert shutil.which("ninja") == str(tmp_path / "venv" / "bin" / "ninja")

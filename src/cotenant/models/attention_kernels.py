@@ -67,6 +67,7 @@ class AttentionKernels:
         return bool(gen_batch_prefill_module(backend, *self._key).is_compiled)
 
     def _build(self) -> None:
+        os.environ["PATH"] = _search_path()
         for backend, ended in self._ended.items():
             try:
                 self._build_one(backend)
@@ -76,7 +77,6 @@ class AttentionKernels:
             ended.set()  # whatever happened: the start waits for it
 
     def _build_one(self, backend: str) -> None:
-        _find_ninja()
         from flashinfer.prefill import get_batch_prefill_module
 
         if backend != "fa2" and not self._is_compiled(backend):
@@ -108,18 +108,16 @@ def kernel_head_dim(head_dim: int) -> int | None:
 
 def has_compiler() -> bool:
     """Whether nvcc is where FlashInfer looks for it, and what it is called with."""
-    _find_ninja()
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
-    return nvcc.exists() and all(map(shutil.which, ("ninja", os.environ.get("CXX", "c++"))))
+    called = ("ninja", os.environ.get("CXX", "c++"))
+    return nvcc.exists() and all(shutil.which(name, path=_search_path()) for name in called)
 
 
-def _find_ninja() -> None:
-    """FlashInfer calls it by its name. It comes with it, beside Python, where PATH does not lead unless the virtual
-    environment is activated."""
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (beside / "ninja").exists():
-        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(beside))))
+def _search_path() -> str:
+    """PATH, and last Python's own folder: FlashInfer brings ninja there and calls it by its name, but PATH does not
+    lead there unless the virtual environment is activated."""
+    return os.pathsep.join(filter(None, (os.environ.get("PATH"), str(Path(sys.executable).parent))))
 
 
 def begin_import() -> None:
