@@ -308,14 +308,16 @@ class ColocateBench:
         load, engine = self._steady_load(slo, batch_size, 1, SETTLED_TOKENS, seed), self._tenants.serving.engine
         watch, loop = self._begin(load, policy, slo)
         room = engine.num_pages // batch_size * self._page_tokens
-        num_quiet, has_risen = 0, False
+        num_quiet, num_wanted = 0, 1
         for _ in range(most_learning(load.answers, min(engine.max_model_len, room))):
             before = loop.margin
             self._decode(loop, watch, LEARNING_TOKENS)
-            is_quiet = abs(loop.margin - before) < LEAST_RISE
-            num_quiet, has_risen = num_quiet + 1 if is_quiet else 0, has_risen or not is_quiet
-            # Tokens that the machine itself made late teach nothing: a margin that rises may pause for them once.
-            if num_quiet > has_risen:
+            if abs(loop.margin - before) >= LEAST_RISE:
+                # Tokens that the machine itself made late teach nothing: a margin that moves may pause for them once.
+                num_quiet, num_wanted = 0, 2
+                continue
+            num_quiet += 1
+            if num_quiet == num_wanted:
                 break
         self._end_steady(loop, watch)
         return loop
