@@ -582,7 +582,8 @@ SECTIONS = (
         "are four times the medians without the job. Since rows of the KV cache have room for the heads that "
         "FlashInfer has kernels for, its steps are captured like other models'. The version before served it by "
         "torch's own attention, operation by operation: its median TPOT alone was 13.2 ms, a quarter of its target, "
-        "seven times as long, and with the job half of the first requests were late.",
+        "seven times as long, and with the job half of the first requests were late. The table is the printed one, "
+        "without its frame.",
         "cotenant demo --corun-seconds 25",
     ),
     Section(
