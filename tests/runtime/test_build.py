@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -40,12 +41,33 @@ class SplitDevice(CpuDevice):
     partitions = (Partition(32, 100), Partition(48, 84), Partition(80, 52))
 
 
+@pytest.mark.parametrize(
+    ("has_kernels", "enforce_eager", "is_divided"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_multiprocessors_are_divided_where_decode_steps_are_captured(
+    has_kernels: bool, enforce_eager: bool, is_divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched kernel by kernel, a step leaves the host no time for tasklets beside it."""
+    divided: list[int] = []
+
+    class LargeDevice(CpuDevice):
+        num_multiprocessors = 100
+
+        def split(self, online_sms: Iterable[int]) -> None:
+            divided.extend(online_sms)
+
+    monkeypatch.setattr(build, "create_device", lambda name: LargeDevice())
+    monkeypatch.setattr(build, "is_supported", lambda *arguments: has_kernels)
+    monkeypatch.setattr(build, "prepare", lambda *arguments: None)
+    config = ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig("adaptive"))
+    build_serving(replace(config, batch=replace(config.batch, enforce_eager=enforce_eager)))
+    assert divided == ([24, 36, 48, 60] if is_divided else [])
+
+
 @pytest.mark.parametrize(("policy", "online_sms"), [("static", [80]), ("harli", []), ("adaptive", [])])
 def test_batches_with_prompts_are_captured_where_a_policy_runs_them(policy: str, online_sms: list[int]) -> None:
     server = ServerConfig(ModelConfig("tiny"), coexecution=CoExecutionConfig(policy))
     compared = _config(ModelConfig("tiny"), 0, ["adaptive", "harli", policy], fuse=None)
     for config in (server, compared):
         assert [each.online_sms for each in prompt_partitions(config, SplitDevice())] == online_sms
-        eager = replace(config, batch=replace(config.batch, enforce_eager=True))
-        assert prompt_partitions(eager, SplitDevice()) == ()
     assert partition_bytes(with_prompts=True) > partition_bytes(with_prompts=False)

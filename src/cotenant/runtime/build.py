@@ -74,19 +74,17 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         begin_import()
     device = create_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, resolved.spec.dtype, device)
-    if is_supported(resolved.spec, device.torch_device, dtype):
+    has_kernels = is_supported(resolved.spec, device.torch_device, dtype)
+    if has_kernels:
         prepare(resolved.spec, device.torch_device, dtype)  # before all else: it takes the longest
     if shares and device.num_multiprocessors is not None:
-        device.split(round(share * device.num_multiprocessors) for share in shares)
-    if not device.partitions and config.coexecution.policy in NEED_PARTITIONS:
-        logger.warning(
-            "--policy %s divides a GPU's multiprocessors, and there are none to divide here: training runs only while "
-            "nobody asks",
-            config.coexecution.policy,
-        )
-    is_measured = bool(config.coexecution.policies)  # then nobody has asked for these shares
-    if config.coexecution.sm_shares and not is_measured and not device.partitions:
-        logger.warning("--sm-shares: there are no multiprocessors to divide here, so nothing comes of it")
+        # A step that is launched kernel by kernel keeps the host for about as long as the device: tasklets beside it,
+        # which the plan counts on, would be launched when it has ended.
+        if has_kernels and not config.batch.enforce_eager:
+            device.split(round(share * device.num_multiprocessors) for share in shares)
+        else:
+            logger.info("decode steps are not captured, so no SMs are divided: training shares the GPU in time alone")
+    _warn_of_partitions(config, device)
     decoder = load_decoder(
         resolved,
         device.torch_device,
@@ -131,6 +129,21 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         logger.warning("batches may wait for memory while they run: no %d MiB could be set aside", num_bytes >> 20)
     spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens, num_bytes)
+
+
+def _warn_of_partitions(config: ServerConfig, device: Device) -> None:
+    """Where somebody asked for them and there are none."""
+    if device.partitions:
+        return
+    if config.coexecution.policy in NEED_PARTITIONS:
+        logger.warning(
+            "--policy %s divides a GPU's multiprocessors, and there are none to divide here: training runs only while "
+            "nobody asks",
+            config.coexecution.policy,
+        )
+    is_measured = bool(config.coexecution.policies)  # then nobody has asked for these shares
+    if config.coexecution.sm_shares and not is_measured:
+        logger.warning("--sm-shares: there are no multiprocessors to divide here, so nothing comes of it")
 
 
 def spare_host_threads(device: Device) -> None:

@@ -23,8 +23,6 @@ _PROMPT_PARTITION_BYTES = 640 << 20  # one that has graphs of batches with promp
 
 def prompt_partitions(config: ServerConfig, device: Device) -> tuple[Partition, ...]:
     """Those of the device's that batches with prompts are captured for."""
-    if config.batch.enforce_eager:
-        return ()
     policies = config.coexecution.policies or (config.coexecution.policy,)
     return nearest(device.partitions, tuple(share for policy in policies for share in prompt_shares(policy)))
 
