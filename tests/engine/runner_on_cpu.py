@@ -31,8 +31,12 @@ def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps
     return _norm(residual.add_(x), weight, epsilon)
 
 
+_embedded: set[int] = set()  # how many rows batches had
+
+
 def _embed(ids: torch.Tensor, last_tokens: torch.Tensor, seats: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     assert (seats >= 0).all()
+    _embedded.add(len(ids))
     return table[torch.where(ids < 0, last_tokens[seats.long()], ids.long())]
 
 
@@ -340,6 +344,12 @@ def main() -> None:
                 if request.request_id in found:
                     assert found[request.request_id] == expected[key], (sizes, page_tokens, request)
             print(sizes, page_tokens, len(found), "requests agree", flush=True)
+    for enforce_eager in (False, True):
+        _embedded.clear()
+        runner = on_gpus_runner(small, _engine(small, 4, 48), ())._flights.runner
+        runner.warm_up((2,), (), lambda: None, enforce_eager=enforce_eager)
+        decodes = sorted(_embedded - set(_PIECE_TIMES_MS))
+        print("decode steps of", decodes, "rows are compiled,", list(runner._captured[None]), "captured", flush=True)
 
 
 if __name__ == "__main__":

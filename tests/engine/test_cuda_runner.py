@@ -26,4 +26,9 @@ def run_script(script: Path) -> str:
 
 
 def test_batches_of_all_kinds_give_what_each_request_gives_alone() -> None:
-    assert run_script(FOLDER / "runner_on_cpu.py").count("requests agree") == 9
+    """And at the start kernels are compiled for batches of every size, captured or not: the first of its size would
+    else keep all requests waiting for its compilers."""
+    printed = run_script(FOLDER / "runner_on_cpu.py")
+    assert printed.count("requests agree") == 9
+    assert "decode steps of [1, 2, 10] rows are compiled, [2] captured" in printed
+    assert "decode steps of [1, 2, 10] rows are compiled, [] captured" in printed

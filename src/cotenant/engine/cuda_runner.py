@@ -135,10 +135,9 @@ class CudaRunner:
     def warm_up(
         self, graph_sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None], *, enforce_eager: bool
     ) -> None:
-        sizes = () if enforce_eager else choose_graph_sizes(self._max_num_seqs, graph_sizes)
-        self._compile(sizes, lanes, also)  # while nvcc is at work on attention
-        if sizes:
-            self.capture(sizes)
+        self._compile(lanes, also)  # while nvcc is at work on attention
+        if not enforce_eager:
+            self.capture(choose_graph_sizes(self._max_num_seqs, graph_sizes))
         self._attention.kernels.wait("fa2")
 
     def compile_the_rest(self) -> None:
@@ -197,23 +196,25 @@ class CudaRunner:
         return (False,) if self._stacks is None else (False, True)
 
     @torch.no_grad()
-    def _compile(self, sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None]) -> None:
-        """Have every kernel compiled that decode steps of these sizes launch, on all SMs and on those of each lane, and
-        what ``also`` launches."""
+    def _compile(self, lanes: Sequence[int], also: Callable[[], None]) -> None:
+        """Have every kernel compiled that decode steps launch, of whatever size and captured or not, on all SMs and on
+        those of each lane, and what ``also`` launches."""
         start = time.perf_counter()
-        wanted = sorted({1, 2, 16, 17, 33, max(sizes)} & {*range(max(sizes) + 1)}) if sizes else ()
+        largest = choose_graph_sizes(self._max_num_seqs)[-1]
+        sizes = sorted({1, 2, 16, 17, 33, largest} & {*range(largest + 1)})
         if self._stacks is not None:
-            for size in (size for size in wanted if size <= MAX_ROWS):
+            for size in (size for size in sizes if size <= MAX_ROWS):
                 find_pieces(*self._blank_views(size)[1])  # to the end: other kernels take it for indices
         try:
             with compiled_together():
                 also()
-                self._run_without_attention(wanted, lanes)
+                self._run_without_attention(sizes, lanes)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # another version of Triton may collect otherwise
             logger.warning("kernels are compiled one by one: %s", error)
             also()
+            self._run_without_attention(sizes, ())
         torch.cuda.synchronize(self._device)
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
 
