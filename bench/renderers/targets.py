@@ -18,6 +18,7 @@ _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a n
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
+_BETWEEN = "colocate_between_h200.json"  # all those places, later still, beside other policies
 _PLANNING = ("planner_h200.txt", "planner_slow_h200.txt", "planner_later_h200.txt", "planner_leaner_h200.txt")
 # (what, the calls that it takes, what was aimed at in microseconds)
 _PLANNING_ROWS = (
@@ -59,7 +60,8 @@ _OTHERS = (
 )
 _TIGHT = (
     "The average is over targets and traces, from {least:.2f} to {most:.2f}: the tighter the target, the less of each "
-    "token's time is training's. Looser targets, or fewer bits a weight."
+    "token's time is training's, and the more it is up to [the clocks](#on-a-gpu-the-grids-places-beside-training-"
+    "between-requests) that a card has at its power limit. Looser targets, fewer bits a weight, or more watts."
 )
 _LATE = (
     "Late: {late}. Serving alone was not measured in that run; in the grid it is in time there, but its TPOT p99 is "
@@ -78,8 +80,9 @@ _SLOW_ALONE = (
 _ERRORS = (
     "errors of prediction beside a job, by versions in turn: [over the "
     "grid](#on-a-gpu-errors-of-prediction-over-the-grid), [in the grid "
-    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), and [by later "
-    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version)"
+    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), [by later "
+    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version), and [by a still later "
+    "one](#on-a-gpu-the-grids-places-beside-training-between-requests)"
 )
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
@@ -100,13 +103,13 @@ _WORST = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, *_LATER)]
+    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, *_LATER)]
     if not all(path.exists() for path in paths):
         return []
-    grid, steady, predicted, again, *later = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    grid, steady, predicted, again, between, *later = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
     whole = joined(dict(zip(_LATER, later, strict=True)))
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_again_rows(grid, again)]
-    rows += [*_later_rows(whole), *_prediction_rows(grid, predicted, again, whole)]
+    rows += [*_later_rows(whole), *_between_rows(between), *_prediction_rows(grid, predicted, again, whole, between)]
     rows += _planning_rows([results / name for name in _PLANNING if (results / name).exists()])
     return ["## What was aimed at", _ABOVE, table(_HEADER, [_row(*row) for row in rows])]
 
@@ -170,6 +173,16 @@ def _later_rows(whole: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     yield _two_gpus_row("the same by later versions", comparison)
 
 
+def _between_rows(between: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+    name = (
+        "[these places by a still later version](#on-a-gpu-the-grids-places-beside-training-between-requests), on one "
+        "more host, beside `fineinfer`, `lifecycle` and `static`"
+    )
+    comparison = between["comparison"]
+    yield from _place_rows(name, comparison, ratios=(("best_other", 1.15), ("static", 1.75)))
+    yield _two_gpus_row("the same by a still later version, on one more host", comparison)
+
+
 def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
     """Its cells of serving alone, by their places."""
     return {_spot(cell): cell for cell in run["cells"] if cell["policy"] == REFERENCE}
@@ -181,14 +194,16 @@ def _compared(run: Result, alone: Mapping[tuple[str, float, float], Result]) -> 
     return compare({**run, "cells": in_time}, _ATTAINMENT)
 
 
-def _place_rows(name: str, comparison: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _place_rows(
+    name: str, comparison: Result, ratios: Sequence[tuple[str, float]] = (("best_other", 1.15), ("chunked", 1.38))
+) -> Iterator[tuple[str, str, str, bool, str]]:
     places = [place for place in comparison["places"] if place["policies"][REFERENCE]["meets_slo"]]
     number = len(places)
     missed, behind = len(comparison["misses"]), len(comparison["behind"])
     yield name, f"in time at all {number} places", f"{number - missed}", not missed, ""
     text = f"{number - behind - missed}"
     yield name, f"at most 3% behind the best other in time, at all {number}", text, not (behind or missed), ""
-    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
+    for key, aim in ratios:
         yield _ratio_row(name, comparison, key, aim)
 
 
@@ -237,7 +252,8 @@ def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, st
     counted = {_spot(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
     beside = [[c for c in run["cells"] if c["policy"] == SUBJECT and _spot(c) in counted] for run in runs]
     serving = [each for c in grid["cells"] if c["policy"] == REFERENCE and (each := c["prediction_error"]["alone"])]
-    before, last = (_worst(cells) for cells in beside[-2:])
+    _, again, *later = beside
+    before, last = _worst(again), _worst([cell for cells in later for cell in cells])
     worst = _WORST.format(last=last, before=before, within=_EARLY_S)
     pooled = [pooled_errors(SUBJECT, cells) for cells in beside]
     served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
