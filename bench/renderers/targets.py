@@ -18,7 +18,7 @@ _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a n
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
-_BETWEEN = "colocate_between_h200.json"  # all those places, later still, beside other policies
+_BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _PLANNING = ("planner_h200.txt", "planner_slow_h200.txt", "planner_later_h200.txt", "planner_leaner_h200.txt")
 # (what, the calls that it takes, what was aimed at in microseconds)
 _PLANNING_ROWS = (
@@ -60,8 +60,9 @@ _OTHERS = (
 )
 _TIGHT = (
     "The average is over targets and traces, from {least:.2f} to {most:.2f}: the tighter the target, the less of each "
-    "token's time is training's, and the more it is up to [the clocks](#on-a-gpu-the-grids-places-beside-training-"
-    "between-requests) that a card has at its power limit. Looser targets, fewer bits a weight, or more watts."
+    "token's time is training's, and under the conversation the more it is up to [the "
+    "clocks](#on-a-gpu-the-grids-places-beside-training-between-requests) that a card has at its power limit. Looser "
+    "targets, fewer bits a weight, or more watts."
 )
 _LATE = (
     "Late: {late}. Serving alone was not measured in that run; in the grid it is in time there, but its TPOT p99 is "
@@ -81,8 +82,8 @@ _ERRORS = (
     "errors of prediction beside a job, by versions in turn: [over the "
     "grid](#on-a-gpu-errors-of-prediction-over-the-grid), [in the grid "
     "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), [by later "
-    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version), and [by a still later "
-    "one](#on-a-gpu-the-grids-places-beside-training-between-requests)"
+    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version), and [beside training between "
+    "requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
 )
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
@@ -91,7 +92,7 @@ _SHARED_ABOVE = (
     "longer than expected, and {spatial} were steps in a partition. More of them to learn from."
 )
 _WORST = (
-    "Of the ten worst of each cell by later versions {last[num]} are more than 10% off, {last[decodes]} of them "
+    "Of the ten worst of each cell of the last two runs {last[num]} are more than 10% off, {last[decodes]} of them "
     "decode steps, where it was {before[decodes]} of {before[num]} in the grid again, whose version took steps behind "
     "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
     "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
@@ -174,13 +175,13 @@ def _later_rows(whole: Result) -> Iterator[tuple[str, str, str, bool, str]]:
 
 
 def _between_rows(between: Result) -> Iterator[tuple[str, str, str, bool, str]]:
-    name = (
-        "[these places by a still later version](#on-a-gpu-the-grids-places-beside-training-between-requests), on one "
-        "more host, beside `fineinfer`, `lifecycle` and `static`"
-    )
+    """Those that come near ``SUBJECT`` were not measured there, so it says nothing of the best other."""
+    where = "[beside training between requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
+    name = f"these places {where}, on one more host"
     comparison = between["comparison"]
-    yield from _place_rows(name, comparison, ratios=(("best_other", 1.15), ("static", 1.75)))
-    yield _two_gpus_row("the same by a still later version, on one more host", comparison)
+    yield _in_time_row(name, comparison)
+    yield _ratio_row(name, comparison, "static", 1.75)
+    yield _two_gpus_row(f"the same {where}, on one more host", comparison)
 
 
 def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
@@ -194,17 +195,23 @@ def _compared(run: Result, alone: Mapping[tuple[str, float, float], Result]) -> 
     return compare({**run, "cells": in_time}, _ATTAINMENT)
 
 
-def _place_rows(
-    name: str, comparison: Result, ratios: Sequence[tuple[str, float]] = (("best_other", 1.15), ("chunked", 1.38))
-) -> Iterator[tuple[str, str, str, bool, str]]:
-    places = [place for place in comparison["places"] if place["policies"][REFERENCE]["meets_slo"]]
-    number = len(places)
-    missed, behind = len(comparison["misses"]), len(comparison["behind"])
-    yield name, f"in time at all {number} places", f"{number - missed}", not missed, ""
+def _place_rows(name: str, comparison: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+    yield _in_time_row(name, comparison)
+    number, missed, behind = _num_places(comparison), len(comparison["misses"]), len(comparison["behind"])
     text = f"{number - behind - missed}"
     yield name, f"at most 3% behind the best other in time, at all {number}", text, not (behind or missed), ""
-    for key, aim in ratios:
+    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
         yield _ratio_row(name, comparison, key, aim)
+
+
+def _in_time_row(name: str, comparison: Result) -> tuple[str, str, str, bool, str]:
+    number, missed = _num_places(comparison), len(comparison["misses"])
+    return name, f"in time at all {number} places", f"{number - missed}", not missed, ""
+
+
+def _num_places(comparison: Result) -> int:
+    """Where serving alone is in time."""
+    return sum(place["policies"][REFERENCE]["meets_slo"] for place in comparison["places"])
 
 
 def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> tuple[str, str, str, bool, str]:
