@@ -160,7 +160,7 @@ def test_all_policies_are_timed_over_the_same_contexts(tmp_path: Path) -> None:
     flags += ["--batch-sizes", "2", "--num-tokens", "16", "--json", str(path), "--trace-file", str(trace)]
     result = bench_colocate(*small_model(tmp_path, 1000), *TRAINING, *flags)
     assert result.returncode == 0, result.stderr
-    assert "harli: there are no multiprocessors to divide here" in result.stderr
+    assert "harli: no multiprocessors are divided here" in result.stderr
     assert "no room for one" not in result.stderr
     (context,) = {cell["context"] for cell in json.loads(path.read_text())["cells"]}
     begun: dict[str, int] = {}

@@ -344,6 +344,10 @@ def main() -> None:
                 if request.request_id in found:
                     assert found[request.request_id] == expected[key], (sizes, page_tokens, request)
             print(sizes, page_tokens, len(found), "requests agree", flush=True)
+    from cotenant.engine.cuda_runner import choose_compiled_sizes
+
+    for max_num_seqs in (1, 20, 256, 2000):
+        print("of at most", max_num_seqs, "rows", choose_compiled_sizes(max_num_seqs), "are compiled", flush=True)
     for enforce_eager in (False, True):
         _embedded.clear()
         runner = on_gpus_runner(small, _engine(small, 4, 48), ())._flights.runner

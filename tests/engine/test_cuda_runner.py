@@ -32,3 +32,7 @@ def test_batches_of_all_kinds_give_what_each_request_gives_alone() -> None:
     assert printed.count("requests agree") == 9
     assert "decode steps of [1, 2, 10] rows are compiled, [2] captured" in printed
     assert "decode steps of [1, 2, 10] rows are compiled, [] captured" in printed
+    # Products are cut otherwise from 17 and from 33 rows on.
+    wanted = {1: (1,), 20: (1, 2, 16, 17, 20), 256: (1, 2, 16, 17, 33, 256), 2000: (1, 2, 16, 17, 33, 1024)}
+    for most, sizes in wanted.items():
+        assert f"of at most {most} rows {sizes} are compiled" in printed

@@ -45,7 +45,11 @@ class SplitDevice(CpuDevice):
     ("has_kernels", "enforce_eager", "is_divided"), [(True, False, True), (True, True, False), (False, False, False)]
 )
 def test_multiprocessors_are_divided_where_decode_steps_are_captured(
-    has_kernels: bool, enforce_eager: bool, is_divided: bool, monkeypatch: pytest.MonkeyPatch
+    has_kernels: bool,
+    enforce_eager: bool,
+    is_divided: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Launched kernel by kernel, a step leaves the host no time for tasklets beside it."""
     divided: list[int] = []
@@ -55,13 +59,16 @@ def test_multiprocessors_are_divided_where_decode_steps_are_captured(
 
         def split(self, online_sms: Iterable[int]) -> None:
             divided.extend(online_sms)
+            self.partitions = tuple(Partition(num, 100 - num) for num in divided)
 
     monkeypatch.setattr(build, "create_device", lambda name: LargeDevice())
     monkeypatch.setattr(build, "is_supported", lambda *arguments: has_kernels)
     monkeypatch.setattr(build, "prepare", lambda *arguments: None)
-    config = ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig("adaptive"))
+    config = ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig("harli", sm_shares=(0.3,)))
     build_serving(replace(config, batch=replace(config.batch, enforce_eager=enforce_eager)))
-    assert divided == ([24, 36, 48, 60] if is_divided else [])
+    assert divided == ([30] if is_divided else [])
+    for told in ("training runs only while nobody asks", "--sm-shares: no multiprocessors are divided here"):
+        assert (told in caplog.text) == (not is_divided)
 
 
 @pytest.mark.parametrize(("policy", "online_sms"), [("static", [80]), ("harli", []), ("adaptive", [])])

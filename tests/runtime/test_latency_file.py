@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cotenant.config import CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.config import BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
@@ -93,14 +93,16 @@ def test_it_is_the_models_whatever_name_it_is_served_under(tmp_path: Path) -> No
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(CONFIG))
 
-    def path(model: Path, *names: str, dtype: str = "auto") -> Path:
+    def path(model: Path, *names: str, dtype: str = "auto", enforce_eager: bool = False) -> Path:
         chosen = ModelConfig(str(model), served_model_names=names, load_format="dummy", dtype=dtype, device="cpu")
         targets = CoExecutionConfig(slo_ttft_ms=1e4, slo_tpot_ms=1e3)
-        config = ServerConfig(model=chosen, coexecution=targets, data_dir=str(tmp_path / "data"))
+        batch = BatchConfig(enforce_eager=enforce_eager)
+        config = ServerConfig(model=chosen, batch=batch, coexecution=targets, data_dir=str(tmp_path / "data"))
         return build_tenants(config, lambda message: None).latencies.path
 
     first = path(here)
     assert path(there, "llama") == first
     assert path(here, dtype="bfloat16") != first
+    assert path(here, enforce_eager=True) != first
     (there / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
     assert path(there, "llama") != first

@@ -288,8 +288,8 @@ def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
     divided = [] if bench.has_partitions else [name for name in grid.policies if name in NEED_PARTITIONS]
     if divided:
         say_phase(
-            f"warning: {', '.join(divided)}: there are no multiprocessors to divide here, so training runs only while "
-            "nobody asks"
+            f"warning: {', '.join(divided)}: no multiprocessors are divided here, so training runs only while nobody "
+            "asks"
         )
     longest_ms = bench.longest_tasklet_ms
     if longest_ms > _LONG_TASKLET * tpot_ms:

@@ -69,6 +69,13 @@ def choose_graph_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[i
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {min(max_num_seqs, 1024)}))
 
 
+def choose_compiled_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes of which one or another launches each kernel of decode steps: products are cut otherwise from 17 and
+    from 33 rows on, and other kernels for one row, for whole sixteens, and for many."""
+    largest = choose_graph_sizes(max_num_seqs)[-1]
+    return tuple(size for size in sorted({1, 2, 16, 17, 33, largest}) if size <= largest)
+
+
 def choose_piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Those that batches of so many tokens may need."""
     num_smaller = bisect.bisect_left(_PIECE_SIZES, max_num_batched_tokens)
@@ -197,11 +204,10 @@ class CudaRunner:
 
     @torch.no_grad()
     def _compile(self, lanes: Sequence[int], also: Callable[[], None]) -> None:
-        """Have every kernel compiled that decode steps launch, of whatever size and captured or not, on all SMs and on
-        those of each lane, and what ``also`` launches."""
+        """Have the kernels compiled that decode steps launch, captured or not, on all SMs and on those of each lane,
+        and what ``also`` launches. Not here: those of uncaptured batches whose rows have few adapters."""
         start = time.perf_counter()
-        largest = choose_graph_sizes(self._max_num_seqs)[-1]
-        sizes = sorted({1, 2, 16, 17, 33, largest} & {*range(largest + 1)})
+        sizes = choose_compiled_sizes(self._max_num_seqs)
         if self._stacks is not None:
             for size in (size for size in sizes if size <= MAX_ROWS):
                 find_pieces(*self._blank_views(size)[1])  # to the end: other kernels take it for indices
@@ -214,7 +220,7 @@ class CudaRunner:
         except Exception as error:  # another version of Triton may collect otherwise
             logger.warning("kernels are compiled one by one: %s", error)
             also()
-            self._run_without_attention(sizes, ())
+            self._run_without_attention(sizes, lanes)
         torch.cuda.synchronize(self._device)
         logger.info("kernels compiled in %.1f s", time.perf_counter() - start)
 

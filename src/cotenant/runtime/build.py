@@ -83,7 +83,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
         if has_kernels and not config.batch.enforce_eager:
             device.split(round(share * device.num_multiprocessors) for share in shares)
         else:
-            logger.info("decode steps are not captured, so no SMs are divided: training shares the GPU in time alone")
+            logger.info("decode steps are not captured, so no SMs are divided")
     _warn_of_partitions(config, device)
     decoder = load_decoder(
         resolved,
@@ -137,13 +137,12 @@ def _warn_of_partitions(config: ServerConfig, device: Device) -> None:
         return
     if config.coexecution.policy in NEED_PARTITIONS:
         logger.warning(
-            "--policy %s divides a GPU's multiprocessors, and there are none to divide here: training runs only while "
-            "nobody asks",
+            "--policy %s divides a GPU's multiprocessors, which is not done here: training runs only while nobody asks",
             config.coexecution.policy,
         )
     is_measured = bool(config.coexecution.policies)  # then nobody has asked for these shares
     if config.coexecution.sm_shares and not is_measured:
-        logger.warning("--sm-shares: there are no multiprocessors to divide here, so nothing comes of it")
+        logger.warning("--sm-shares: no multiprocessors are divided here, so nothing comes of it")
 
 
 def spare_host_threads(device: Device) -> None:

@@ -86,14 +86,15 @@ class Tenants:
         )
 
 
-def _timed_model(serving: Serving, quantization: str | None) -> str:
+def _timed_model(serving: Serving, quantization: str | None, *, enforce_eager: bool) -> str:
     """What its latencies depend on, whatever name it is served under and wherever its folder lies."""
     spec, decoder = serving.resolved.spec, serving.decoder
     shapes = replace(spec, eos_token_ids=(), dtype=None)
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:_NUM_DIGITS]
     dtype = str(decoder.dtype).removeprefix("torch.")
     compressed = "compressed" if decoder.weights.is_compressed else None
-    return " ".join(filter(None, (f"{spec.family}-{digest}", dtype, quantization, compressed)))
+    eager = "eager" if enforce_eager else None
+    return " ".join(filter(None, (f"{spec.family}-{digest}", dtype, quantization, compressed, eager)))
 
 
 def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> Tenants:
@@ -103,7 +104,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     trains = config.coexecution.trains
     serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec
-    model = _timed_model(serving, config.model.quantization)
+    model = _timed_model(serving, config.model.quantization, enforce_eager=config.batch.enforce_eager)
     prior = _prior(spec, decoder, config.model.quantization, device)
     predictor = LatencyPredictor(device.name, model, prior)
     latencies = LatencyFile(Path(config.data_dir), device.name, model)
@@ -120,6 +121,7 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
         batch_bytes=serving.batch_bytes,
     )
     executor = Executor(device, decoder, engine, training, trace)
+    # On CUDA for what it teaches the predictor alone.
     slo = calibrate(engine, executor, predictor, spec.vocab_size, serving.max_model_len)
     if device.torch_device.type != "cpu":
         slo = _CUDA_SLO
