@@ -328,6 +328,7 @@ class TrainingTenant:
         self._job = None
         self._ending = None
         self._withheld_bytes = 0
+        self._num_shortages = 0
 
 
 def _failure(job_id: str, step: int, error: Exception) -> JobFailed:
