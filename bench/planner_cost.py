@@ -108,7 +108,7 @@ def main() -> None:
                 _budget_next, predictor, cycle(DECODES), (*snapshot.requests, HALF_DONE, WAITING)
             ),
             "take_turns": partial(_turns_next, predictor, cycle(DECODES)),
-            "tasklet_ms": partial(predictor.tasklet_ms, shape, beside=BATCH),
+            "tasklet_ms": partial(predictor.tasklet_ms, shape, with_batch=BATCH),
             "batch_ms on a partition": partial(predictor.batch_ms, BATCH, beside_training=True, partition=PARTITION),
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
         }

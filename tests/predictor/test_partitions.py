@@ -185,7 +185,7 @@ def test_what_is_measured_on_partitions_changes_nothing_of_all_sms(
         assert predictor.batch_ms(shape) == other.batch_ms(shape)
     for tasklet in tasklets:
         for batch in (None, *shapes):
-            assert predictor.tasklet_ms(tasklet, beside=batch) == other.tasklet_ms(tasklet, beside=batch)
+            assert predictor.tasklet_ms(tasklet, with_batch=batch) == other.tasklet_ms(tasklet, with_batch=batch)
 
 
 def test_a_tasklet_on_a_partition_is_known_by_others_on_as_many_sms() -> None:

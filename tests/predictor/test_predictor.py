@@ -248,7 +248,7 @@ def test_a_tasklet_that_was_too_long_once_is_tried_again(policy: str) -> None:
     assert planned() == 4
     for _ in range(3):
         run(DECODE, 3.0)
-    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0, rel=0.01)
+    assert predictor.tasklet_ms(BACKWARD, with_batch=DECODE) == pytest.approx(3.0, rel=0.01)
     assert planned() == 4
 
 
@@ -257,7 +257,7 @@ def test_a_stale_record_wins_as_long_as_nothing_contradicts_it() -> None:
     for _ in range(11_000):
         learn(predictor, decode(9, 4000), 5.0)
     assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
-    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0)
+    assert predictor.tasklet_ms(BACKWARD, with_batch=DECODE) == pytest.approx(3.0)
     learn(predictor, DECODE, 2.1)
     assert predictor.batch_ms(DECODE) == pytest.approx(2.0, rel=0.02)
 
@@ -323,7 +323,7 @@ def test_one_frozen_second_does_not_rule_a_tasklet_out_where_it_is_new() -> None
         predictor.observe(IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, 3.0, ((TaskletRun(shape, 1), 3.0),)))
     for elapsed_ms in (3.0, 2000.0, 3.0):  # beside a batch
         predictor.observe(IterationRecord(batch, Mode.TEMPORAL, 5.0, 8.0, ((TaskletRun(shape, 1), elapsed_ms),)))
-    expected_ms = predictor.tasklet_ms(shape, beside=batch)
+    expected_ms = predictor.tasklet_ms(shape, with_batch=batch)
     assert expected_ms is not None
     assert expected_ms < 30.0
 
@@ -336,7 +336,7 @@ def test_fused_tasklets_are_learned_as_what_they_add_to_the_step() -> None:
     for _ in range(10):
         predictor.observe(IterationRecord(batch, Mode.FUSED, 5.0, 5.0, fused=TaskletRun(shape, 3)))
     assert predictor.batch_ms(batch) == pytest.approx(2.0)
-    assert predictor.tasklet_ms(shape, beside=batch, fused=True) == pytest.approx(1.0)
+    assert predictor.tasklet_ms(shape, with_batch=batch, fused=True) == pytest.approx(1.0)
 
 
 def test_an_iteration_is_compared_with_what_was_expected_of_it() -> None:
@@ -365,10 +365,10 @@ def test_what_was_measured_can_be_taken_over_and_is_soon_corrected() -> None:
     predictor = LatencyPredictor("test hardware", "test model")
     assert predictor.restore(exported) == predictor.num_records > 0
     assert predictor.batch_ms(DECODE) == pytest.approx(2.0)
-    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(3.0)
+    assert predictor.tasklet_ms(BACKWARD, with_batch=DECODE) == pytest.approx(3.0)
     for _ in range(30):  # the machine has become slower
         predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 4.0, 10.0, tasklets=((TaskletRun(BACKWARD, 1), 6.0),)))
-    assert predictor.tasklet_ms(BACKWARD, beside=DECODE) == pytest.approx(6.0, rel=0.15)
+    assert predictor.tasklet_ms(BACKWARD, with_batch=DECODE) == pytest.approx(6.0, rel=0.15)
 
 
 def test_own_measurements_win_over_those_taken_over() -> None:
@@ -492,4 +492,4 @@ def test_what_seemed_to_take_nothing_inside_a_step_does_not_so_for_ever() -> Non
         learn(predictor, batch, 10.0)
     for online_ms in (9.9, 9.8, *[14.0] * 40):  # two that were no longer than the step was expected to be
         predictor.observe(IterationRecord(batch, Mode.FUSED, online_ms, online_ms, fused=run))
-    assert predictor.tasklet_ms(FORWARD, beside=batch, fused=True) == pytest.approx(4.0, rel=0.1)
+    assert predictor.tasklet_ms(FORWARD, with_batch=batch, fused=True) == pytest.approx(4.0, rel=0.1)

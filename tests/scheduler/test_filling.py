@@ -118,7 +118,7 @@ def test_what_is_learned_between_plans_is_known_some_plans_later() -> None:
     """Alone, beside a batch, and on a partition that had not been tried."""
     predictor, partition = taught(), Partition(48, 84)
     costs, upcoming = Costs(predictor), in_turn(TaskletRun(SHAPES[0], 100))
-    assert fill(costs.of(DECODE), upcoming, 10.0).num_tasklets == 10
+    assert fill(costs.renew_for(DECODE), upcoming, 10.0).num_tasklets == 10
     assert costs.beside(partition) is None
     beside = (TaskletRun(SHAPES[0], 1), 4.0)
     for _ in range(200):
@@ -128,7 +128,7 @@ def test_what_is_learned_between_plans_is_known_some_plans_later() -> None:
     assert table is not None
     assert take(upcoming, 10.0, table).num_tasklets == 2
     for _ in range(8):
-        costs.of(DECODE)
+        costs.renew_for(DECODE)
     assert fill(costs, upcoming, 11.0).num_tasklets == 5
 
 
@@ -137,7 +137,7 @@ def test_each_shape_of_batch_has_costs_of_its_own() -> None:
     for _ in range(20):
         predictor.observe(IterationRecord(other, Mode.TEMPORAL, 2.0, 4.0, ((TaskletRun(SHAPES[0], 1), 2.0),)))
     costs, upcoming = Costs(predictor), in_turn(TaskletRun(SHAPES[0], 100))
-    counts = [fill(costs.of(batch), upcoming, 10.0).num_tasklets for batch in (DECODE, other, DECODE)]
+    counts = [fill(costs.renew_for(batch), upcoming, 10.0).num_tasklets for batch in (DECODE, other, DECODE)]
     assert counts == [10, 5, 10]
 
 

@@ -137,9 +137,9 @@ class Snapshot:
     what came of requests so far; ``taken_off``: what prompts take off it for now. ``idle_s``: how long no request has
     been live. ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that
     ``batch`` can have. ``in_flight``: the batch before it, if that has not landed: this one begins as it ends.
-    ``wait_ms``: until tasklets have ended that this one waits for or, if there is one in flight, that one; as far as is
-    known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known. ``since_tokens_ms``: since tokens
-    went out the last time."""
+    ``wait_ms``: until tasklets on all SMs have ended that the batch in flight waits for or, if there is none, this one;
+    as far as is known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known. ``since_tokens_ms``:
+    since tokens went out the last time. ``now_s``: of ``time.time``, like the requests' times."""
 
     now_s: float
     slo: Slo
@@ -180,8 +180,8 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     ``num_fused`` of the tasklets, the first ones, are forward layers that run inside the online batch.
     ``partition``: the batch has its online SMs, and at most ``num_beside`` of the tasklets run on the others meanwhile;
     the rest follow on all SMs. None: all SMs for both, and the tasklets follow. ``interruptible``: stop after the
-    tasklets in flight when a request arrives, but for those beside a batch, which delay nobody; those that follow one
-    stop no sooner than ``hold_ms`` after its end, and others than after their beginning.
+    tasklets in flight when a request arrives, but for those beside a batch, which delay nobody. For ``hold_ms`` whoever
+    comes does not stop them: from the end of the batch that they follow or, without one, from their beginning.
     ``until_step_end`` runs the whole training step, however many tasklets it takes. ``look_again_s``: with nothing to
     run, how long the worker waits at most before it plans anew.
     """

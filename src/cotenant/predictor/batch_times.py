@@ -21,12 +21,12 @@ from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 # tokens first asked of.
 _FIRST_TILES, _MOST_ASKED = (8, 3, 1), 3
 _LEAST_OF_MEAN, _MOST_OF_MEAN, _MOST_GUESSED = 0.5, 4.0, 2.0
-_ALONE, _BEHIND = "batch", "batch behind tasklets"  # records
+ALONE, _BEHIND = "batch", "batch behind tasklets"  # records
 # Of what a step alone takes: one behind tasklets that took less has run beside them for a good part.
 _LEAST_BEHIND = 0.7
 
 
-class _Asked(NamedTuple):
+class _Start(NamedTuple):
     """A number of prompt tokens, what the decodes take without and with them, which is more, and whether the models
     tell of these: else it was said by the prior or is a guess."""
 
@@ -45,7 +45,7 @@ class BatchTimes:
         self._last: tuple[BatchShape, Group, BatchKey] | None = None  # asked for: a plan asks for one many times
         # The same, since the last measurement.
         self._last_reached: tuple[BatchShape, float | None] | None = None
-        self._last_told: tuple[BatchShape, int, _Asked] | None = None
+        self._last_start: tuple[BatchShape, int, _Start] | None = None
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""
@@ -59,10 +59,10 @@ class BatchTimes:
     def batch_ms(self, batch: BatchShape, *, behind_tasklets: bool, cautious: bool) -> float | None:
         """See ``LatencyPredictor.batch_ms``."""
         if batch.prefill_tokens:
-            known_ms = self._reached_ms(batch) or self._measured_ms(batch, _ALONE, cautious=cautious)
+            known_ms = self._reached_ms(batch) or self._measured_ms(batch, ALONE, cautious=cautious)
         else:
             # What nobody has measured yet is about what the other kind takes.
-            kinds = (_BEHIND, _ALONE) if behind_tasklets else (_ALONE, _BEHIND)
+            kinds = (_BEHIND, ALONE) if behind_tasklets else (ALONE, _BEHIND)
             known_ms = self._measured_ms(batch, kinds[0], cautious=cautious)
             known_ms = known_ms or self._measured_ms(batch, kinds[1], cautious=cautious)
         return known_ms or self._unmeasured_ms(batch)
@@ -78,12 +78,14 @@ class BatchTimes:
         known_ms = self.models.reached_ms(batch, behind_tasklets=kind == _BEHIND) or None
         if record is None:
             return known_ms
-        return less(record.latency_ms(cautious=cautious), known_ms or self._unmeasured_ms(batch))
+        return stale_or_less(record.latency_ms(cautious=cautious), known_ms or self._unmeasured_ms(batch))
 
     def prompt_tokens_within(self, decodes: BatchShape, limit_ms: float, num_computed: int, most: int) -> int | None:
-        """See ``LatencyPredictor.prompt_tokens_within``. Of more than ``most`` nobody is asked: attention grows with
-        their square, and from far beyond all batches the way back would end below those that fit."""
-        found = self._told(decodes, num_computed) or self._not_told(decodes, num_computed)
+        """See ``LatencyPredictor.prompt_tokens_within``. A secant search over whole tiles: from a number of tokens
+        whose time is known it is corrected ``_MOST_ASKED`` times at most. Of more than ``most`` nobody is asked:
+        attention grows with their square, and from far beyond all batches the way back would end below those that
+        fit."""
+        found = self._start_by_models(decodes, num_computed) or self._start_by_guess(decodes, num_computed)
         if found is None:
             return None
         first, alone_ms, taken_ms, is_told = found
@@ -103,9 +105,9 @@ class BatchTimes:
             tokens = min(most, around + int(min(most, (limit_ms - around_ms) / token_ms)))
         return tokens
 
-    def _told(self, decodes: BatchShape, num_computed: int) -> _Asked | None:
+    def _start_by_models(self, decodes: BatchShape, num_computed: int) -> _Start | None:
         """What the models tell of the first number of prompt tokens that they reach."""
-        last = self._last_told
+        last = self._last_start
         if last is not None and last[0] is decodes and last[1] == num_computed:
             return last[2]
         alone_ms = self._reached_ms(decodes)
@@ -115,12 +117,12 @@ class BatchTimes:
             asked = tiles * TILE - decodes.num_decode % TILE
             taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
             if taken_ms is not None and taken_ms > alone_ms:
-                told = _Asked(asked, alone_ms, taken_ms, True)
-                self._last_told = (decodes, num_computed, told)
+                told = _Start(asked, alone_ms, taken_ms, True)
+                self._last_start = (decodes, num_computed, told)
                 return told
         return None
 
-    def _not_told(self, decodes: BatchShape, num_computed: int) -> _Asked | None:
+    def _start_by_guess(self, decodes: BatchShape, num_computed: int) -> _Start | None:
         """The same by the prior, or a guess. None: nobody knows."""
         asked = _FIRST_TILES[0] * TILE - decodes.num_decode % TILE
         with_prompt = _with_prompt(decodes, asked, num_computed)
@@ -128,7 +130,7 @@ class BatchTimes:
         for ask in (guessed_ms,) if prior is None else (prior.batch_ms, guessed_ms, prior.unmeasured_ms):
             alone_ms, taken_ms = ask(decodes), ask(with_prompt)
             if alone_ms is not None and taken_ms is not None:
-                return _Asked(asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
+                return _Start(asked, alone_ms, taken_ms, False) if taken_ms > alone_ms else None
         return None
 
     def _asked_ms(self, batch: BatchShape, guessed_to: int, least_ms: float) -> float | None:
@@ -153,7 +155,7 @@ class BatchTimes:
         """Learn from an iteration whose batch had all SMs, and no tasklets in it; where it was disturbed, no more than
         what batches with prompts take after training."""
         batch, online_ms = record.batch, record.online_ms
-        self._last_reached = self._last_told = None
+        self._last_reached = self._last_start = None
         if record.is_disturbed:
             if batch.prefill_tokens:
                 self.models.observe(batch, online_ms, is_disturbed=True)
@@ -163,19 +165,19 @@ class BatchTimes:
         if record.behind_tasklets:
             online_ms = max(online_ms, _LEAST_BEHIND * (self.models.reached_ms(batch) or 0.0))
         group, key = self.keys(batch)
-        self._records.add(group, (_BEHIND if record.behind_tasklets else _ALONE, key), online_ms)
+        self._records.add(group, (_BEHIND if record.behind_tasklets else ALONE, key), online_ms)
         online_ms = self.models.observe(batch, online_ms, behind_tasklets=record.behind_tasklets)
         if self._prior is not None:
             self._prior.observe_batch(batch, online_ms)
 
     def trained(self) -> None:
         """Tasklets have run."""
-        self._last_reached = self._last_told = None
+        self._last_reached = self._last_start = None
         self.models.trained()
 
     def restore(self, states: BatchStates, trusted: int) -> None:
         """See ``BatchModels.restore``."""
-        self._last_reached = self._last_told = None
+        self._last_reached = self._last_start = None
         self.models.restore(states, trusted)
 
     def _reached_ms(self, batch: BatchShape) -> float | None:
@@ -191,7 +193,7 @@ class BatchTimes:
         return self._prior.batch_ms(batch) or self.models.guessed_ms(batch) or self._prior.unmeasured_ms(batch)
 
 
-def less(stale_ms: float, known_ms: float | None) -> float:
+def stale_or_less(stale_ms: float, known_ms: float | None) -> float:
     """What a stale record says, unless something else that is known says less: then the shape is tried again."""
     return stale_ms if known_ms is None else min(stale_ms, known_ms)
 

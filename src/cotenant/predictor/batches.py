@@ -65,14 +65,14 @@ class BatchModels:
         if behind_tasklets and self._num_behind < _ENOUGH_BEHIND:
             return None
         model_ms = self._model_of(batch).reached(batch_features(batch, behind_tasklets))
-        return None if model_ms is None else model_ms * self._ratio(batch)
+        return None if model_ms is None else model_ms * self._both_ratios(batch)
 
-    def _ratio_of(self, batch: BatchShape) -> float:
+    def _size_ratio(self, batch: BatchShape) -> float:
         """What is particular to its size, as times what the line says; 1 where nobody knows."""
         ratio = self._ratios.get(size_of(batch)) if batch.prefill_tokens else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
 
-    def _ratio_now(self) -> float:
+    def _training_ratio(self) -> float:
         """The same of a batch with prompts now, as times what one takes long after training."""
         ratio = self._after_training[self._num_since] if self._num_since < _NUM_AFTER else None
         return 1.0 if ratio is None or not ratio.known else ratio.mean
@@ -85,7 +85,7 @@ class BatchModels:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(batch_features(batch)) * self._ratio(batch)
+            return self._model_of(batch).predict(batch_features(batch)) * self._both_ratios(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
@@ -97,7 +97,7 @@ class BatchModels:
         """Learn from one measurement, and return it as it is believed. ``is_disturbed``: a tasklet was in its way,
         which tells nothing but what batches with prompts take after training."""
         model, features = self._model_of(batch), batch_features(batch, behind_tasklets)
-        model_ms, ratio = model.reached(features), self._ratio(batch)
+        model_ms, ratio = model.reached(features), self._both_ratios(batch)
         if model_ms is not None:
             model_ms = max(model_ms, _LEAST_MS)
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
@@ -112,7 +112,7 @@ class BatchModels:
 
     def _observe_ratios(self, batch: BatchShape, measured_ms: float, model_ms: float, *, is_disturbed: bool) -> None:
         """Each without what the other one says."""
-        of_size_ms, now_ms = model_ms * self._ratio_of(batch), model_ms * self._ratio_now()
+        of_size_ms, now_ms = model_ms * self._size_ratio(batch), model_ms * self._training_ratio()
         if self._num_since < _NUM_AFTER:
             self._after_training[self._num_since].add(_within(measured_ms, of_size_ms), of_size_ms)
         if not is_disturbed:
@@ -139,9 +139,9 @@ class BatchModels:
             self._ratios = {size: ratio.less_trusted(trusted) for size, ratio in states.ratios.items()}
             self._after_training = [ratio.less_trusted(trusted) for ratio in states.after_training]
 
-    def _ratio(self, batch: BatchShape) -> float:
+    def _both_ratios(self, batch: BatchShape) -> float:
         """Of all that a line does not tell."""
-        return self._ratio_of(batch) * self._ratio_now() if batch.prefill_tokens else 1.0
+        return self._size_ratio(batch) * self._training_ratio() if batch.prefill_tokens else 1.0
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes

@@ -12,7 +12,7 @@ from functools import partial
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
-from cotenant.predictor.batch_times import BatchTimes, less
+from cotenant.predictor.batch_times import ALONE, BatchTimes, stale_or_less
 from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
 from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.prior import Prior
@@ -33,6 +33,7 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
 _TRIALS = 5  # of decode steps in a partition, after which it is known
+_BEHIND_BATCH = "beside"  # records of tasklets behind a batch; as old files have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +111,12 @@ class LatencyPredictor:
         self,
         shape: TaskletShape,
         *,
-        beside: BatchShape | None = None,
+        with_batch: BatchShape | None = None,
         fused: bool = False,
         partition: Partition | None = None,
         cautious: bool = True,
     ) -> float | None:
-        """What one tasklet adds to an iteration: beside a batch if that was measured, else alone.
+        """What one tasklet adds to an iteration: behind ``with_batch``, on all SMs, if that was measured, else alone.
 
         With ``partition``: what it takes on the best-effort SMs, beside a batch on the others. ``fused``: inside the
         batch, if that was measured in this or in others, and not long ago; what it takes alone tells nothing of that.
@@ -123,23 +124,23 @@ class LatencyPredictor:
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
         key = self._tasklet_key(shape)
-        if fused and beside is not None:
-            group, beside_key = self._batches.keys(beside)
-            fresh_ms = self._records.fresh_ms(group, ("fused", beside_key, key), cautious=cautious)
+        if fused and with_batch is not None:
+            group, batch_key = self._batches.keys(with_batch)
+            fresh_ms = self._records.fresh_ms(group, ("fused", batch_key, key), cautious=cautious)
             if fresh_ms is None:
                 fresh_ms = self._records.fresh_ms(self._base_group, ("fused", key), cautious=cautious)
             return fresh_ms
         specific: Record | None = None
-        if beside is not None and not beside.empty:
-            group, beside_key = self._batches.keys(beside)
-            specific_key = ("beside", beside_key, key)
+        if with_batch is not None and not with_batch.empty:
+            group, batch_key = self._batches.keys(with_batch)
+            specific_key = (_BEHIND_BATCH, batch_key, key)
             fresh_ms = self._records.fresh_ms(group, specific_key, cautious=cautious)
             if fresh_ms is not None:
                 return fresh_ms
             specific = self._records.find(group, specific_key)
         record = self._records.find(self._base_group, ("tasklet", key))
         known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
-        return known_ms if specific is None else less(specific.latency_ms(cautious=cautious), known_ms)
+        return known_ms if specific is None else stale_or_less(specific.latency_ms(cautious=cautious), known_ms)
 
     def was_tried(self, partition: Partition) -> bool:
         """Whether what is said of a decode step beside training there rests on some that were."""
@@ -152,7 +153,7 @@ class LatencyPredictor:
         tokens; ``partition``: on its online SMs."""
         for context in buckets(least_context, most_context):
             group, key = self._batches.keys(BatchShape(num_decode, context))
-            shape = ("batch", key) if partition is None else _partition_key(key, partition, together=False)
+            shape = (ALONE, key) if partition is None else _partition_key(key, partition, together=False)
             if self._records.find(group, shape) is not None:
                 return True
         return False
@@ -168,7 +169,7 @@ class LatencyPredictor:
         equals it, whether the device overlaps the two or runs them in turn.
         """
         solo = self.batch_ms(batch)
-        added = self.tasklet_ms(shape, beside=batch, fused=fused)
+        added = self.tasklet_ms(shape, with_batch=batch, fused=fused)
         if solo is None or added is None:
             return None
         return CoRun(solo, solo + added, solo + added)
@@ -250,7 +251,7 @@ class LatencyPredictor:
         """By means: a cautious prediction is meant to be too high."""
         batch, partition = record.batch, record.partition
         is_shared = partition is not None and record.mode is not Mode.NONE
-        beside = batch if partition is None and not batch.empty else None
+        behind = batch if partition is None and not batch.empty else None
         batch_ms = self.batch_ms(
             batch,
             beside_training=is_shared,
@@ -259,12 +260,14 @@ class LatencyPredictor:
             cautious=False,
         )
         parts = [(batch_ms, 1)]
-        parts += [(self.tasklet_ms(run.shape, beside=beside, cautious=False), run.count) for run, _ in record.tasklets]
+        parts += [
+            (self.tasklet_ms(run.shape, with_batch=behind, cautious=False), run.count) for run, _ in record.tasklets
+        ]
         if partition is not None:
             ended = [run for run, _ in record.beside]
             parts += [(self.tasklet_ms(run.shape, partition=partition, cautious=False), run.count) for run in ended]
         if record.fused is not None:
-            each_ms = self.tasklet_ms(record.fused.shape, beside=batch, fused=True, cautious=False)
+            each_ms = self.tasklet_ms(record.fused.shape, with_batch=batch, fused=True, cautious=False)
             parts.append((each_ms, record.fused.count))
         measured_ms = record.taken_ms
         if measured_ms <= 0 or any(each_ms is None for each_ms, _ in parts):
@@ -277,8 +280,8 @@ class LatencyPredictor:
         key = self._tasklet_key(shape)
         record = self._records.add(self._base_group, ("tasklet", key), each_ms)
         if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
-            group, beside_key = self._batches.keys(batch)
-            self._records.add(group, ("beside", beside_key, key), each_ms)
+            group, batch_key = self._batches.keys(batch)
+            self._records.add(group, (_BEHIND_BATCH, batch_key, key), each_ms)
         # The model is asked for shapes without a record alone.
         model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
         if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
@@ -336,7 +339,7 @@ class LatencyPredictor:
             known_ms = self._partitions.alone_ms(batch, partition.online_sms)
             known_ms = known_ms or self._partitions.guessed_alone_ms(batch, partition)
         if record is not None:
-            return less(record.latency_ms(cautious=cautious), known_ms)
+            return stale_or_less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.batch_ms(batch, partition, beside_training=beside_training)
         return known_ms
@@ -356,7 +359,7 @@ class LatencyPredictor:
         factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
         known_ms = None if factor is None or alone_ms is None else factor * alone_ms
         if record is not None:
-            return less(record.latency_ms(cautious=cautious), known_ms)
+            return stale_or_less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.tasklet_ms(shape, partition)
         return known_ms
@@ -394,4 +397,4 @@ class LatencyPredictor:
 
 def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:
     """A batch alone does not know whose the other SMs are."""
-    return ("shared batch", key, partition) if together else ("batch", key, partition.online_sms)
+    return ("shared batch", key, partition) if together else (ALONE, key, partition.online_sms)

@@ -46,7 +46,7 @@ class Prior:
         kinds are if that is more."""
         roofline_ms = self._roofline.batch_ms(batch)
         ratios = [ratio.cautious for ratio in self.ratios.values() if ratio.known]
-        return roofline_ms * max(UNMEASURED, *ratios, 0.0) if roofline_ms > 0 else None
+        return roofline_ms * max([UNMEASURED, *ratios]) if roofline_ms > 0 else None
 
     def tasklet_ms(self, shape: TaskletShape, partition: Partition) -> float | None:
         """A tasklet on a partition's best-effort SMs, beside a batch on the others; as ``batch_ms``."""

@@ -28,7 +28,8 @@ class PartitionModels:
     co-runs as well, which by Equation 3 are a multiple of it, and comes first where it reaches.
 
     ``models``: of stage 1 by (online SMs,), of a partition's co-runs by both numbers, Equation 3 by (). ``ratios``:
-    tasklets there against alone on all SMs by (best-effort SMs,), co-runs against stage 1 by ().
+    tasklets there against alone on all SMs by (best-effort SMs,), co-runs against stage 1 by (). Keys are plain tuples:
+    a ``Partition`` equals that of its two numbers, so what comes from a file is found by it.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class PartitionModels:
         self.ratios.setdefault((best_effort_sms,), Ratio()).add(measured_ms, alone_ms)
 
     def _is_stale(self, partition: Partition, iteration: int) -> bool:
+        """One that came from a file counts from when it is first asked about."""
         return iteration - self._last_together.setdefault(partition, iteration) > STALE_AFTER
 
     def _factor(self, partition: Partition, *, cautious: bool = True) -> float:

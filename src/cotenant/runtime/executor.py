@@ -32,10 +32,11 @@ Emit = Callable[[list[SequenceOutput]], None]
 
 
 class _Launched(NamedTuple):
-    """A batch that was launched: by which plan, its shape, whether a tasklet was in flight then whose end it is not
-    timed from (or when the one before landed, if that had other SMs), and the tasklets that were fused into it.
-    ``planned_s``: when its plan was there, if it has prompts and no batch was in flight then. ``is_behind``: it has all
-    SMs and is timed from the end of tasklets, if that is later than its beginning."""
+    """A batch that was launched: by which plan, its shape, and the tasklets that were fused into it. ``with_tasklet``:
+    as it began, a tasklet was in flight whose time its own does not exclude; said again where it begins as the one
+    before it lands, which has other SMs. ``planned_s``: when its plan was there, if it has prompts and no batch was in
+    flight then. ``is_behind``: it has all SMs and is timed from the end of tasklets, if that is later than its
+    beginning."""
 
     plan: Plan
     shape: BatchShape
@@ -112,11 +113,11 @@ class Executor:
         """With nothing in flight, or a batch with the same SMs as the plan's and no tasklets behind either, or the
         plan's own."""
         begun, self._begun = self._begun, None
-        num_behind = plan.num_tasklets - plan.num_beside
+        num_behind = plan.num_tasklets - plan.num_beside  # or fused into the batch, the first of them
         runs_ahead = plan.run_online and self._device.overlaps and num_behind == 0 and not plan.until_step_end
         start = time.perf_counter() if begun is None else begun[1]
         fused, num_launched, num_left, is_launched = None, 0, 0, begun is not None
-        behind = self._tasklets_end() if plan.run_online and begun is None else None
+        behind = self._expect_tasklets_end() if plan.run_online and begun is None else None
         num_beside = 0
         if self._launched:
             num_beside = self._tasklets.top_up(plan, plan.num_beside, far_ahead=num_behind == 0)
@@ -138,10 +139,10 @@ class Executor:
         # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
         is_timed = begun is not None and plan.predicted_ms is not None
         until_s = start + (plan.predicted_ms or 0.0) / 1e3 if is_timed else math.inf
-        stops = _holding(interrupted, online_end + plan.hold_ms / 1e3)
+        stops = _not_before(interrupted, online_end + plan.hold_ms / 1e3)
         num_launched += self._tasklets.run_behind(plan, num_launched, stops, until_s)
         end = time.perf_counter()
-        record = self._record(plan, landed, shares=num_beside + num_behind > 0)
+        record = self._record(plan, landed, shares=(num_beside + num_behind) > 0)
         if landed is not None and runs_ahead:
             return record
         # Where the host goes on meanwhile, a batch's time is the device's own: what else there is, it does while
@@ -151,7 +152,7 @@ class Executor:
         return replace(
             record,
             online_ms=online_ms,
-            total_ms=online_ms + (end - online_end) * 1e3 if begun is not None else (end - start) * 1e3,
+            total_ms=(end - start) * 1e3 if begun is None else online_ms + (end - online_end) * 1e3,
             fused=fused,
             predicted_ms=record.predicted_ms if num_launched == num_behind else None,
         )
@@ -259,8 +260,8 @@ class Executor:
         else:
             self._beginning.add(took_ms)
 
-    def _tasklets_end(self) -> torch.cuda.Event | None:
-        """Of those that the batch to be launched waits for."""
+    def _expect_tasklets_end(self) -> torch.cuda.Event | None:
+        """The end of those that the batch to be launched waits for (None: of none), noting when that should be."""
         end = self._device.tasklets_end()
         if end is not None:
             self._wait_until_s = time.perf_counter() + self._device.tasklets_left_ms() / 1e3
@@ -322,6 +323,7 @@ class Executor:
         return fused
 
     def _launch(self, step: OnlineStep, ran: RanLayers | None = None, behind: torch.cuda.Event | None = None) -> None:
+        """Again after each piece of memory that training gives back; the last try raises."""
         has_more = True
         while has_more:
             with suppress(torch.OutOfMemoryError):
@@ -335,8 +337,8 @@ def _never() -> bool:
     return False
 
 
-def _holding(interrupted: Callable[[], bool], until_s: float) -> Callable[[], bool]:
-    """``interrupted``, but not before then."""
+def _not_before(interrupted: Callable[[], bool], until_s: float) -> Callable[[], bool]:
+    """``interrupted``, which says no until then."""
     return lambda: time.perf_counter() >= until_s and interrupted()
 
 

@@ -106,7 +106,7 @@ class WorkerLoop:
         self._executor = executor
         self._predictor = predictor
         self._slo = slo
-        self._begin_s = time.time()  # who has waited for longer waited for the worker
+        self._begin_s = time.time()  # of day; who has waited for longer waited for the worker
         self._can_fuse = can_fuse
         self._partitions = partitions
         self._sizes_chunks = sizes_chunks
@@ -115,8 +115,11 @@ class WorkerLoop:
         self._save_part = save_part
         self._self_profile = self_profile
         self._lanes = lanes
+        # By time.monotonic:
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
+        self._idle_since_s = -math.inf
+        self._next_stats_s = 0.0
         self._has_learned = False  # since the last time
         self._stats = LoopStats(predictor)
         self._reach = TargetReach(slo)
@@ -127,12 +130,11 @@ class WorkerLoop:
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:
                 self._margin.resume(view.request_id, view.first_token_s + clocks_s, view.num_generated)
-        self._idle_since_s = -math.inf
         self._seen: tuple[RequestView, ...] = ()  # by the last plan
+        # By time.perf_counter:
         self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
-        self._largest_gap_s = 0.0
         self._last_tokens_s = -math.inf  # when some went out
-        self._next_stats_s = 0.0
+        self._largest_gap_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
         self._draining = False
@@ -161,9 +163,9 @@ class WorkerLoop:
 
     def iterate(self) -> IterationRecord:
         """One iteration, and what it did."""
-        begins_s = [time.perf_counter()]
+        phases_s = [time.perf_counter()]
         snapshot = self._observe()
-        begins_s.append(time.perf_counter())
+        phases_s.append(time.perf_counter())
         profile = self._active_profile
         plan, interrupted = self._executor.begun, self._channel.pending
         # Who has come since waits for no more of what was begun than the plan says.
@@ -172,19 +174,19 @@ class WorkerLoop:
         if plan is None:
             plan = self._policy.plan(snapshot) if profile is None else profile.plan()
         self._seen = snapshot.requests
-        begins_s.append(time.perf_counter())
+        phases_s.append(time.perf_counter())
         if profile is None:
-            self._note_gap(begins_s[-1], snapshot)
+            self._note_gap(phases_s[-1], snapshot)
         record = self._executor.execute(plan, self._emit, interrupted)
-        begins_s.append(time.perf_counter())
+        phases_s.append(time.perf_counter())
         if not record.batch.empty:
-            self._last_batch_s = begins_s[-1]
+            self._last_batch_s = phases_s[-1]
         if snapshot.requests and profile is None:  # live until now, if no longer
             self._idle_since_s = time.monotonic()
         self._publish(record, snapshot, plan)
         if self._trace is not None:
             deviation = self._predictor.last_deviation_ratio
-            self._trace.iteration([*begins_s, time.perf_counter()], plan, record, deviation)
+            self._trace.iteration([*phases_s, time.perf_counter()], plan, record, deviation)
             self._trace.flush()
         return record
 
@@ -216,7 +218,7 @@ class WorkerLoop:
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
             step_ms = self._predictor.batch_ms(self._engine.decodes())
             if step_ms is not None:
-                self._aim(step_ms, comes_in=comes_in)
+                self._tell_margin(step_ms, comes_in=comes_in)
         margin = self.margin
         return Snapshot(
             now_s=now_s,
@@ -245,21 +247,21 @@ class WorkerLoop:
                 self._predictor, decodes, requests, self._slo, now_s, budget, self._answers.short,
                 ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
             )  # fmt: skip
-        begins_ms = self._begins_ms(in_flight)
+        begins_ms = self._next_begins_ms(in_flight)
         num_seats = self._engine.max_num_seqs - self._engine.num_running
         turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms, num_seats)
         self._engine.limit_tokens(turns.budget)
         self._engine.put_off(turns.put_off)
 
-    def _begins_ms(self, in_flight: InFlight | None) -> float:
+    def _next_begins_ms(self, in_flight: InFlight | None) -> float:
         """From now until the next batch can begin, as far as is known."""
         wait_ms = self._executor.wait_ms
         if in_flight is None:
             return max(wait_ms, self._executor.begins_after_ms)  # which is measured with what it waits for
         return wait_ms + (flight_ms(self._predictor, in_flight) or 0.0)
 
-    def _aim(self, step_ms: float, *, comes_in: bool) -> None:
-        """``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
+    def _tell_margin(self, step_ms: float, *, comes_in: bool) -> None:
+        """Where to begin and what to expect. ``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
         if not self._margin.has_learned:
             self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
         if comes_in:
@@ -306,14 +308,14 @@ class WorkerLoop:
         self._next_stats_s = time.monotonic() + _STATS_EVERY_S
         self._training.publish()
         self._executor.tidy()
-        self._save_beside()
+        self._save_while_busy()
         if os.getppid() != self._parent_pid:
             logger.error("the API process is gone; the worker exits")
             self._finished = True
         if with_stats:
             self._publish_stats(snapshot)
 
-    def _save_beside(self) -> None:
+    def _save_while_busy(self) -> None:
         """Nothing was saved for long, for there was no idle moment: do so little by little."""
         is_due = self._has_learned and time.monotonic() >= self._next_save_s + _SAVE_BUSY_AFTER_S
         if self._save_part is not None and is_due and self._save_part():

@@ -18,8 +18,8 @@ _FILLING_S = 1e-3
 
 
 class TaskletLanes:
-    """What a plan's batch leaves the job: the SMs that it does not have, and the time behind it. Each method tells how
-    many tasklets it had launched. ``interrupted``: see ``Executor``."""
+    """What a plan's batch leaves the job: the SMs that it does not have, and the time behind it. What launches
+    tasklets returns how many. ``interrupted``: see ``Executor``."""
 
     def __init__(self, device: Device, engine: OnlineEngine, training: TrainingTenant) -> None:
         self._device = device
@@ -80,17 +80,23 @@ class TaskletLanes:
         return count
 
     def run_beside(
-        self, plan: Plan, count: int, num_left: int, interrupted: Callable[[], bool], *, far_ahead: bool = False
+        self,
+        plan: Plan,
+        num_before: int,
+        num_may_stay: int,
+        interrupted: Callable[[], bool],
+        *,
+        far_ahead: bool = False,
     ) -> int:
-        """Run tasklets on the SMs that batches do not have, until there is a batch to collect, besides the ``count``
-        that were launched before. The last ones may go on after that: in the same partition the next batch's
-        SMs are not theirs. Where there is none to wait for, as many as there is room for. One whose launch waits for
-        the device would keep the host from the tokens. ``far_ahead``: nothing waits for the last one's end, unless
-        somebody comes, so the lane may have several."""
+        """Run tasklets on the SMs that batches do not have, until there is a batch to collect (more of them in flight
+        than ``num_may_stay``), besides the ``num_before`` that were launched before. The last ones may go on after
+        that: in the same partition the next batch's SMs are not theirs. Where there is none to wait for, as many as
+        there is room for. One whose launch waits for the device would keep the host from the tokens. ``far_ahead``:
+        nothing waits for the last one's end, unless somebody comes, so the lane may have several."""
         if plan.run_online and self._engine.num_in_flight == 0:
             return 0
-        if plan.run_online and self._engine.num_in_flight <= num_left:
-            return self.top_up(plan, plan.num_beside - count, far_ahead=far_ahead)
+        if plan.run_online and self._engine.num_in_flight <= num_may_stay:
+            return self.top_up(plan, plan.num_beside - num_before, far_ahead=far_ahead)
 
         def has_come() -> bool:
             return plan.interruptible and interrupted()
@@ -100,13 +106,13 @@ class TaskletLanes:
                 return has_come()
             return self._engine.has_landed or self._training.next_waits
 
-        before = count
+        count = num_before
         while count < plan.num_beside and self._training.runnable and not is_over():
             self._device.wait_for_room(is_over, _ASK_EVERY_S, far_ahead=far_ahead and not has_come())
             if not is_over():
                 self._device.run_tasklet(self._training.run_tasklet, partition=plan.partition)
                 count += 1
-        return count - before
+        return count - num_before
 
     def run_awaited(self, plan: Plan, num_beside: int, interrupted: Callable[[], bool]) -> int:
         """Run the tasklet that tasklets beside a batch stopped at, with its tokens on their way."""

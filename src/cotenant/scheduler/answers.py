@@ -19,8 +19,9 @@ class AnswerLengths:
     """``short``: so many tokens at least have all but a twentieth of the latest answers. ``least``: the same of all but
     a hundredth; 0 while too few have ended to tell.
 
-    One that its own limit cut short tells nothing. Nor does one that was aborted, by its client or at a stop string,
-    for that the API process finds, but that an answer may end about there: it counts for ``least``.
+    One that its own limit cut short tells nothing, if it has fewer tokens than a long one (``_LONG``). Nor does one
+    that was aborted, by its client or at a stop string, for that the API process finds, but that an answer may end
+    about there: it counts for ``least``.
     """
 
     def __init__(self) -> None:

@@ -27,9 +27,11 @@ _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 _LEFT_FOR_PROMPTS = 0.03
 # A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
 # catch up: its slack does not count yet, unless the prompts that are there take more than this share of what it can
-# make up for: others come behind them. Then it counts, if they have time themselves: this share of the TTFT target.
-# Where they have none, a step may take that share of what it can make up for.
-_MOST_UNCOUNTED, _IN_TIME, _ROOM_SHARE = 16, 0.9, 0.5
+# make up for: others come behind them. Then it counts, if they have time themselves; where they have none, a step may
+# take that share of what it can make up for.
+_MOST_UNCOUNTED = 16
+_ROOM_SHARE = 0.5
+_IN_TIME = 0.9  # of the TTFT target; what `turns` calls in time is a little more
 # A budget is a number of whole tiles, which also keeps it from moving by a token, for every plan would be made anew.
 # What is left of the target has room for a little of the last tile.
 _BEYOND = TILE // 4
@@ -94,14 +96,14 @@ def _counts_from(fewest: int) -> int:
 
 
 def _patient_ms(
-    prompts: list[RequestView], slo: Slo, now_s: float, begin_ms: float, always: int, token_ms: float
+    prompts: list[RequestView], slo: Slo, now_s: float, begin_ms: float, always_tokens: int, token_ms: float
 ) -> float:
-    """What ``prompts``, all that are there, take at ``token_ms`` a token, if the first tokens of all are in time even
-    where batches have ``always`` tokens of them each, which every step has room for; else 0."""
+    """What ``prompts``, all that are there, take at ``token_ms`` a token (milliseconds), if the first tokens of all are
+    in time even where batches have ``always_tokens`` of theirs each, which every step has room for; else 0."""
     num_left, in_time_ms = 0, _IN_TIME * slo.ttft_ms
     for request in prompts:
         num_left += request.num_prompt_tokens_left
-        waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always * _STEP_SHARE * slo.tpot_ms
+        waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always_tokens * _STEP_SHARE * slo.tpot_ms
         if waits_ms > in_time_ms and request.first_token_s is None:
             return 0.0
     return num_left * token_ms
@@ -150,13 +152,13 @@ def prompt_budget(
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
     if tokens is None:
         return most
-    always = max(tokens, _LEAST_TOKENS)
-    token_ms = max(0.0, _AIMED_SHARE * least_ms - step_ms) / always
-    patient_ms = _patient_ms(prompts, slo, now_s, ahead_ms, always, token_ms)
+    always_tokens = max(tokens, _LEAST_TOKENS)
+    token_ms = max(0.0, _AIMED_SHARE * least_ms - step_ms) / always_tokens
+    patient_ms = _patient_ms(prompts, slo, now_s, ahead_ms, always_tokens, token_ms)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
         tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first, most - num_decode) or 0)
     if num_decode + tokens >= most:  # which need not be a number of whole tiles
         return most
-    least = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
-    return min(most, max(least, (num_decode + tokens + _BEYOND) // TILE) * TILE)
+    least_tiles = math.ceil((num_decode + _LEAST_TOKENS) / TILE)
+    return min(most, max(least_tiles, (num_decode + tokens + _BEYOND) // TILE) * TILE)

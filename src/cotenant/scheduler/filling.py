@@ -193,9 +193,10 @@ class Costs:
         self._shape = predictor.shape_of(self.batch)
         self._renewed = 0
 
-    def of(self, batch: BatchShape) -> Costs:
-        """For another plan, of this batch. What has to do with batches of another shape is forgotten, and a part of the
-        rest, so that some plans later all of it is asked again."""
+    def renew_for(self, batch: BatchShape) -> Costs:
+        """Make this object, which is returned, one for another plan, of this batch: what it was for before is gone.
+        What has to do with batches of another shape is forgotten, and a part of the rest, so that some plans later all
+        of it is asked again."""
         self.batch, shape = batch, self.predictor.shape_of(batch)
         if shape != self._shape:
             self._shape = shape
@@ -228,7 +229,7 @@ class Costs:
         return Cost(each_ms if each_ms > LEAST_MS else LEAST_MS, 0.0, alone.alone_ms)
 
     def _ask_with_batch(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
-        added_ms = self.predictor.tasklet_ms(shape, beside=self.batch, fused=fused)
+        added_ms = self.predictor.tasklet_ms(shape, with_batch=self.batch, fused=fused)
         alone = self._alone.cost(shape)
         if added_ms is None or alone is None:
             return None

@@ -51,7 +51,8 @@ class Margin:
     miss as may by ``Slo.attainment``; it falls when more do, and rises when fewer do. ``aim`` is what to go by.
 
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses
-    once, or meets its targets once, however often it is judged on its way.
+    once, however often it is judged on its way; once any has missed, it meets its targets once, too. Until then each
+    time counts: nothing says yet that too much is aimed at.
     ``has_job``: whether there is training that could have room.
     """
 

@@ -37,7 +37,7 @@ def decode_slack_ms(
     or with one in flight: its second is due a target later. Negative when some request is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
-    # Two tokens from then a request has num_generated + 2 and one for each batch in flight, and a gap less.
+    # The token that is delayed is number num_generated + num_ahead + 2, with so many gaps before it but one.
     first_due_s, has_new, num_gaps = math.inf, False, num_ahead + 1
     for request in requests:
         first_token_s = request.first_token_s
@@ -76,7 +76,7 @@ def token_slack_ms(
     ]
     for request in short_or_last:
         first_token_s, max_tokens = request.first_token_s, request.max_tokens
-        num_before = request.num_generated + num_ahead  # this iteration's token
+        num_before = request.num_generated + num_ahead  # tokens before this iteration's: as many gaps until it
         if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
             continue
         if num_before + 1 == max_tokens or num_before + 1 >= least:

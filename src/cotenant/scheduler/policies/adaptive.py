@@ -89,13 +89,13 @@ class AdaptivePolicy(Policy):
         step_ms = next_batch_ms(self._predictor, snapshot)
         if step_ms is None:
             return serving_alone(self._predictor, snapshot)
-        costs = self._costs.of(snapshot.batch)
+        costs = self._costs.renew_for(snapshot.batch)
         return _Choice(costs, snapshot, snapshot.job, step_ms).best() or serving_alone(self._predictor, snapshot)
 
     def _held(self, snapshot: Snapshot, job: JobView) -> Plan | None:
         """Tasklets before the batch, for which its prompts are held."""
         time_ms = held_ms(self._predictor, snapshot)
-        count = fill(self._costs.of(BatchShape()), job.upcoming, time_ms).num_tasklets if time_ms > 0 else 0
+        count = fill(self._costs.renew_for(BatchShape()), job.upcoming, time_ms).num_tasklets if time_ms > 0 else 0
         if not count:
             return None
         return Plan(run_online=False, num_tasklets=count, hold_ms=time_ms, mode=Mode.TEMPORAL)

@@ -28,7 +28,7 @@ class HarliPolicy(Policy):
         if isinstance(step_ms, Plan):
             return step_ms
         assert snapshot.job is not None
-        costs = self._costs.of(snapshot.batch)
+        costs = self._costs.renew_for(snapshot.batch)
         found = in_each(costs, snapshot.partitions, snapshot.job.upcoming, step_ms)
         unknown = to_try(found, snapshot.slo.max_gap_ms)  # Harli has measured it before
         if unknown is not None:

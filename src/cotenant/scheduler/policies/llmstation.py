@@ -58,7 +58,7 @@ class LlmStationPolicy(Policy):
         self, snapshot: Snapshot, upcoming: tuple[TaskletCycle, ...], step_ms: float, target_ms: float
     ) -> Plan | None:
         """None where tasklets behind a step on all SMs get training further, in the same time."""
-        costs = self._costs.of(snapshot.batch)
+        costs = self._costs.renew_for(snapshot.batch)
         found = in_each(costs, snapshot.partitions, upcoming, step_ms)
         unknown = to_try(found, snapshot.slo.max_gap_ms)  # LLMStation has profiled it before
         if unknown is not None:
