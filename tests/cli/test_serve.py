@@ -21,7 +21,8 @@ import torch
 from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.models.registry import resolve_model
-from serving import RunningServer, running_server, start_server
+from forked import run_command
+from serving import RunningServer, free_port, running_server, start_server
 
 FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
 
@@ -168,20 +169,18 @@ def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Pa
         "torn": (lambda folder: os.truncate(folder / weights, 100), f"{weights} is not a readable safetensors file"),
     }
     fine = save(tmp_path / "fine")
-    servers = {}
-    for name, (spoil, _) in spoiled.items():
-        folder = save(tmp_path / name)
+    for name, (spoil, complaint) in spoiled.items():
+        folder, data_dir = save(tmp_path / name), tmp_path / f"{name}-data"
         spoil(folder)
         flags = ("--max-lora-rank", "4", "--lora-modules", f"fine={fine}", "--lora-modules", f"{name}={folder}")
-        servers[name] = start_server(tmp_path / f"{name}-data", *flags, wait=False)
-    for name, server in servers.items():
-        assert server.wait_exit() == 2
-        (said,) = re.findall(r"^error: (.*)$", server.log, re.MULTILINE)
+        failed = run_command("serve", "tiny", "--data-dir", str(data_dir), "--port", str(free_port()), *flags)
+        assert failed.returncode == 2
+        (said,) = re.findall(r"^error: (.*)$", failed.stderr, re.MULTILINE)
         assert said.startswith(f"--lora-modules: '{name}'")
         assert str(tmp_path / name) in said
-        assert spoiled[name][1] in said
-        assert "Traceback" not in server.log
-        assert not server.data_dir.exists()
+        assert complaint in said
+        assert "Traceback" not in failed.stdout + failed.stderr
+        assert not data_dir.exists()
 
 
 def test_decode_steps_that_lack_are_measured_before_anybody_asks(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """A small random Llama, held by transformers and by our decoder, and helpers to run the engine on it."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotenant.config import BatchConfig, LoraConfig
 from cotenant.core.request import AdapterRef, Request, SamplingParams, SequenceOutput
@@ -20,14 +22,18 @@ from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.models.registry import ResolvedModel
 from cotenant.models.spec import spec_from_config
 
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
 VOCAB_SIZE = 97
 EOS = 5
 
 
 class SmallModel:
-    """The model, and what the tests do with it again and again."""
+    """The model, and what the tests do with it again and again. ``reference`` may lack where nobody asks for
+    ``greedy``."""
 
-    def __init__(self, folder: Path, reference: LlamaForCausalLM) -> None:
+    def __init__(self, folder: Path, reference: LlamaForCausalLM | None) -> None:
         self.folder = folder
         self.reference = reference
         spec = spec_from_config(json.loads((folder / "config.json").read_text()), None)
@@ -87,6 +93,7 @@ class SmallModel:
         """What transformers generates after ``prompt``."""
         key = (prompt, num_tokens)
         if key not in self._greedy:
+            assert self.reference is not None
             ids = torch.tensor([prompt])
             out = self.reference.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False, pad_token_id=0
@@ -141,6 +148,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
 
 
 def make_small(folder: Path) -> SmallModel:
+    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which who has the folder already need not
+
     torch.set_num_threads(1)
     torch.manual_seed(3)
     config = LlamaConfig(

@@ -1,8 +1,9 @@
 """The GPU's runner on the CPU, over stand-ins for what only a GPU has: batches of all kinds against each request alone.
 
-Run in a process of its own, for the stand-ins take the places of modules. A wrapper of FlashInfer is as strict as its
-contract: it keeps its last plan alone, takes exactly the rows of that plan, and writes those and no others; and no
-batch plans it twice. Graphs run what they captured; kernels are plain torch; what nobody writes is NaN.
+`python runner_on_cpu.py MODEL_FOLDER`, in a process of its own, for the stand-ins take the places of modules. A wrapper
+of FlashInfer is as strict as its contract: it keeps its last plan alone, takes exactly the rows of that plan, and
+writes those and no others; and no batch plans it twice. Graphs run what they captured; kernels are plain torch; what
+nobody writes is NaN.
 """
 
 from __future__ import annotations
@@ -322,9 +323,10 @@ def _run(engine: Any, requests: Sequence[Any], rng: random.Random, num_ahead: in
 
 
 def main() -> None:
-    from engine.conftest import make_small
+    from engine.conftest import SmallModel
 
-    small = make_small(Path(tempfile.mkdtemp()))
+    torch.set_num_threads(1)
+    small = SmallModel(Path(sys.argv[1]), None)
     folder = Path(tempfile.mkdtemp())
     refs = [small.make_adapter(folder, f"adapter-{seed}", seed) for seed in range(8)]
     plain, expected = small.decoder.attention, {}

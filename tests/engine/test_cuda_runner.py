@@ -7,14 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from engine.conftest import SmallModel
+
 FOLDER = Path(__file__).parent
 
 
-def run_script(script: Path) -> str:
-    """What it prints, in a process of its own."""
+def run_script(script: Path, model: Path) -> str:
+    """What it prints, in a process of its own, with the model in a folder."""
     folders = [str(FOLDER.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     run = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(model)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
         capture_output=True,
         text=True,
@@ -25,10 +27,10 @@ def run_script(script: Path) -> str:
     return run.stdout
 
 
-def test_batches_of_all_kinds_give_what_each_request_gives_alone() -> None:
+def test_batches_of_all_kinds_give_what_each_request_gives_alone(small: SmallModel) -> None:
     """And at the start kernels are compiled for batches of every size, captured or not: the first of its size would
     else keep all requests waiting for its compilers."""
-    printed = run_script(FOLDER / "runner_on_cpu.py")
+    printed = run_script(FOLDER / "runner_on_cpu.py", small.folder)
     assert printed.count("requests agree") == 9
     assert "decode steps of [1, 2, 10] rows are compiled, [2] captured" in printed
     assert "decode steps of [1, 2, 10] rows are compiled, [] captured" in printed

@@ -360,6 +360,8 @@ def test_a_tasklet_that_runs_out_of_memory_half_done_changes_nothing(
         while tenant.job_id is not None:
             if tenant.runnable:
                 device.run_tasklet(tenant.run_tasklet)
+            else:
+                job.wait_for_writes()
             tenant.publish()
         assert left <= 0
         return _flat(folder)

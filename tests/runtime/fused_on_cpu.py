@@ -1,7 +1,11 @@
-"""Fused batches over the GPU's attention on the CPU: see engine/runner_on_cpu.py, whose stand-ins these are."""
+"""Fused batches over the GPU's attention on the CPU: see engine/runner_on_cpu.py, whose stand-ins these are.
+
+`python fused_on_cpu.py MODEL_FOLDER`.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +22,10 @@ def main() -> None:
     from cotenant.runtime.executor import Executor
     from cotenant.runtime.training import TrainingTenant
     from finetune import support
-    from finetune.conftest import save_llama
     from runtime.cotenancy import request
 
     folder = Path(tempfile.mkdtemp())
-    save_llama(folder / "model")
-    decoder, device = support.load(folder / "model"), create_device("cpu")
+    decoder, device = support.load(Path(sys.argv[1])), create_device("cpu")
     prompts = [
         [3 + (7 * index + place) % 200 for place in range(length)] for index, length in enumerate((5, 30, 9, 17))
     ]

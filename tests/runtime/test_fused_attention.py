@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from engine.test_cuda_runner import run_script
+from finetune.conftest import save_llama
 
 
-def test_fused_batches_plan_each_wrapper_once_and_change_no_token() -> None:
-    assert run_script(Path(__file__).parent / "fused_on_cpu.py").count("layers fused") == 3
+def test_fused_batches_plan_each_wrapper_once_and_change_no_token(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    assert run_script(Path(__file__).parent / "fused_on_cpu.py", tmp_path).count("layers fused") == 3
