@@ -252,6 +252,31 @@ def test_a_tasklet_that_was_too_long_once_is_tried_again(policy: str) -> None:
     assert planned() == 4
 
 
+@pytest.mark.parametrize("policy", ["multitask", "chunked", "llmstation", "adaptive"])
+def test_a_tasklet_that_was_too_long_is_tried_again_where_requests_never_pause(policy: str) -> None:
+    """Nothing else runs it meanwhile, so what is known of it alone is as old."""
+    predictor = taught_predictor(2.0, 1.0, 3.0)
+    running = RequestView("r", arrival_s=99.0, first_token_s=99.9, num_generated=40)
+    snapshot = Snapshot(100.0, Slo(100.0, 20.0), DECODE, (running,), JobView("job", in_turn(TaskletRun(BACKWARD, 4))))
+
+    def run(tasklet_ms: float, num_tasklets: int) -> None:
+        tasklets = ((TaskletRun(BACKWARD, 1), tasklet_ms),) if num_tasklets else ()
+        mode = Mode.TEMPORAL if num_tasklets else Mode.NONE
+        predictor.observe(IterationRecord(DECODE, mode, 2.0, 2.0 + num_tasklets * tasklet_ms, tasklets))
+
+    for _ in range(40):
+        run(90.0, 1)
+    trials, chosen = 0, create_policy(policy, predictor)
+    for index in range(40_000):
+        planned = chosen.plan(snapshot).num_tasklets if index % 50 == 0 else 0
+        if planned > 1:
+            break
+        trials += planned
+        run(3.0, planned)
+    assert chosen.plan(snapshot).num_tasklets == 4
+    assert trials == 3, "one each time that what was measured is old"
+
+
 def test_a_stale_record_wins_as_long_as_nothing_contradicts_it() -> None:
     predictor = taught_predictor(2.0, 1.0, 3.0)
     for _ in range(11_000):

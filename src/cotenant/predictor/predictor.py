@@ -158,6 +158,10 @@ class LatencyPredictor:
                 return True
         return False
 
+    def may_have_changed(self, shape: TaskletShape) -> bool:
+        """Whether such a tasklet was measured, but for long not again, behind whatever batch."""
+        return self._records.is_due(self._base_group, ("tasklet", self._tasklet_key(shape)))
+
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
         return 0.0 if self._prior is None else self._prior.first_ms(shape)

@@ -95,6 +95,12 @@ class RecordCache:
         record.iteration = self.iteration
         return record
 
+    def is_due(self, group: Group, shape: Hashable) -> bool:
+        """Whether this shape was measured, and for long not again."""
+        shapes = self._groups.get(group)
+        record = shapes.get(shape) if shapes is not None else None
+        return record is not None and self.is_stale(record)
+
     def is_stale(self, record: Record) -> bool:
         """Whether it was not measured for long: what else is known may then be newer."""
         return self.iteration - record.iteration > STALE_AFTER

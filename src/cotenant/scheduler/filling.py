@@ -173,6 +173,12 @@ def _without(runs: tuple[TaskletRun, ...], num_tasklets: int) -> Iterator[Taskle
         num_tasklets -= run.count
 
 
+def is_untold(predictor: LatencyPredictor, shape: TaskletShape, cost: Cost | None) -> bool:
+    """Whether a tasklet has to be tried to know what it takes: it was never measured, or took too long when it was, and
+    that is long ago. Nothing behind it runs before it, so training would else stand for as long as requests come."""
+    return cost is None or predictor.may_have_changed(shape)
+
+
 def may_be_tried(predictor: LatencyPredictor, shape: TaskletShape, room_ms: float) -> bool:
     """Whether there is room for a tasklet of a shape that was never measured."""
     return room_ms > 0 and predictor.first_tasklet_ms(shape) <= room_ms
@@ -251,8 +257,8 @@ class Filling(msgspec.Struct, frozen=True, gc=False):
 
 def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, fuse: bool = False) -> Filling:
     """As many of the next tasklets as ``slack_ms`` has room for beside one decode step; with ``fuse`` leading forward
-    layers run inside it. A shape that was never measured gets one tasklet, and no other with it, if there is room for
-    what a prior says that it needs: so it is measured."""
+    layers run inside it. A shape that was never measured, or is too long by what was measured long ago, gets one
+    tasklet, and no other with it, if there is room for what a prior says that it needs: so it is measured."""
     if slack_ms <= 0:
         return Filling(0, 0, 0.0, 0.0)
     inside, left = NONE_TAKEN, upcoming
@@ -261,7 +267,7 @@ def fill(costs: Costs, upcoming: tuple[TaskletCycle, ...], slack_ms: float, *, f
         inside, left = take(leading, slack_ms, costs.fused), upcoming[len(leading) :]
     taken = inside if inside.stopped_at is not None else take(left, slack_ms, costs.behind, inside)
     stopped_at = taken.stopped_at
-    if taken.num_tasklets == 0 and stopped_at is not None and taken.next_cost is None:
+    if taken.num_tasklets == 0 and stopped_at is not None and is_untold(costs.predictor, stopped_at, taken.next_cost):
         is_tried = may_be_tried(costs.predictor, stopped_at, slack_ms)
         return Filling(int(is_tried), int(is_tried and taken is inside), 0.0, 0.0)
     return Filling(taken.num_tasklets, inside.num_tasklets, taken.added_ms, taken.alone_ms, stopped_at is None)

@@ -41,8 +41,9 @@ def plan_tasklets(
     """Fill ``slack_ms`` beside one decode step with the next tasklets of a job, Equation 1 for each run of equal ones.
 
     Returns (tasklets, how many of them are fused into the step, milliseconds they are predicted to add). With ``fuse``,
-    leading forward layers run inside the step. A shape of unknown latency gets one tasklet and no more after it, if
-    there is any slack at all, and as much as a prior says that it needs: that is how it becomes known.
+    leading forward layers run inside the step. A shape of unknown latency, or one that is too long by what was measured
+    long ago, gets one tasklet and no more after it, if there is any slack at all, and as much as a prior says that it
+    needs: that is how it becomes known.
     """
     total, num_fused, left_ms = 0, 0, slack_ms
     known: dict[int, tuple[int, float, float, CoRun]] = {}  # by the run: layers share theirs
@@ -70,6 +71,12 @@ def plan_tasklets(
             left_ms -= run_ms
             continue
         count = min(run_count, tasklet_budget(left_ms + corun.decode_solo_ms, 1, corun))
+        if (
+            total == count == 0
+            and predictor.may_have_changed(run.shape)
+            and may_be_tried(predictor, run.shape, left_ms)
+        ):
+            return 1, int(fuse), 0.0
         total += count
         left_ms -= count * (corun.decode_corun_ms - corun.decode_solo_ms)
         if count < run_count:
