@@ -149,13 +149,13 @@ class Simulation:
             assert self._flights or waits_for_adapter, "live sequences, and nothing to run"
 
     def _apply(self, plan: BatchPlan) -> None:
+        for admission in plan.admitted:
+            self.pool.attach(admission.sequence.number, admission.cached_pages)
         for sequence in plan.preempted:
             self.pool.free(sequence.number)
             sequence.num_computed = 0
             self.running.remove(sequence)
             self.waiting.add(sequence)
-        for admission in plan.admitted:
-            self.pool.attach(admission.sequence.number, admission.cached_pages)
         for admission in plan.admitted:
             sequence, num_cached = admission.sequence, len(admission.cached_pages)
             self.pool.allocate(sequence.number, self.limits.num_pages(len(sequence.tokens)) - num_cached)

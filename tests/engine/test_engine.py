@@ -278,6 +278,36 @@ def test_a_decode_that_is_not_finite_ends_its_request_only(small) -> None:
     assert small.tokens([one for one in outputs if one.request_id == kept.request_id]) == small.greedy(kept.prompt, 8)
 
 
+def test_one_that_is_not_finite_and_makes_way_leaves_the_prefix_that_others_share(small, monkeypatch) -> None:
+    """Its first chunk was finite, and is a prefix of who takes its place, while its second is in flight."""
+    poison, embed = 96, small.decoder.embed
+
+    def poisoned(ids: torch.Tensor) -> torch.Tensor:
+        return torch.where((ids == poison)[..., None], torch.nan, embed(ids))
+
+    monkeypatch.setattr(small.decoder, "embed", poisoned)
+    head = tuple(range(1, 9))
+    broken = small.request((*head, *range(10, 17), poison, *range(20, 28)), 4, priority=5)
+    other = small.request((*head, *range(40, 60)), 4, priority=0)
+    (alone,) = small.run(small.engine(num_pages=10, max_num_batched_tokens=8, max_model_len=40), [other]).values()
+    engine = small.engine(num_pages=10, max_num_batched_tokens=8, max_model_len=40)
+    engine.add(broken)
+    engine.step()
+    engine.launch(engine.schedule())
+    other = small.request(other.prompt, 4, priority=0)
+    engine.add(other)
+    outputs = []
+    step = engine.schedule()
+    engine.launch(step)
+    while engine.num_in_flight:
+        outputs += engine.collect().outputs
+    while engine.has_work:
+        outputs += engine.step()
+    tokens = [token for output in outputs if output.request_id == other.request_id for token in output.token_ids]
+    assert tokens == [token for output in alone for token in output.token_ids]
+    assert [each.finish_reason for each in outputs if each.request_id == broken.request_id] == [FinishReason.ABORT]
+
+
 def test_a_prompt_that_is_not_finite_is_noticed_where_nothing_is_generated(small, monkeypatch) -> None:
     """Also where hidden states are kept only on request, as on a GPU."""
     engine = small.engine()

@@ -76,7 +76,7 @@ class BatchPlan:
     """The next batch, and what must happen before it. ``chunks``: (sequence, how many of its tokens); ``num_ending``
     of them are all that was left.
 
-    Apply in this order: preempt all; attach the cached pages of all admissions, which keeps them from being evicted;
+    Apply in this order: attach the cached pages of all admissions, which keeps them from being evicted; preempt all;
     allocate the rest of each admitted sequence's pages; then a page for each decode that crosses into a new one.
     """
 

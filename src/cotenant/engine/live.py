@@ -97,10 +97,12 @@ class LiveSequences:
     def apply(self, plan: BatchPlan) -> None:
         """Preempt and admit as planned, and give decodes the pages that they cross into."""
         pool = self._cache.pool
+        # First of all: nobody's new pages may displace what is matched, nor may a sequence that is broken and preempted
+        # take its keys off pages that another is to share. They were found finite before they had keys.
+        for admission in plan.admitted:
+            pool.attach(admission.sequence.number, admission.cached_pages)
         for sequence in plan.preempted:
             self.preempt(sequence)
-        for admission in plan.admitted:  # first of all, so that nobody's new pages displace what is matched
-            pool.attach(admission.sequence.number, admission.cached_pages)
         for admission in plan.admitted:
             self._admit(admission)
         for sequence in plan.decodes:
