@@ -67,6 +67,14 @@ def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
         client.models.retrieve("some/other:model")
 
 
+def test_what_a_client_names_is_one_line_of_the_log(server: serving.RunningServer, http: httpx.Client) -> None:
+    named = "none\n2026-01-01 00:00:00,000 ERROR cotenant: not so"
+    answer = http.post("/v1/completions", json={"model": named, "prompt": "x"})
+    assert answer.status_code == 404
+    (line,) = [line for line in server.log.splitlines() if "not so" in line]
+    assert "none\\n2026-01-01" in line
+
+
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     response = http.get("/v1/nothing")
     assert response.status_code == 404

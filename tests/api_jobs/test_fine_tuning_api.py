@@ -364,11 +364,13 @@ def test_lists_and_filters(tmp_path: Path) -> None:
             assert ([job["id"] for job in page["data"]], page["has_more"]) == ([ids[0]], False)
             page = (await there.http.get(JOBS, params={"metadata[n]": "0"})).json()
             assert [job["id"] for job in page["data"]] == [ids[2], ids[0]]
+            others = (await there.http.get(f"{JOBS}/{ids[1]}/events")).json()["data"]
             for path, params in (
                 ("", {"limit": 0}),
                 ("", {"limit": 10**30}),
                 ("", {"after": "ftjob-none"}),
                 (f"/{ids[0]}/events", {"after": "x"}),
+                (f"/{ids[0]}/events", {"after": others[0]["id"]}),
                 (f"/{ids[0]}/checkpoints", {"limit": -1}),
             ):
                 answer = await there.http.get(f"{JOBS}{path}", params=params)

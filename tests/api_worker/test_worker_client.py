@@ -250,6 +250,19 @@ def test_a_crash_loop_ends(start: str, reason: str) -> None:
     run(scenario)
 
 
+def test_workers_that_die_before_they_are_ready_are_counted_however_long_they_take() -> None:
+    """A large model loads for longer than deaths are counted together."""
+
+    async def scenario() -> None:
+        crashes = CrashWindow(window_s=1e-3, first_delay_s=0.01)
+        async with running(make_client("die", crashes=crashes), ready=False) as client:
+            failed = await asyncio.wait_for(client.wait_failed(), 30)
+            assert "5 times before it was ready; the last time it exited with code 3" in failed
+            assert client.exit_code == 1
+
+    run(scenario)
+
+
 def test_a_worker_that_cannot_be_started_is_a_crash_loop_too() -> None:
     async def scenario() -> None:
         client = WorkerClient(CONFIG, worker_command=("/nonexistent/program",), crashes=CrashWindow(first_delay_s=0.01))

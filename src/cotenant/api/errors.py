@@ -100,9 +100,9 @@ def install_handlers(app: FastAPI, on_overload: Callable[[], None]) -> None:
         if isinstance(error, OverloadedError):
             on_overload()
         level = logging.WARNING if status >= 500 else logging.INFO
-        logger.log(
-            level, "%s: %s %s: %d: %s", request_id_of(request), request.method, request.url.path, status, error.message
-        )
+        # What a client named may stand in it, with line breaks of its own.
+        text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in error.message)
+        logger.log(level, "%s: %s %s: %d: %s", request_id_of(request), request.method, request.url.path, status, text)
         return response_of(error)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:

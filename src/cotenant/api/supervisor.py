@@ -34,6 +34,9 @@ _MAX_FOLDER_BYTES = 90
 # After the process is gone its last messages may still be on their way through ZeroMQ's thread.
 _SETTLE_S = 0.1
 _START_FAILED_GRACE_S = 5.0
+# Workers, one after the other, that died before they were ready, however long they took: a large model loads for longer
+# than crashes are counted together.
+_MOST_UNREADY = 5
 
 
 class CrashWindow:
@@ -84,6 +87,7 @@ class _Life:
     folder: Path
     outbox: asyncio.Queue[ToWorker] = field(default_factory=asyncio.Queue)
     num_received: int = 0
+    was_ready: bool = False
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -107,6 +111,7 @@ class Supervisor:
     ) -> None:
         """``prepared``: is the first worker, if it is there by then."""
         self._prepared = prepared
+        self._num_unready = 0
         self.config_json = config_json
         self._events = events
         self._command = tuple(command)
@@ -171,6 +176,10 @@ class Supervisor:
         if delay_s is None:
             self._give_up(f"the worker died {self._crashes}; the last time it {reason}", EXIT_CRASH_LOOP)
             return
+        if self._num_unready >= _MOST_UNREADY:
+            often = f"{self._num_unready} times before it was ready"
+            self._give_up(f"the worker died {often}; the last time it {reason}", EXIT_CRASH_LOOP)
+            return
         logger.error("the worker %s; starting another one in %.1f s", reason, delay_s)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._last_life.wait(), delay_s)
@@ -199,6 +208,7 @@ class Supervisor:
             return describe_exit(returncode)
         finally:
             self._life = None
+            self._num_unready = 0 if life.was_ready else self._num_unready + 1
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -250,6 +260,7 @@ class Supervisor:
                 # Connected and configured: neither the socket's path nor the file is needed any more, and if this
                 # process is killed nobody would remove them.
                 shutil.rmtree(life.folder, ignore_errors=True)
+            life.was_ready = life.was_ready or isinstance(message, Ready)
             if isinstance(message, StartFailed):
                 self._start_failed = message.message
                 asyncio.get_running_loop().call_later(_START_FAILED_GRACE_S, life.kill)

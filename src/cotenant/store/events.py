@@ -59,9 +59,12 @@ class EventStore:
 
     def page(self, job_id: str, *, after: str | None = None, limit: int = 20) -> Page[EventRecord]:
         """A page of a job's events, newest first. Raises InvalidInputError for an unknown ``after``."""
-        query = select(schema.events).where(_EVENTS.job_id == job_id)
+        owner = _EVENTS.job_id == job_id
+        query = select(schema.events).where(owner)
         return self._database.read(
-            lambda connection: read_page(connection, query, schema.events, _event_of, after=after, limit=limit)
+            lambda connection: read_page(
+                connection, query, schema.events, _event_of, after=after, limit=limit, owner=owner
+            )
         )
 
     def metrics(self, job_id: str) -> list[dict[str, Any]]:
@@ -153,10 +156,11 @@ class EventStore:
 
     def checkpoint_page(self, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[CheckpointRecord]:
         """A page of a job's checkpoints, newest first. Raises InvalidInputError for an unknown ``after``."""
-        query = select(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id)
+        owner = _CHECKPOINTS.job_id == job_id
+        query = select(schema.checkpoints).where(owner)
         return self._database.read(
             lambda connection: read_page(
-                connection, query, schema.checkpoints, self._checkpoint_of, after=after, limit=limit
+                connection, query, schema.checkpoints, self._checkpoint_of, after=after, limit=limit, owner=owner
             )
         )
 

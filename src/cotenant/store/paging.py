@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, Table, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, select, true
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.store.records import Page
@@ -22,13 +22,15 @@ def read_page(
     after: str | None,
     limit: int,
     ascending: bool = False,
+    owner: ColumnElement[bool] | None = None,
 ) -> Page[T]:
     """Up to ``limit`` rows of ``query`` by ``table``'s sequence, newest first unless ``ascending``.
 
-    Raises InvalidInputError if no row of ``table`` has the id ``after``.
+    Raises InvalidInputError if no row of ``table`` has the id ``after``, of those that ``owner`` says.
     """
     if after is not None:
-        sequence = connection.execute(select(table.c.sequence).where(table.c.id == after)).scalar_one_or_none()
+        last = select(table.c.sequence).where(table.c.id == after, true() if owner is None else owner)
+        sequence = connection.execute(last).scalar_one_or_none()
         if sequence is None:
             raise InvalidInputError(
                 f"Invalid 'after': there is no '{after[:100]}'.", code="invalid_value", param="after"
