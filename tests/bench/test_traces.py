@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_azure(tmp_path: Path) -> None:
     assert trace.format == "azure"
     assert [(one.input_len, one.output_len) for one in trace.requests] == [(374, 44), (396, 109), (879, 55)]
     assert [one.at_s for one in trace.requests] == pytest.approx([0.0, 4.314579, 4.54191], abs=1e-5)
+
+
+def test_azures_times_are_the_same_in_every_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In New York the clocks went on by an hour at 2 that night."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    times = ("01:59:59", "02:00:01", "02:59:00", "03:00:00")
+    rows = "".join(f"2024-03-10 {at},1,1\n" for at in times)
+    try:
+        trace = read_trace(write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [one.at_s for one in trace.requests] == [0.0, 2.0, 3541.0, 3601.0]
 
 
 def test_burstgpt_skips_requests_that_had_failed(tmp_path: Path) -> None:

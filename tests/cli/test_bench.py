@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cotenant.cli.bench_load import part_of_trace
 from forked import run_command
 
 URL = ("--url", "http://127.0.0.1:1")
@@ -55,6 +56,24 @@ def test_a_window_is_start_and_end(tmp_path: Path, window: str) -> None:
     result = bench(*URL, "--trace", str(trace), "--window", window)
     assert result.returncode == 2
     assert "--window" in result.stderr
+
+
+def test_a_trace_is_not_replaced_by_its_figures(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Request tokens,Response tokens\n0,5,5\n2,5,5\n")
+    result = bench(*URL, "--trace", str(trace), "--json", str(trace))
+    assert result.returncode == 2
+    assert f"--json: {trace} is read in this run" in result.stderr
+
+
+def test_the_busiest_part_ends_with_the_trace(tmp_path: Path) -> None:
+    """Behind its last request nobody comes, so nothing there says what requests wait or what training gets beside
+    them."""
+    path = tmp_path / "trace.csv"
+    path.write_text("Timestamp,Request tokens,Response tokens\n0,5,5\n2,5,5\n4,5,5\n")
+    assert part_of_trace(path, None, 3.0).duration_s == 3.0
+    assert part_of_trace(path, None, 600.0).duration_s == pytest.approx(4 + 4 / 3)
+    assert part_of_trace(path, "1:", None).duration_s == pytest.approx(3 + 4 / 3)
 
 
 def test_a_file_that_cannot_be_added_to_is_refused_before_the_run(tmp_path: Path) -> None:

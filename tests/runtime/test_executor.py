@@ -316,30 +316,6 @@ def test_a_tasklet_that_finds_no_memory_begins_its_micro_batch_again(
     assert not [update for update in bench.updates if isinstance(update, JobFailed)]
 
 
-def test_shortages_of_one_job_are_not_counted_for_the_next(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def run_short(num_times: int) -> None:
-        job, failures = bench.training._job, iter([True] * num_times)
-        assert job is not None
-        run_tasklet = job.run_tasklet
-
-        def short_of_memory() -> TaskletShape:
-            if next(failures, False):
-                raise torch.OutOfMemoryError("no memory")
-            return run_tasklet()
-
-        monkeypatch.setattr(job, "run_tasklet", short_of_memory)
-        bench.run(Plan(run_online=False, num_tasklets=num_times, interruptible=False))
-
-    run_short(8)
-    bench.pause()
-    bench.training.start(support.make_spec(tmp_path / "next"))
-    run_short(1)
-    assert bench.training.job_id is not None
-    assert not [update for update in bench.updates if isinstance(update, JobFailed)]
-
-
 def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     job = bench.training._job
     assert job is not None

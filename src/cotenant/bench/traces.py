@@ -13,7 +13,7 @@ import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO, TypeVar
 
@@ -152,7 +152,13 @@ _BURSTGPT_COLUMNS = ("timestamp", "request tokens", "response tokens")
 
 
 def _read_azure(file: TextIO, path: Path) -> Iterator[TraceRequest]:
-    return _read_csv(file, path, _AZURE_COLUMNS, lambda text: datetime.fromisoformat(text.strip()).timestamp())
+    return _read_csv(file, path, _AZURE_COLUMNS, _seconds_of)
+
+
+def _seconds_of(text: str) -> float:
+    """Without a zone it is UTC: in this machine's an hour of the year would come twice, and another not at all."""
+    at = datetime.fromisoformat(text.strip())
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def _read_burstgpt(file: TextIO, path: Path) -> Iterator[TraceRequest]:

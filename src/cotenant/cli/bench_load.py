@@ -86,15 +86,21 @@ def part_of_trace(path: Path, window: str | None, busiest_s: float | None) -> Tr
     trace = read_trace(path)
     if window is not None:
         start_s, end_s = _window(window)
-        if end_s == math.inf and trace.requests:  # it ends a mean gap after the last request
-            last_s = trace.requests[-1].at_s
-            end_s = max(start_s, last_s) + max(last_s / len(trace.requests), 1e-3)
-        trace = trace.window(start_s, end_s)
+        trace = trace.window(start_s, _last_end_s(trace, start_s) if end_s == math.inf else end_s)
     elif busiest_s is not None:
-        trace = trace.window(*trace.busiest(busiest_s))
+        start_s, end_s = trace.busiest(busiest_s)
+        trace = trace.window(start_s, min(end_s, _last_end_s(trace, start_s)))
     if not trace.requests:
         raise InvalidInputError(f"--window: {path} has no request between these seconds")
     return trace
+
+
+def _last_end_s(trace: Trace, start_s: float) -> float:
+    """Where the part of a trace that begins there ends: a mean gap after the last request."""
+    if not trace.requests:
+        return math.inf
+    last_s = trace.requests[-1].at_s
+    return max(start_s, last_s) + max(last_s / len(trace.requests), 1e-3)
 
 
 def _window(text: str) -> tuple[float, float]:

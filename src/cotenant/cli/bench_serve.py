@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import typer
 
 from cotenant.cli.bench_load import DEFAULT_NUM_PROMPTS, LoadFlags
-from cotenant.cli.output import check_outputs, fail, write_json
+from cotenant.cli.output import check_apart, check_outputs, fail, write_json
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def serve(
     if stop_when_missed and slo_ttft_ms is None and slo_tpot_ms is None:
         raise InvalidInputError("--stop-when-missed needs --slo-ttft-ms or --slo-tpot-ms")
     check_outputs(json=json_path)
+    check_apart({"json": json_path}, [] if trace is None else [trace])
     earlier = _earlier_results(json_path) if append_result else None
     load = LoadFlags(
         trace=trace,

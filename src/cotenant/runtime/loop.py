@@ -283,6 +283,7 @@ class WorkerLoop:
         else:
             self._executor.gaps_ms.clear()
         for request_id, error in self._engine.take_failures():
+            self._margin.forget(request_id)
             self._channel.send(RequestFailed(request_id, error.message, error.code, error.param))
         for ref, failure in self._engine.take_loaded():
             answer = AdapterLoaded(ref.name) if failure is None else AdapterFailed(ref.name, failure.message)

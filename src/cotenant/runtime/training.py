@@ -123,7 +123,8 @@ class TrainingTenant:
         """Begin to read what a job needs on a thread, for ``start_prepared``."""
         if self._job is not None and self._ending is not None:
             self._job.wait_for_writes()
-            self.publish()
+            while self._job is not None and self._ending is not None:  # what succeeded is told before what failed
+                self.publish()
         if self.job_id is not None:
             if self.job_id != spec.job_id:
                 self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))

@@ -1,0 +1,75 @@
+"""One job behind another in the training tenant."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cotenant.core.plan import Plan
+from cotenant.core.tasklet import TaskletShape
+from cotenant.wire.messages import CheckpointSaved, JobFailed
+from finetune import support
+from runtime.test_executor import Bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def test_shortages_of_one_job_are_not_counted_for_the_next(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def run_short(num_times: int) -> None:
+        job, failures = bench.training._job, iter([True] * num_times)
+        assert job is not None
+        run_tasklet = job.run_tasklet
+
+        def short_of_memory() -> TaskletShape:
+            if next(failures, False):
+                raise torch.OutOfMemoryError("no memory")
+            return run_tasklet()
+
+        monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+        bench.run(Plan(run_online=False, num_tasklets=num_times, interruptible=False))
+
+    run_short(8)
+    bench.pause()
+    bench.training.start(support.make_spec(tmp_path / "next"))
+    run_short(1)
+    assert bench.training.job_id is not None
+    assert not [update for update in bench.updates if isinstance(update, JobFailed)]
+    bench.pause()
+
+
+def test_who_comes_while_a_job_ends_waits_for_all_of_its_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that failed is told by itself, after those before it."""
+    job, numbers = bench.training._job, itertools.count()
+    assert job is not None
+    write, begun = job._files._checkpoints.write, threading.Event()
+
+    def write_the_first(*args: object) -> object:
+        begun.set()
+        if next(numbers) > 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(job._files._checkpoints, "write", write_the_first)
+    while not begun.is_set():
+        bench.training.run_tasklet()
+    step = job.step
+    while job.step == step:
+        bench.training.run_tasklet()
+    bench.training.cancel("ftjob-1")
+    bench.training.prepare(replace(support.make_spec(tmp_path / "next"), job_id="ftjob-2"))
+    told = [update for update in bench.updates if isinstance(update, CheckpointSaved | JobFailed)]
+    assert [(type(update), update.job_id) for update in told] == [(CheckpointSaved, "ftjob-1"), (JobFailed, "ftjob-1")]
+    assert bench.training.job_id == "ftjob-2"
