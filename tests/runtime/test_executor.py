@@ -9,7 +9,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
 from cotenant.finetune.agenda import Agenda
 from cotenant.finetune.evaluation import Evaluation
+from cotenant.finetune.job import TrainingJob
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.device_time import DeviceTime
@@ -66,6 +67,20 @@ class Bench:
         while self.training.job_id is not None:
             self.training.publish()
             assert time.monotonic() < deadline_s
+
+    def run_short(self, monkeypatch: pytest.MonkeyPatch, are_short: Iterable[bool]) -> TrainingJob:
+        """Let the job's next tasklets find no memory where that is said; the job."""
+        job, each = self.training._job, iter(are_short)
+        assert job is not None
+        run_tasklet = job.run_tasklet
+
+        def run_or_fail() -> TaskletShape:
+            if next(each, False):
+                raise torch.OutOfMemoryError("no memory")
+            return run_tasklet()
+
+        monkeypatch.setattr(job, "run_tasklet", run_or_fail)
+        return job
 
     def run(self, plan: Plan, looks_before_arrival: int = 1_000_000) -> int:
         """Execute the plan; a request 'arrives' after so many looks. Returns the tasklets that ran."""
@@ -301,29 +316,14 @@ def _largest(view: JobView) -> int:
 def test_a_tasklet_that_finds_no_memory_begins_its_micro_batch_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, failures = bench.training._job, iter([False, False, True, True])
-    assert job is not None
-    run_tasklet = job.run_tasklet
-
-    def short_of_memory() -> TaskletShape:
-        if next(failures, False):
-            raise torch.OutOfMemoryError("no memory")
-        return run_tasklet()
-
-    monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+    job = bench.run_short(monkeypatch, [False, False, True, True])
     bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
     assert job.step == 1
     assert not [update for update in bench.updates if isinstance(update, JobFailed)]
 
 
 def test_a_job_that_never_finds_memory_fails(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = bench.training._job
-    assert job is not None
-
-    def short_of_memory() -> TaskletShape:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+    bench.run_short(monkeypatch, itertools.repeat(True))
     bench.run(Plan(run_online=False, until_step_end=True, interruptible=False))
     assert [update.code for update in bench.updates if isinstance(update, JobFailed)] == ["out_of_memory"]
 

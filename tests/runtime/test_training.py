@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from cotenant.core.plan import Plan
-from cotenant.core.tasklet import TaskletShape
 from cotenant.wire.messages import CheckpointSaved, JobFailed
 from finetune import support
 from runtime.test_executor import Bench
@@ -27,16 +25,7 @@ def test_shortages_of_one_job_are_not_counted_for_the_next(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def run_short(num_times: int) -> None:
-        job, failures = bench.training._job, iter([True] * num_times)
-        assert job is not None
-        run_tasklet = job.run_tasklet
-
-        def short_of_memory() -> TaskletShape:
-            if next(failures, False):
-                raise torch.OutOfMemoryError("no memory")
-            return run_tasklet()
-
-        monkeypatch.setattr(job, "run_tasklet", short_of_memory)
+        bench.run_short(monkeypatch, [True] * num_times)
         bench.run(Plan(run_online=False, num_tasklets=num_times, interruptible=False))
 
     run_short(8)
