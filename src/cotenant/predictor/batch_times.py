@@ -117,9 +117,9 @@ class BatchTimes:
             asked = tiles * TILE - decodes.num_decode % TILE
             taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
             if taken_ms is not None and taken_ms > alone_ms:
-                told = _Start(asked, alone_ms, taken_ms, True)
-                self._last_start = (decodes, num_computed, told)
-                return told
+                start = _Start(asked, alone_ms, taken_ms, True)
+                self._last_start = (decodes, num_computed, start)
+                return start
         return None
 
     def _start_by_guess(self, decodes: BatchShape, num_computed: int) -> _Start | None:

@@ -25,10 +25,10 @@ _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
 # Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
 _LEFT_FOR_PROMPTS = 0.03
-# A request with fewer tokens than this, and fewer than half of what it may have and of a short answer, has time to
-# catch up: its slack does not count yet, unless the prompts that are there take more than this share of what it can
-# make up for: others come behind them. Then it counts, if they have time themselves; where they have none, a step may
-# take that share of what it can make up for.
+# A request with fewer tokens than ``_MOST_UNCOUNTED``, and fewer than half of what it may have and of a short answer,
+# has time to catch up: its slack does not count yet, unless the prompts that are there take more than ``_ROOM_SHARE``
+# of what it can make up for: others come behind them. Then it counts, if they have time themselves; where they have
+# none, a step may take that share.
 _MOST_UNCOUNTED = 16
 _ROOM_SHARE = 0.5
 _IN_TIME = 0.9  # of the TTFT target; what `turns` calls in time is a little more
