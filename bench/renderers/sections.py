@@ -303,8 +303,9 @@ SECTIONS = (
         "On a GPU: the grid's places beside training between requests",
         "All 24 places of [the grid](#on-a-gpu-the-grid-of-targets-rates-and-traces) where serving alone is in time, "
         "by a version later than those, all five policies of a place on one card, on the four cards of one more host: "
-        "`adaptive`, and three that [half of it](#on-a-gpu-half-of-the-grid-by-a-later-version) leaves out or has at "
-        "other places. `adaptive` is in time at all of them, with one request late in all, where one is late without a "
+        "`adaptive` and serving alone, `fineinfer` and `lifecycle`, which [half of "
+        "it](#on-a-gpu-half-of-the-grid-by-a-later-version) leaves out, and `static`, also where only that half had "
+        "it. `adaptive` is in time at all of them, with one request late in all, where one is late without a "
         "job, too. `fineinfer` and `lifecycle`, which train while nobody asks, are in time everywhere as well: where "
         "answers are a line, as in the code trace, `adaptive` trains 1.07 to 1.74 and 1.15 to 2.01 times as much; "
         "under the conversation somebody asks nearly all the time, and it trains at least 2.8 times as much. "
