@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,12 @@ import pytest
 
 from api_jobs.support import JOBS, Server, examples, run, server, success, write_adapter
 from cotenant import durable
-from cotenant.store import StoreError
+from cotenant.api.jobs import validator
+from cotenant.api.jobs.prepare_main import Task
+from cotenant.store import JobRecord, JobStatus, StoreError
 from cotenant.store.events import EventStore
+from cotenant.store.jobs import JobStore
+from cotenant.text.prepared_file import PreparedFile
 from cotenant.wire.messages import CheckpointSaved, UnloadAdapter
 
 pytestmark = pytest.mark.usefixtures("_validation_in_a_thread")
@@ -186,6 +192,82 @@ def test_an_ended_job_is_deleted_with_all_that_it_made(tmp_path: Path, end: str)
             assert [job["id"] for job in (await there.http.get(JOBS)).json()["data"]] == [kept]
             assert await there.models() == ["tiny", *await there.checkpoints(kept)]
             assert len(await there.messages(kept)) > 3
+
+    run(scenario)
+
+
+async def delete_at_once(there: Server, job_id: str) -> None:
+    assert (await there.post(job_id, "cancel"))["status"] == "cancelled"
+    assert (await there.http.delete(f"{JOBS}/{job_id}")).json()["deleted"]
+
+
+@pytest.mark.parametrize("step", ["first", "make_folder"])
+def test_a_job_deleted_as_its_validation_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Whichever way to the disk of the two is slow."""
+    begun, deleted = threading.Event(), threading.Event()
+    first, make_folder = JobStore.first, JobStore.make_folder
+    validating: list[Task] = []
+
+    def slow_first(store: JobStore, status: JobStatus, base_fingerprint: str) -> JobRecord | None:
+        job = first(store, status, base_fingerprint)
+        if job is not None and status is JobStatus.VALIDATING:
+            begun.set()
+            deleted.wait(1)
+        return job
+
+    def slow_make_folder(store: JobStore, job_id: str) -> Path:
+        begun.set()
+        deleted.wait(1)
+        return make_folder(store, job_id)
+
+    async def prepare(task: Task) -> tuple[PreparedFile, ...]:
+        validating.append(task)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            validating.remove(task)
+        return ()
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            monkeypatch.setattr(JobStore, step, {"first": slow_first, "make_folder": slow_make_folder}[step])
+            monkeypatch.setattr(validator, "prepare", prepare)
+            job_id = str((await there.create())["id"])
+            await asyncio.to_thread(begun.wait, 10)
+            await delete_at_once(there, job_id)
+            deleted.set()
+            await asyncio.sleep(0.2)
+            assert validating == []
+            assert not there.store.jobs.folder(job_id).exists()
+
+    run(scenario)
+
+
+def test_a_job_deleted_while_its_files_are_validated_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that validates writes until the moment it is killed."""
+    begun = asyncio.Event()
+
+    async def prepare(task: Task) -> tuple[PreparedFile, ...]:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)
+            Path(task.files[0].target).parent.mkdir(exist_ok=True)
+        return ()
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            monkeypatch.setattr(validator, "prepare", prepare)
+            job_id = str((await there.create())["id"])
+            await begun.wait()
+            await delete_at_once(there, job_id)
+            await asyncio.sleep(0.4)
+            assert not there.store.jobs.folder(job_id).exists()
 
     run(scenario)
 

@@ -70,11 +70,17 @@ class JobManager:
         self._base_fingerprint = base_fingerprint
         self._recorder = Recorder(store)
         self._dispatcher = WakeableTask("queue of jobs", self._dispatch)
-        self._validator = Validator(
-            store, config, base_folder, base_fingerprint, lambda: worker.last_ready, self._dispatcher.wake
-        )
-        # Held from reading a job's status until both the store and the worker know what follows from it.
+        # Held from reading a job's status until the store, the worker and the validator know what follows from it.
         self._deciding = asyncio.Lock()
+        self._validator = Validator(
+            store,
+            config,
+            base_folder,
+            base_fingerprint,
+            lambda: worker.last_ready,
+            self._dispatcher.wake,
+            self._deciding,
+        )
         self._in_worker: str | None = None
         self._fruitless_deaths = 0
         self._settled: dict[str, asyncio.Event] = {}
@@ -221,7 +227,7 @@ class JobManager:
             # Its validation has ended in this moment. From here on nothing but us changes its status.
             job = await asyncio.to_thread(self._store.jobs.get, job.id)
             _check_can_stop(job, goal)
-        self._validator.abandon(job.id)
+        await self._validator.abandon(job.id)
         self._signal_settled(job.id)
         return stopped
 

@@ -42,14 +42,17 @@ class Validator:
         base_fingerprint: str,
         model_facts: Callable[[], Ready | None],
         on_queued: Callable[[], None],
+        deciding: asyncio.Lock,
     ) -> None:
-        """``model_facts``: what the worker has said of the model, once it has."""
+        """``model_facts``: what the worker has said of the model, once it has. ``deciding``: held by whoever changes a
+        job's status, until ``abandon`` has returned."""
         self._store = store
         self._config = config
         self._base_folder = base_folder
         self._base_fingerprint = base_fingerprint
         self._model_facts = model_facts
         self._on_queued = on_queued
+        self._deciding = deciding
         self._loop = WakeableTask("validation of files", self._validate_next)
         self._current: tuple[str, asyncio.Task[tuple[PreparedFile, ...]]] | None = None
 
@@ -64,20 +67,30 @@ class Validator:
         """Kill the child process, if there is one. Its job stays ``validating_files``."""
         await self._loop.stop()
 
-    def abandon(self, job_id: str) -> None:
-        """The job's status has changed: if its files are being validated, stop that."""
+    async def abandon(self, job_id: str) -> None:
+        """The job's status has changed: if its files are being validated, stop that. Call it with ``deciding`` held.
+
+        When it returns nothing writes into the job's folder any more: a job that has ended may be deleted next.
+        """
         if self._current is not None and self._current[0] == job_id:
-            self._current[1].cancel()
+            preparing = self._current[1]
+            preparing.cancel()
+            await asyncio.wait([preparing])
 
     async def _validate_next(self) -> bool:
         ready = self._model_facts()
-        job = await asyncio.to_thread(self._store.jobs.first, JobStatus.VALIDATING, self._base_fingerprint)
-        if ready is None or job is None:
+        if ready is None:
             return False
-        logger.info("job %s: validating its files", job.id)
-        await asyncio.to_thread(self._store.jobs.make_folder, job.id)
-        preparing = asyncio.create_task(prepare(self._task(job, ready)))
-        self._current = (job.id, preparing)
+        # Whoever changes the job's status does so before it is read here, or finds it in ``_current`` and abandons it:
+        # no job that has ended gets a folder.
+        async with self._deciding:
+            job = await asyncio.to_thread(self._store.jobs.first, JobStatus.VALIDATING, self._base_fingerprint)
+            if job is None:
+                return False
+            logger.info("job %s: validating its files", job.id)
+            await asyncio.to_thread(self._store.jobs.make_folder, job.id)
+            preparing = asyncio.create_task(prepare(self._task(job, ready)))
+            self._current = (job.id, preparing)
         try:
             await asyncio.wait([preparing])
         finally:
