@@ -45,6 +45,44 @@ def test_a_bad_body_is_a_400_that_names_it(http: httpx.Client, body: Any, param:
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/detokenize", {"tokens": [5] * 1_500_000 + ["x"]}, "tokens", "invalid_value"),
+        ("/detokenize", {"tokens": [5] * (2**20 + 1)}, "tokens", "invalid_value"),
+        ("/v1/completions", {"model": MODEL, "prompt": [5] * 1_000_000 + [-1]}, "prompt", "context_length_exceeded"),
+        ("/v1/completions", {"model": MODEL, "prompt": [[5], [5] * 9999 + [-1]]}, "prompt", "context_length_exceeded"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": ["x"] * 999_999 + [1]}]},
+         "messages", "context_length_exceeded"),
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "x", "content": [""] * 9999}] * 200},
+         "messages", "context_length_exceeded"),
+    ],
+)  # fmt: skip
+def test_what_is_far_too_long_is_refused_before_each_part_is_looked_at(
+    http: httpx.Client, path: str, body: Any, param: str, code: str
+) -> None:
+    """Each has a flaw that only such a look finds."""
+    response = http.post(path, json=body)
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, param, code), error
+    assert "maximum context length" in error["message"] or "with a length <= 1048576" in error["message"]
+
+
+def test_many_parts_and_ids_that_fit_are_taken(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": ""} for _ in range(200)]  # joined by line breaks
+    answer = http.post("/tokenize", json={"model": MODEL, "messages": [{"role": "user", "content": parts}] * 3})
+    assert answer.status_code == 200
+    ids = answer.json()["tokens"] * 100
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == http.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"] * 100
+    assert text.count("\n") >= 199 * 3 * 100
+    with_strings = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert len(with_strings["token_strs"]) == with_strings["count"]
+    refused = http.post("/detokenize", json={"tokens": [*ids, 10**6]})
+    assert refused.status_code == 400
+    assert "token id 1000000 is not in the vocabulary" in error_of(refused)["message"]
+
+
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"model": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"model": "\\ud800"}'])
 def test_malformed_json_is_a_400(http: httpx.Client, raw: bytes) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from cotenant.api.schemas.chat import ChatRequest, checked_messages
 from cotenant.api.schemas.completion import CompletionRequest
-from cotenant.api.schemas.parsing import IGNORED_FIELDS, UNSUPPORTED_FIELDS, parse
+from cotenant.api.schemas.parsing import IGNORED_FIELDS, UNSUPPORTED_FIELDS, parse, read_object
 from cotenant.api.schemas.sampling import for_choice, sampling_params
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import SamplingParams
@@ -291,3 +294,28 @@ def test_a_bad_message_is_refused_by_its_place(message: dict[str, Any], param: s
         checked_messages([MESSAGES[0], message])
     assert caught.value.param == param
     assert param in caught.value.message
+
+
+def read(raw: bytes) -> dict[str, Any]:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": raw}
+
+    return asyncio.run(read_object(Request({"type": "http", "method": "POST", "headers": []}, receive)))
+
+
+def test_what_a_large_body_holds_is_not_walked_as_garbage_while_it_grows() -> None:
+    walks: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        walks.append(phase)
+
+    raw = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": []}] * 100_000})
+    gc.callbacks.append(note)
+    try:
+        parse(read(raw), ChatRequest)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(walks) < 20
+    with pytest.raises(InvalidInputError):
+        read(raw[:-1])
+    assert gc.isenabled()

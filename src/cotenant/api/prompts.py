@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # Shorter texts are tokenised faster than a thread takes over; longer ones would hold up other clients' tokens.
 _INLINE_CHARACTERS = 4096
-# What a message costs besides its text, as a number of characters that cost as much.
+# What a message, or a part of one, costs besides its text, as a number of characters that cost as much.
 _MESSAGE_CHARACTERS = 64
 # Names that the rendering itself uses.
 _RESERVED_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt", "generation_marks"})
@@ -99,6 +99,18 @@ class PromptEncoder:
         await self._check_length(len(text), max_model_len, param)
         return await run_apart(len(text), lambda: self._tokenizer.encode(text, add_special_tokens))
 
+    async def check_messages(self, messages: list[dict[str, Any]], *, max_model_len: int) -> list[dict[str, Any]]:
+        """``checked_messages``, in a thread if there is much of them. Raises ``InvalidInputError``, also if the line
+        breaks alone that join parts of content are far too long: before anything is done for each part."""
+        num_messages = len(messages)
+        num_parts, num_calls = await run_apart(
+            num_messages * _MESSAGE_CHARACTERS,
+            lambda: (_num_listed(messages, "content"), _num_listed(messages, "tool_calls")),
+        )
+        await self._check_length(num_parts - num_messages, max_model_len, "messages")
+        num_pieces = num_messages + num_parts + num_calls
+        return await run_apart(num_pieces * _MESSAGE_CHARACTERS, lambda: checked_messages(messages))
+
     async def encode_chat(
         self, conversation: Conversation, *, max_model_len: int, add_special_tokens: bool = False
     ) -> list[int]:
@@ -140,9 +152,16 @@ async def run_apart(num_characters: int, work: Callable[[], T]) -> T:
     return work() if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
-async def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``checked_messages``, in a thread if there are many."""
-    return await run_apart(len(messages) * _MESSAGE_CHARACTERS, lambda: checked_messages(messages))
+def _num_listed(messages: list[dict[str, Any]], field: str) -> int:
+    """How many items the messages hold together in ``field``, where that is a list."""
+    values = (message.get(field) for message in messages)
+    return sum(len(value) for value in values if isinstance(value, list))
+
+
+def check_num_tokens(num_prompt: int, max_model_len: int, param: str) -> None:
+    """Raise ``InvalidInputError``, as ``token_budget`` does, for a prompt that no request has room for."""
+    if num_prompt > max_model_len:
+        raise _too_long(str(num_prompt), max_model_len, param)
 
 
 def token_budget(num_prompt: int, requested: int | None, default: int | None, max_model_len: int, param: str) -> int:

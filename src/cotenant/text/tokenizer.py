@@ -17,7 +17,7 @@ from cotenant.text.unicode import check_encodable
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_START = "▁"
-# Characters from which on a text takes long enough for other threads to notice.
+# Characters or tokens from which on a text takes long enough for other threads to notice.
 _LONG_TEXT = 4096
 
 
@@ -166,7 +166,10 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         try:
-            return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) < _LONG_TEXT:
+                return self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            # The same, but it lets other threads run meanwhile.
+            return self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         except OverflowError as error:
             raise InvalidInputError(f"Token ids must be between 0 and {self._vocab_size - 1}") from error
 

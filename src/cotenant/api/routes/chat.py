@@ -27,7 +27,7 @@ from cotenant.api.generation import (
 from cotenant.api.logprobs import chat_logprobs
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import Conversation, check_messages, check_num_choices, require_ready, token_budget
+from cotenant.api.prompts import Conversation, check_num_choices, require_ready, token_budget
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.chat import (
     ChatChoice,
@@ -88,9 +88,8 @@ class _Chat:
     ) -> _Chat:
         """Check what is left to check, write the prompt, and give each choice its request."""
         check_num_choices(state, body.n)
-        conversation = Conversation(
-            await check_messages(body.messages), body.tools, body.add_generation_prompt, body.chat_template_kwargs
-        )
+        messages = await state.prompts.check_messages(body.messages, max_model_len=ready.max_model_len)
+        conversation = Conversation(messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
         prompt = await state.prompts.encode_chat(conversation, max_model_len=ready.max_model_len)
         sampling = sampling_params(
             body,

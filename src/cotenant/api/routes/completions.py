@@ -28,7 +28,7 @@ from cotenant.api.generation import (
 from cotenant.api.logprobs import completion_logprobs, joined
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import check_num_choices, require_ready, run_apart, token_budget
+from cotenant.api.prompts import check_num_choices, check_num_tokens, require_ready, run_apart, token_budget
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.completion import (
     DEFAULT_MAX_TOKENS,
@@ -39,7 +39,7 @@ from cotenant.api.schemas.completion import (
     Prompt,
 )
 from cotenant.api.schemas.parsing import parse, read_object
-from cotenant.api.schemas.sampling import check_token_id, sampling_params
+from cotenant.api.schemas.sampling import check_token_ids, sampling_params
 from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
 from cotenant.api.usage import UsageCount
@@ -228,8 +228,8 @@ async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt
         )
     else:
         token_ids = prompt
-        for token_id in token_ids:
-            check_token_id(token_id, ready.vocab_size, "prompt")
+        check_num_tokens(len(token_ids), ready.max_model_len, "prompt")  # there may be a million
+        check_token_ids(token_ids, ready.vocab_size, "prompt")
     if not token_ids:
         raise InvalidInputError("Invalid 'prompt': it is empty.", param="prompt", code="invalid_value")
     if not body.echo:

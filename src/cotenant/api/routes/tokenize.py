@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cotenant.api.openapi import answers, body_of
-from cotenant.api.prompts import Conversation, check_messages, require_ready
+from cotenant.api.prompts import Conversation, require_ready, run_apart
 from cotenant.api.responses import json_response
 from cotenant.api.schemas.parsing import parse, read_object
-from cotenant.api.schemas.sampling import check_token_id
+from cotenant.api.schemas.sampling import check_token_ids
 from cotenant.api.schemas.tokens import (
     MAX_TEXT_CHARACTERS,
     DetokenizeRequest,
@@ -20,6 +20,7 @@ from cotenant.api.schemas.tokens import (
     TokenizeResponse,
 )
 from cotenant.api.state import AppState, state_of
+from cotenant.text.tokenizer import Tokenizer
 
 router = APIRouter(tags=["tokens"])
 
@@ -35,7 +36,9 @@ async def tokenize(request: Request) -> Response:
     body.check()
     await _check_model(state, body.model)
     token_ids = await _encode(state, body)
-    strings = [state.token_texts.text(token_id) for token_id in token_ids] if body.return_token_strs else None
+    strings = None
+    if body.return_token_strs:
+        strings = await run_apart(len(token_ids), lambda: list(map(state.token_texts.text, token_ids)))
     return json_response(TokenizeResponse(len(token_ids), ready.max_model_len, token_ids, strings))
 
 
@@ -47,10 +50,12 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = parse(await read_object(request), DetokenizeRequest)
     await _check_model(state, body.model)
-    for token_id in body.tokens:
-        check_token_id(token_id, state.tokenizer.vocab_size, "tokens")
-    text = await asyncio.to_thread(state.tokenizer.decode, body.tokens, False)
-    return json_response(DetokenizeResponse(text))
+    return json_response(DetokenizeResponse(await asyncio.to_thread(_decode, state.tokenizer, body.tokens)))
+
+
+def _decode(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    check_token_ids(token_ids, tokenizer.vocab_size, "tokens")
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 async def _check_model(state: AppState, name: str | None) -> None:
@@ -64,9 +69,8 @@ async def _encode(state: AppState, body: TokenizeRequest) -> list[int]:
         return await state.prompts.encode(
             prompt, add_special_tokens=add_special_tokens, max_model_len=MAX_TEXT_CHARACTERS, param="prompt"
         )
-    conversation = Conversation(
-        await check_messages(body.messages or []), body.tools, body.add_generation_prompt, body.chat_template_kwargs
-    )
+    messages = await state.prompts.check_messages(body.messages or [], max_model_len=MAX_TEXT_CHARACTERS)
+    conversation = Conversation(messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
     return await state.prompts.encode_chat(
         conversation, max_model_len=MAX_TEXT_CHARACTERS, add_special_tokens=bool(body.add_special_tokens)
     )

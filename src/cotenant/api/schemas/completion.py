@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from cotenant.api.schemas.chat import Usage
-from cotenant.api.schemas.sampling import MAX_LOGPROBS, SamplingFields
+from cotenant.api.schemas.sampling import MAX_LOGPROBS, MAX_TOKEN_IDS, SamplingFields
 from cotenant.core.errors import InvalidInputError
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
-# Far more tokens than any context has, and few enough that looking at each of them holds nobody up.
-_MAX_ITEMS = 1 << 20
 _INT32 = 2**31 - 1
 
 Prompt = str | list[int]
-TokenIds = Annotated[list[int], Meta(max_length=_MAX_ITEMS)]
+TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKEN_IDS)]
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
-    """The body of a completion. ``prompt`` is a string, a list of token ids, or a list of either."""
+class CompletionRequest(SamplingFields, kw_only=True, dict=True):
+    """The body of a completion. ``prompt`` is a string, a list of token ids, or a list of either. It has a ``__dict__``
+    for what is cached."""
 
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=_MAX_ITEMS)]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]
     max_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     echo: bool = False
@@ -37,21 +37,21 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """The most tokens that the client asked for; None: it named no limit."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    @property
+    @cached_property
     def prompts(self) -> list[Prompt]:
         """The prompts, one or many. Raises ``InvalidInputError`` for a list of mixed kinds."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if all(isinstance(item, int) for item in self.prompt):
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        prompts: list[Prompt] = [item for item in self.prompt if not isinstance(item, int)]
-        if len(prompts) != len(self.prompt):
+        kinds = set(map(type, self.prompt))
+        if kinds == {int}:
+            return [cast(list[int], self.prompt)]
+        if int in kinds:
             raise InvalidInputError(
                 "Invalid 'prompt': a list must hold only token ids, or only strings and lists of token ids.",
                 param="prompt",
                 code="invalid_value",
             )
-        return prompts
+        return cast(list[Prompt], self.prompt)
 
     def check(self) -> None:
         super().check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -14,6 +15,8 @@ from cotenant.core.request import SamplingParams
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+# Far more tokens than any context has, and few enough that looking at each of them holds nobody up.
+MAX_TOKEN_IDS = 1 << 20
 MIN_REPETITION_PENALTY = 0.01  # logits are divided by it, in float32
 _INT32 = 2**31 - 1
 _SEED_VALUES = 2**63
@@ -89,8 +92,7 @@ def sampling_params(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """The worker's view of ``fields``; token ids are checked against the vocabulary."""
-    for token_id in fields.stop_token_ids:
-        check_token_id(token_id, vocab_size, "stop_token_ids")
+    check_token_ids(fields.stop_token_ids, vocab_size, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.temperature,
@@ -114,6 +116,13 @@ def for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     if sampling.seed is None or index == 0:
         return sampling
     return dataclasses.replace(sampling, seed=(sampling.seed + index) % _SEED_VALUES)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise ``InvalidInputError`` for the first id that is not in the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):  # far faster than one by one
+        for token_id in token_ids:
+            check_token_id(token_id, vocab_size, param)
 
 
 def check_token_id(token_id: int, vocab_size: int, param: str) -> None:

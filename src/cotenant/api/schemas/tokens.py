@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from cotenant.api.schemas.sampling import TokenId
+from cotenant.api.schemas.sampling import MAX_TOKEN_IDS, TokenId
 from cotenant.core.errors import InvalidInputError
 
 MAX_TEXT_CHARACTERS = 4 * 1024 * 1024
@@ -41,7 +41,7 @@ class TokenizeResponse(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
     model: str | None = None
 
 
