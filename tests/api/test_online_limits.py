@@ -128,5 +128,9 @@ def test_a_stream_whose_worker_dies_ends_with_an_error_event(server: serving.Run
     assert error["code"] == "worker_lost"
     assert error["type"] == "server_error"
     assert all("error" not in json.loads(event) for event in events[:-1])
+    (line,) = [line for line in server.log.splitlines() if "cut off" in line]
+    assert "WARNING" in line
+    assert re.search(r"cut off [1-8] requests; [0-7] are held", line)
+    assert "the stream ended with an error" not in server.log
     server.wait_ready()
     assert http.post("/v1/chat/completions", json={**BODY, "max_tokens": 2}, headers=HEADERS).status_code == 200

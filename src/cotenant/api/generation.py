@@ -269,7 +269,7 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
             if run == MAX_COLLECT_RUNS:
                 tried = f"The request was begun {run} times and is not run again."
                 raise WorkerLostError(f"{error.message} {tried}", code=error.code) from error
-            logger.warning("%s: the worker died, running the request again", choice.request.request_id)
+            logger.debug("%s: the worker died, running the request again", choice.request.request_id)
             choice = replace(choice, request=replace(choice.request, request_id=f"{choice.request.request_id}-again"))
     raise AssertionError("unreachable")
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from cotenant.api.errors import error_object_of, request_id_of
 from cotenant.api.middleware import BODY_SEND
-from cotenant.core.errors import CotenantError
+from cotenant.core.errors import CotenantError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,9 @@ class EventStreamResponse(Response):
             held += DONE
         except Exception as error:
             if isinstance(error, CotenantError):
-                logger.warning("%s: the stream ended with an error: %s", self._request_id, error.message)
+                # Of a worker's death its client has said how many streams it ends.
+                level = logging.DEBUG if isinstance(error, WorkerLostError) else logging.WARNING
+                logger.log(level, "%s: the stream ended with an error: %s", self._request_id, error.message)
             else:
                 logger.exception("%s: unexpected error during the stream", self._request_id)
             held += event(error_object_of(error))

@@ -322,14 +322,17 @@ class WorkerClient:
     def on_lost(self, reason: str) -> None:
         self.ready = None
         self.stats = Stats()
-        for live in self._live.values():
+        affected = [live for live in self._live.values() if not live.has_ended]
+        for live in affected:
             self._on_request_lost(live, reason)
+        num_ended = sum(live.has_ended for live in affected)
+        if affected:  # one line however many they are: with those who answer them it would be one for each
+            num_held = len(affected) - num_ended
+            logger.warning("the worker's end cut off %d requests; %d are held for the next one", num_ended, num_held)
         for name in self._adapter_loads:
             self._on_adapter(name, _no_worker())
 
     def _on_request_lost(self, live: LiveRequest, reason: str) -> None:
-        if live.has_ended:
-            return
         live.sent = False
         if not live.streamed and live.num_runs < MAX_RUNS and not self.draining:
             live.results.clear()
@@ -345,6 +348,9 @@ class WorkerClient:
         self._failed.set()
 
     def _end_all(self, message: str) -> None:
+        num_live = self.num_live
+        if num_live:
+            logger.warning("%d requests are cut off: %s", num_live, message)
         for live in self._live.values():
             live.fail(WorkerLostError(message, code="worker_lost"))
 
