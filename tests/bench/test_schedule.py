@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cotenant.bench.generator import split
 from cotenant.bench.schedule import PlannedRequest, PromptMaker, from_trace, request_body, synthetic
 from cotenant.bench.traces import Trace, TraceRequest
+from cotenant.core.errors import InvalidInputError
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
@@ -34,6 +35,14 @@ def test_gaps_are_gamma_distributed_at_the_rate_that_was_asked_for(burstiness: f
 def test_infinite_burstiness_is_even_and_an_infinite_rate_is_all_at_once() -> None:
     assert arrivals(4, 2.0, math.inf) == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert arrivals(3, math.inf, 1.0) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("count", "burstiness"), [(4, 1e-5), (1000, 1e-9), (1, 1e-300)])
+def test_a_burstiness_that_leaves_no_gaps_is_refused(count: int, burstiness: float) -> None:
+    with pytest.raises(InvalidInputError, match="is too small") as caught:
+        arrivals(count, 2.0, burstiness)
+    assert f"--burstiness {burstiness:g}" in caught.value.message
+    assert arrivals(count, 2.0, 0.01)[-1] == pytest.approx(count / 2)
 
 
 def test_a_trace_is_replayed_faster_with_its_own_lengths() -> None:

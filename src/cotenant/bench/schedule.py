@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cotenant.bench.traces import HASH_BLOCK_TOKENS, Trace
+from cotenant.core.errors import InvalidInputError
 
 # Below lie special tokens and bytes in most vocabularies.
 _FIRST_TOKEN_ID = 100
@@ -48,7 +49,8 @@ def synthetic(
     """Requests of one shape at a mean rate, as `vllm bench serve` spaces them.
 
     Gaps follow a gamma distribution of shape ``burstiness`` (1: a Poisson process, less: bursts, infinite: even),
-    scaled so that the last one is due at ``num_requests / rate_per_s``. An infinite rate sends all at once.
+    scaled so that the last one is due at ``num_requests / rate_per_s``. An infinite rate sends all at once. Raises
+    InvalidInputError for a burstiness so small that no gap is left to be scaled.
     """
     drawn = _draw_models(models, num_requests, seed)
     due_s = _arrivals(num_requests, rate_per_s, burstiness, seed)
@@ -66,7 +68,14 @@ def _arrivals(num_requests: int, rate_per_s: float, burstiness: float, seed: int
     else:
         gaps = np.random.default_rng((seed, 0)).gamma(burstiness, size=num_requests)
     times = np.cumsum(gaps)
-    arrivals: list[float] = (times * (num_requests / rate_per_s / times[-1])).tolist()
+    span = float(times[-1])
+    scale = num_requests / rate_per_s / span if span > 0 else math.inf
+    if math.isinf(scale):
+        raise InvalidInputError(
+            f"--burstiness {burstiness:g} is too small: it leaves no gap between {num_requests} requests that could be "
+            "told from 0; give 0.01 or more, or --request-rate inf to send all at once"
+        )
+    arrivals: list[float] = (times * scale).tolist()
     return arrivals
 
 
