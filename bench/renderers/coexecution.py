@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from cotenant.bench import board_power
 from cotenant.bench.colocate_text import attainment_text, comparison_lines, harvest_text, place_name
-from cotenant.bench.comparison import SUBJECT, place_key
+from cotenant.bench.comparison import SUBJECT, is_at, place_key
 from cotenant.bench.device_losses import HEADER, NOTE, loss_rows
 from renderers.text import Result, machine_text, pair, table
 
@@ -38,11 +38,11 @@ def colocate(results: Sequence[Result]) -> list[str]:
 
 def _losses(result: Result) -> list[str]:
     """Of ``adaptive`` and, where the comparison names one, of the best other policy at each place."""
-    best = {place_key(place["place"]): place["best_other"] for place in result.get("comparison", {}).get("places", ())}
+    places = result.get("comparison", {}).get("places", ())
     rows = [
         [place_name(cell), f"`{cell['policy']}`", *shares]
         for cell, shares in loss_rows(result["cells"])
-        if cell["policy"] in (SUBJECT, best.get(place_key(cell)))
+        if cell["policy"] in (SUBJECT, *(place["best_other"] for place in places if is_at(cell, place["place"])))
     ]
     return [NOTE, table(("place", "policy", *HEADER), rows)] if rows else []
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cotenant.bench.colocate_text import load_name
-from cotenant.bench.comparison import REFERENCE, SUBJECT, place_key
+from cotenant.bench.comparison import REFERENCE, SUBJECT, is_at
 from renderers.text import Result, pair, table
 
 _GRID = "colocate_grid_h200.json"
@@ -44,10 +44,10 @@ def in_short(results: Path) -> list[str]:
 
 def _places(result: Result) -> str:
     """A row for each place where serving alone meets the SLO: `inference-only` beside `adaptive`."""
-    cells = {(place_key(cell), cell["policy"]): cell for cell in result["cells"]}
     rows = []
     for place in sorted(result["comparison"]["places"], key=lambda each: _order(each["place"])):
-        alone, ours = (cells.get((place_key(place["place"]), policy)) for policy in (REFERENCE, SUBJECT))
+        cells = {cell["policy"]: cell for cell in result["cells"] if is_at(cell, place["place"])}
+        alone, ours = cells.get(REFERENCE), cells.get(SUBJECT)
         if alone is not None and ours is not None and place["policies"][REFERENCE]["meets_slo"]:
             rows.append(_row(alone, ours, place))
     return table(_HEADER, rows)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, place_key, pooled_errors
+from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at, pooled_errors
 from cotenant.cli.colocate_parts import joined
 from renderers.text import Result, table
 
@@ -139,7 +139,7 @@ def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]
         place["place"]["time_scale"]: (place, cell)
         for place in grid["comparison"]["places"]
         for cell in grid["cells"]
-        if cell["policy"] == SUBJECT and place_key(cell) == place_key(place["place"])
+        if cell["policy"] == SUBJECT and is_at(cell, place["place"])
         if cell["trace"] == "conv" and cell["slo"]["tpot_ms"] == 40.0
     }
     _, cell = places[1.0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotenant.bench.colocate_text import comparison_lines
+from cotenant.bench.colocate_text import comparison_lines, load_name, with_parts
 from cotenant.bench.comparison import compare
 
 ALONE = 100.0
@@ -161,6 +161,41 @@ def test_two_gpus_as_measured_are_no_rival_on_one() -> None:
     assert two["separate_meets_slo"], "its server does, if not the one in one process"
     only = compared(cell("adaptive", 75.0), cell("separate", 120.0), cell("mps-60", 50.0))
     assert only["ratios"]["best_other"] == {"policy": "mps-60", "ratio": 1.5}
+
+
+def test_parts_of_a_trace_are_places_of_their_own() -> None:
+    """As JSON has their windows, or as they were measured."""
+    early, late = {"window_s": [0.0, 60.0]}, {"window_s": (600.0, 660.0)}
+    cells = [cell("adaptive", 60.0) | early, cell("static", 50.0) | late]
+    cells += [cell("adaptive", 40.0) | late, cell("static", 30.0) | {"window_s": (0.0, 60.0)}]
+    comparison = compared(*cells)
+    assert [place["ratio_to_best_other"] for place in comparison["places"]] == [2.0, 0.8]
+    assert comparison["behind"] == [comparison["places"][1]["place"]]
+    told = compared(*with_parts(cells))
+    assert any("behind the best other: conv (from 600 s) x 1 at 10 ms." in line for line in comparison_lines(told))
+    longer = with_parts([cell("static", 30.0) | {"window_s": [0.0, 90.0]}, *cells])
+    assert [load_name(each) for each in longer[:3]] == [
+        "conv (0 to 90 s) x 1",
+        "conv (0 to 60 s) x 1",
+        "conv (from 600 s) x 1",
+    ]
+    seconds = [cell("static", 30.0, scale=scale) | {"window_s": [6.0, 6.0 + 12 * scale]} for scale in (1.0, 2.0)]
+    assert [load_name(each) for each in with_parts(seconds)] == ["conv x 1", "conv x 2"], "of --cell-seconds"
+
+
+def test_two_gpus_share_one_part_of_a_trace() -> None:
+    def part(policy: str, speed: float, scale: float, *window: float) -> dict[str, Any]:
+        return cell(policy, speed, 0.98 if policy == "inference-only" else 1.0, scale=scale) | {"window_s": window}
+
+    whole = [part("separate", 120.0, 2.0, 600.0, 660.0), part("inference-only", 0.0, 2.0, 0.0, 90.0)]
+    whole.append(part("separate", 150.0, 2.0, 0.0, 60.0))
+    halves = [part("adaptive", 75.0, 1.0, 0.0, 60.0), part("adaptive", 75.0, 1.0, 0.0, 30.0)]
+    told = compared(*whole, *halves, part("adaptive", 60.0, 1.0, 30.0, 60.0))["two_gpus"]
+    assert [(each["separate_tokens_per_s"], each["separate_meets_slo"]) for each in told] == [
+        (150.0, True),
+        (100.0, False),  # of --cell-seconds, which takes more at a higher rate
+        (100.0, None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,22 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     assert "--load-format: the file of --json has dummy, not auto; --resume goes on with the same" in real.stderr
 
 
+def test_another_part_of_a_trace_is_measured_too(tmp_path: Path) -> None:
+    rows = [f"2023-11-16 18:15:4{second}.{tenth},12,4" for second in (0, 1) for tenth in (0, 5)]
+    (tmp_path / "conv.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    path, page = tmp_path / "grid.json", tmp_path / "grid.html"
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(tmp_path / "conv.csv")]
+    arguments += ["--min-requests", "1", "--slo-tpot-ms", "10000", "--policies", "inference-only"]
+    arguments += ["--json", str(path), "--html", str(page), "--resume"]
+    for window in ("0:1", "1:2", "0:1"):
+        result = bench_colocate(*arguments, "--window", window)
+        assert result.returncode == 0, result.stderr
+    cells = json.loads(path.read_text())["cells"]
+    assert [cell["window_s"] for cell in cells] == [[0.0, 1.0], [1.0, 2.0]]
+    assert cells[0]["request_rate"] == cells[1]["request_rate"]
+    assert all(f"conv (from {second} s) x 1 at 10000 ms" in page.read_text() for second in (0, 1))
+
+
 def test_an_interrupted_run_tells_what_it_has_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, page, measure = tmp_path / "grid.json", tmp_path / "grid.html", ColocateBench.steady
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cotenant.bench.charts import Marker, Series, Style, area_chart, line_chart, style
-from cotenant.bench.colocate_text import load_name, place_name
+from cotenant.bench.colocate_text import load_name, place_name, trace_name
 from cotenant.bench.comparison import SUBJECT, by_place, meets_slo
 
 Cell = Mapping[str, Any]
@@ -43,7 +43,7 @@ class ColocateCharts:
         """Training throughput against the rate of requests, a chart for each trace and target; where a trace ran at
         several rates."""
         traced = [cell for cell in self._cells if cell["load"] == "trace"]
-        groups = _grouped(traced, lambda cell: f"{cell.get('trace') or cell['format']} at {_target(cell):g} ms")
+        groups = _grouped(traced, lambda cell: f"{trace_name(cell)} at {_target(cell):g} ms")
         return [
             self._throughput(f"{name}: training against the load", "requests, 1/s", cells, _rate)
             for name, cells in groups

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cotenant.bench.comparison import BASELINES, REFERENCE, SEPARATE, SUBJECT, TOLERANCE
+from cotenant.bench.comparison import BASELINES, REFERENCE, SEPARATE, SUBJECT, TOLERANCE, window_s
 
 _MOST_HARVEST = 1.01  # a little more may be the timing
 HEADER = ("load", "TPOT target", "policy", "tokens/s", "harvest", "attainment", "TTFT p50/p99", "TPOT", "ITL")
@@ -17,7 +18,37 @@ def load_name(cell: Cell) -> str:
     """A load in a few words."""
     if cell["load"] == "steady":
         return f"{cell['batch_size']} x {cell['context']}"
-    return f"{cell.get('trace') or cell['format']} x {cell['time_scale']:g}"
+    return f"{trace_name(cell)} x {cell['time_scale']:g}"
+
+
+def trace_name(cell: Cell) -> str:
+    """Of a trace, with its part where there are others (``with_parts``)."""
+    return f"{cell.get('trace') or cell['format']}{f' ({part})' if (part := cell.get('part')) else ''}"
+
+
+def with_parts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The cells; where several parts of a trace are among them, each with its ``part`` in words, which names then have.
+    A window that is longer at a higher rate (--cell-seconds) is no other part."""
+    begins: defaultdict[object, set[float]] = defaultdict(set)
+    ends: defaultdict[object, set[float | None]] = defaultdict(set)
+    for cell in cells:
+        trace, begin_s, end_s = _part(cell)
+        begins[trace].add(begin_s)
+        ends[trace, begin_s, cell.get("time_scale")].add(end_s)
+    named = []
+    for cell in cells:
+        trace, begin_s, end_s = _part(cell)
+        has_longer = len(ends[trace, begin_s, cell.get("time_scale")]) > 1
+        text = f"from {begin_s:g} s" if not has_longer or end_s is None else f"{begin_s:g} to {end_s:g} s"
+        part = {"part": text} if has_longer or len(begins[trace]) > 1 else {}
+        named.append({**{name: value for name, value in cell.items() if name != "part"}, **part})
+    return named
+
+
+def _part(cell: Cell) -> tuple[object, float, float | None]:
+    """Of which trace, from when, and to when; None: to its end. Steady loads have one part."""
+    begin_s, end_s = window_s(cell) or (0.0, None)
+    return (cell["load"], cell.get("trace")), begin_s, end_s
 
 
 def table_row(cell: Cell) -> list[str]:

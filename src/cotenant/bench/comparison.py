@@ -1,8 +1,8 @@
 """Policies compared over the grid of `cotenant bench colocate`, from its figures alone.
 
-A place is a load at a rate with a target: one cell for each policy. A policy meets the SLO there if the share of
-requests that met both targets is at least ``slo_attainment``. Cells without requests say nothing about it and are left
-out.
+A place is a load, which may be a part of a trace, at a rate with a target: one cell for each policy. A policy meets the
+SLO there if the share of requests that met both targets is at least ``slo_attainment``. Cells without requests say
+nothing about it and are left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ SEPARATE = "separate"  # of bench/compare_sharing.py: it has two GPUs, so it is 
 TOLERANCE = 0.03
 _NO_RIVALS = (SUBJECT, SEPARATE)
 _ERRORS = ("mean", "share_above_10_percent")  # cells of an earlier version lack the second
-_PLACE = ("load", "batch_size", "context", "num_tokens", "trace", "format", "time_scale", "num_runs", "request_rate")
+_PLACE = (
+    "load",
+    "batch_size",
+    "context",
+    "num_tokens",
+    "trace",
+    "format",
+    "time_scale",
+    "window_s",
+    "num_runs",
+    "request_rate",
+)
 
 Report = Mapping[str, Any]
 Cell = Mapping[str, Any]
@@ -62,7 +73,20 @@ def by_place(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 def place_key(cell: Cell) -> tuple[object, ...]:
     """The same for all cells of a place."""
-    return (*(cell.get(name) for name in _PLACE), cell["slo"]["ttft_ms"], cell["slo"]["tpot_ms"])
+    values = (window_s(cell) if name == "window_s" else cell.get(name) for name in _PLACE)
+    return (*values, cell["slo"]["ttft_ms"], cell["slo"]["tpot_ms"])
+
+
+def window_s(cell: Cell) -> tuple[float, float] | None:
+    """Of a trace, from when to when; None: all of it. As JSON has it or not, it is the same."""
+    window = cell.get("window_s")
+    return None if window is None else (window[0], window[1])
+
+
+def is_at(cell: Cell, place: Cell) -> bool:
+    """Whether a cell is of this place of a comparison in the same file; earlier versions wrote places down without
+    their windows, which the cells have."""
+    return all(place[name] == cell.get(name) for name in (*_PLACE, "slo") if name in place)
 
 
 def cell_key(cell: Cell) -> tuple[object, ...]:
@@ -99,7 +123,7 @@ def _place(cells: Sequence[Cell], slo_attainment: float, alone: float) -> dict[s
     ratio = None
     if best is not None and SUBJECT in policies:
         ratio = _ratio(_counted(policies[SUBJECT]), policies[best]["train_tokens_per_s"])
-    place = {name: cells[0][name] for name in (*_PLACE, "slo") if name in cells[0]}
+    place = {name: cells[0][name] for name in (*_PLACE, "part", "slo") if name in cells[0]}
     return {"place": place, "policies": policies, "best_other": best, "ratio_to_best_other": ratio}
 
 
@@ -165,7 +189,7 @@ def _two_gpus(places: Sequence[Mapping[str, Any]], alone_tokens_per_s: float) ->
     for half in places:
         if half["place"]["load"] != "trace" or SUBJECT not in half["policies"]:
             continue
-        whole = next((place for place in places if _is_twice(half["place"], place["place"])), None)
+        whole = _at_twice(half["place"], places)
         measured = whole["policies"] if whole is not None else {}
         references = [measured[name] for name in (REFERENCE, SEPARATE) if name in measured]
         separate = max([alone_tokens_per_s, *(each["train_tokens_per_s"] for each in references)])
@@ -184,8 +208,17 @@ def _two_gpus(places: Sequence[Mapping[str, Any]], alone_tokens_per_s: float) ->
     return found
 
 
+def _at_twice(half: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The same part of the trace at twice the rate; else, since of --cell-seconds more comes at a higher rate, one that
+    begins where ``half`` does."""
+    found = [place for place in places if _is_twice(half, place["place"])]
+    same = (place for place in found if window_s(place["place"]) == window_s(half))
+    return next(same, next(iter(found), None))
+
+
 def _is_twice(half: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
     return (
         all(place.get(name) == half.get(name) for name in ("load", "trace", "slo"))
         and place["time_scale"] == 2 * half["time_scale"]
+        and (window_s(place) or (0.0,))[0] == (window_s(half) or (0.0,))[0]
     )

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cotenant.bench.colocate_report import report_page
-from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row
+from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row, with_parts
 from cotenant.bench.comparison import REFERENCE, compare
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
 from cotenant.bench.device_losses import NOTE as LOSS_NOTE
@@ -243,6 +243,7 @@ def colocate(
             report, was_interrupted = _measured(
                 bench, plans, grid, {**_report(bench, label), **settings}, before, json_path, alone_seconds
             )
+    report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment)
     _tell(report, json_path, html_path)
     if was_interrupted:

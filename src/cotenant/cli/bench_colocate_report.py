@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cotenant.bench.colocate_report import report_page
-from cotenant.bench.colocate_text import comparison_lines
+from cotenant.bench.colocate_text import comparison_lines, with_parts
 from cotenant.bench.comparison import compare
 from cotenant.cli.colocate_parts import joined, read_report
 from cotenant.cli.output import check_apart, check_outputs, write_json, write_text
@@ -35,6 +35,7 @@ def colocate_report(
     check_apart({"json": json_path, "html": html_path})
     check_apart({"html": html_path}, files)
     report = joined({str(file): read_report(file) for file in files})
+    report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
     if json_path is not None:
         write_json(json_path, report, is_compact=True)
