@@ -432,6 +432,46 @@ def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("known", "other", "complaint"),
+    [
+        ({"max_model_len": 8192}, {"max_model_len": 0}, "{1} has max_model_len 0, {0} 8192"),
+        ({"learning_seconds": 8.0}, {"learning_seconds": 0.0}, "{1} has learning_seconds 0.0, {0} 8.0"),
+        (
+            {"traces": {"code": "11", "conv": "12"}},
+            {"traces": {"conv": "13"}},
+            "{1} was measured with another trace that is named conv (digest 13) than {0} (12)",
+        ),
+    ],
+)
+def test_other_requests_are_not_put_together(
+    tmp_path: Path, known: dict[str, Any], other: dict[str, Any], complaint: str
+) -> None:
+    """But what an earlier version did not write down is no difference, whichever file comes first."""
+    paths = [str(tmp_path / name) for name in ("known.json", "other.json", "old.json", "whole.json")]
+    for path, changes in zip(paths, (known, other, {}), strict=False):
+        Path(path).write_text(json.dumps(part(100.0, **changes)))
+    for asked in ([paths[2], paths[0], paths[1]], [paths[2], paths[0]]):
+        result = bench("colocate-report", *asked, "--json", paths[3])
+        assert result.returncode == (2 if paths[1] in asked else 0), result.stderr
+        if paths[1] in asked:
+            assert result.stderr == f"error: {complaint.format(*paths)}: they cannot be compared\n"
+            assert not Path(paths[3]).exists()
+    joined = json.loads(Path(paths[3]).read_text())
+    assert joined.get("traces", {}) == known.get("traces", {}), "so that it is known when this goes on"
+
+
+def test_unlike_numbers_of_rounds_are_told(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("once.json", "thrice.json", "old.json")]
+    for path, changes in zip(paths, ({"rounds": 1}, {"rounds": 3}, {}), strict=True):
+        Path(path).write_text(json.dumps(part(100.0, **changes)))
+    result = bench("colocate-report", *paths)
+    assert result.returncode == 0
+    assert "cells are of unlike numbers of rounds" in result.stderr
+    assert f": {paths[0]} has 1, {paths[1]} has 3" in result.stderr
+    assert "rounds" not in bench("colocate-report", paths[0], paths[2]).stderr
+
+
+@pytest.mark.parametrize(
     ("content", "complaint"),
     [
         (None, "cannot be read"),

@@ -10,8 +10,8 @@ import typer
 from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import comparison_lines, with_parts
 from cotenant.bench.comparison import compare
-from cotenant.cli.colocate_parts import joined, read_report
-from cotenant.cli.output import check_apart, check_outputs, write_json, write_text
+from cotenant.cli.colocate_parts import joined, read_report, unlike_rounds
+from cotenant.cli.output import check_apart, check_outputs, say_phase, write_json, write_text
 
 
 def colocate_report(
@@ -34,7 +34,10 @@ def colocate_report(
     check_outputs(json=json_path, html=html_path)
     check_apart({"json": json_path, "html": html_path})
     check_apart({"html": html_path}, files)
-    report = joined({str(file): read_report(file) for file in files})
+    parts = {str(file): read_report(file) for file in files}
+    report = joined(parts)
+    if rounds := unlike_rounds(parts):
+        say_phase(f"warning: cells are of unlike numbers of rounds, and a mean of more is the surer: {rounds}")
     report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
     if json_path is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,10 @@ _SAME = (
     "fuse",
     "versions",
 )
+
+# The same, where both say it (earlier versions did not): which requests of a trace there are, and how much is known
+# before they come.
+_SAME_IF_KNOWN = ("max_model_len", "learning_seconds")
 
 # What has to be the same in a run that goes on, of the report and of its "training", by how a person sets it. Earlier
 # versions did not write all of it down. Rounds: policies that are compared were measured in turn.
@@ -114,12 +119,16 @@ def joined(parts: Mapping[str, Report]) -> Report:
     first = next(iter(parts.values()))
     for name, part in parts.items():
         check_alike(first, part, name)
+    for (name, part), (other_name, other) in itertools.combinations(parts.items(), 2):
+        _check_same_requests(part, other, name, other_name)
+    traces = {name: digest for part in parts.values() for name, digest in part.get("traces", {}).items()}
     cells = {cell_key(cell): cell for part in parts.values() for cell in part["cells"]}
     alone = sum(part["train_alone_tokens_per_s"] for part in parts.values()) / len(parts)
     runs = [run for part in parts.values() for run in _runs(part)]
     return {
         **first,
         "train_alone_tokens_per_s": round(alone, 2),
+        **({"traces": traces} if traces else {}),
         **({"runs": runs} if len(runs) > 1 else {}),
         "cells": [cell for place in by_place(list(cells.values())) for cell in place],
     }
@@ -131,6 +140,30 @@ def check_alike(report: Report, other: Report, what: str) -> None:
         if name in report and report[name] != other.get(name):
             raise InvalidInputError(
                 f"{what} has {name} {other.get(name)!r}, not {report[name]!r}: they cannot be compared", param=name
+            )
+
+
+def unlike_rounds(parts: Mapping[str, Report]) -> str:
+    """Which of several files, by their names, measured each cell how many times; empty where it is the same in all.
+    Whatever the number a cell is a mean, and says how far its runs were apart: they can be compared."""
+    rounds = {name: part["rounds"] for name, part in parts.items() if "rounds" in part}
+    return ", ".join(f"{name} has {count}" for name, count in rounds.items()) if len(set(rounds.values())) > 1 else ""
+
+
+def _check_same_requests(part: Report, other: Report, name: str, other_name: str) -> None:
+    """That what both of them say of their requests is the same, or InvalidInputError."""
+    for key in _SAME_IF_KNOWN:
+        if key in part and key in other and part[key] != other[key]:
+            raise InvalidInputError(
+                f"{other_name} has {key} {other[key]!r}, {name} {part[key]!r}: they cannot be compared", param=key
+            )
+    known = part.get("traces", {})
+    for trace, digest in other.get("traces", {}).items():
+        if known.get(trace, digest) != digest:
+            raise InvalidInputError(
+                f"{other_name} was measured with another trace that is named {trace} (digest {digest}) than {name} "
+                f"({known[trace]}): they cannot be compared",
+                param="traces",
             )
 
 
