@@ -56,7 +56,8 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
         # Room for a step even where something else has the machine in between.
         cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
         assert time.perf_counter() - begin_s < 20 * step_s
-        assert (cell.num_failed, len(cell.itl_ms)) == (0, 59), "too few tokens came until the end"
+        assert (cell.num_failed, len(cell.itl_ms)) == (0, 31), "too few tokens came until the end"
+        assert cell.num_attained == 0
         assert cell.train_tokens_per_s > 0
 
 
@@ -170,9 +171,25 @@ def test_an_answer_is_judged_by_its_tokens_until_the_end_if_they_are_enough(num_
     if num_inside >= 32:
         assert (cell.num_attained, cell.tpot_ms) == (0, [pytest.approx(100)])
     else:
-        assert (cell.num_attained, len(cell.itl_ms)) == (1, num_inside + 139)
+        assert (cell.num_attained, len(cell.itl_ms)) == (num_inside == 0, 31), "as many as are enough"
     assert cell.output_tokens_per_s == pytest.approx(min(num_inside, 20) / 2.0)
     assert len(judge("temporal", Slo(1e4, 50), [answer], 0.0, 2.0, with_ttft=True).itl_ms) == num_inside + 139
+
+
+@given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=31), st.integers(0, 300), st.floats(0.0, 2.0))
+def test_who_lacks_tokens_at_the_end_is_late_however_fast_the_rest_comes(
+    under_policy: list[float], num_alone: int, due_s: float
+) -> None:
+    """What comes behind the time that each had for 32 tokens is served without training."""
+    slo, duration_s = Slo(500, 50), 2.0
+    until_s = duration_s + (slo.ttft_ms + 32 * slo.tpot_ms) / 1e3
+    token_s = sorted(due_s + share * (until_s - due_s) for share in under_policy)
+    token_s += [until_s + 1e-6 * (index + 1) for index in range(num_alone)]
+    answer = Answer(Arrival(due_s, 4, len(under_policy) + num_alone), token_s)
+    cell = judge("adaptive", slo, [answer], 0.0, duration_s, with_ttft=True, until_s=until_s)
+    assert cell.num_failed == 0
+    if num_alone:
+        assert cell.num_attained == 0
 
 
 def test_what_runs_in_a_partition_for_the_first_time_runs_before_anything_is_measured(

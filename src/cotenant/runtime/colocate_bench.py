@@ -199,7 +199,8 @@ class ColocateBench:
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
-        enough others to be judged by; who lacks some then is answered without training, which takes less time."""
+        enough others to be judged by; who lacks some then is late, and gets them without training, which takes less
+        time."""
         self._warm_up(self._partitions_of(policy))
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)
@@ -213,8 +214,8 @@ class ColocateBench:
         while load.now_s < until_s and not load.done:
             self._iterate(loop, watch)
         last_watch, loop = self._begin(load, "inference-only", slo)
-        unsettled = [answer for answer in load.answers if not is_settled(answer, until_s)]
-        while not all(answer.done for answer in unsettled) and load.now_s <= duration_s + ANSWERED_WITHIN_S:
+        unsettled = [answer for answer in load.answers if not is_settled(answer)]
+        while not all(map(is_settled, unsettled)) and load.now_s <= duration_s + ANSWERED_WITHIN_S:
             self._iterate(loop, last_watch)
         load.abort()
         self._become_idle(loop, last_watch)

@@ -15,7 +15,7 @@ from cotenant.core.plan import IterationRecord, Slo
 if TYPE_CHECKING:
     from cotenant.runtime.load import Answer
 
-ENOUGH_TOKENS = 32  # to judge an answer by that is not at its end
+ENOUGH_TOKENS = 32  # to judge an answer by, whatever comes after them
 NUM_FARTHEST_OFF = 10  # iterations that are told of
 
 
@@ -159,14 +159,15 @@ def judge(
     until_s: float = math.inf,
 ) -> Cell:
     """What requests got: of those whose tokens came in this time; ``with_ttft``: of all requests, from their
-    beginning. ``until_s``: then by the tokens until there, where they are enough to tell a TPOT."""
+    beginning. ``until_s``: then by the tokens until there, or as many as it takes to tell a TPOT. Where each had time
+    for so many within both targets until there, those that came later make nobody in time."""
     ttfts_ms, tpots_ms, gaps_ms = [], [], []
     num_attained = num_failed = num_tokens = 0
     for answer in answers:
         inside = [at_s for at_s in answer.token_s if start_s <= at_s <= end_s]
         times = _judged_by(answer.token_s, until_s) if with_ttft else inside
         num_tokens += len(inside)
-        if not times or answer.failure is not None or (with_ttft and not is_settled(answer, until_s)):
+        if not times or answer.failure is not None or (with_ttft and not is_settled(answer)):
             num_failed += 1
             continue
         ttft_ms = (times[0] - answer.arrival.due_s) * 1e3
@@ -191,14 +192,10 @@ def judge(
     )
 
 
-def is_settled(answer: Answer, until_s: float) -> bool:
-    """Whether nothing that it is judged by is still to come."""
-    return answer.done or _has_enough(answer.token_s, until_s)
+def is_settled(answer: Answer) -> bool:
+    """Whether nothing is still to come that it is judged by, once that time is over."""
+    return answer.done or len(answer.token_s) >= ENOUGH_TOKENS
 
 
 def _judged_by(token_s: list[float], until_s: float) -> list[float]:
-    return [at_s for at_s in token_s if at_s <= until_s] if _has_enough(token_s, until_s) else token_s
-
-
-def _has_enough(token_s: list[float], until_s: float) -> bool:
-    return len(token_s) >= ENOUGH_TOKENS and token_s[ENOUGH_TOKENS - 1] <= until_s
+    return token_s[: max(ENOUGH_TOKENS, sum(at_s <= until_s for at_s in token_s))]
