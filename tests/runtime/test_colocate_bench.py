@@ -40,6 +40,19 @@ def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> No
         assert 0 < max(cell.train_tokens_per_s for cell in cells) < 3 * alone
 
 
+def test_a_cell_has_the_training_of_its_first_iteration() -> None:
+    """Which may be all that there is time for; what nothing trains beside has none."""
+    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        alone = max(bench.alone(0.5) for _ in range(3))
+        cells = [bench.trace("whole-step", Slo(500, 1000), [], TOKENS_PER_STEP / alone / 4) for _ in range(4)]
+        assert min(cell.train_tokens_per_s for cell in cells) > 0
+        alone = max(alone, *(bench.alone(0.5) for _ in range(2)))
+        assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
+        cell = bench.trace("inference-only", Slo(500, 1000), [Arrival(0.0, 4, 8)], 0.1)
+        assert (cell.train_tokens_per_s, cell.num_failed) == (0.0, 0)
+
+
 def test_training_alone_is_timed_until_it_has_come_somewhere() -> None:
     """Its speed is what harvest is a share of."""
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=512, device="cpu"), batch=BatchConfig())

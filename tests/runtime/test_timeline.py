@@ -73,6 +73,19 @@ def test_all_tokens_of_the_time_are_in_the_timeline(
     assert timeline.tokens_per_s(start_s, end_s) == pytest.approx((tokens - 1e4) / (end_s - start_s))
 
 
+def test_training_counts_for_as_long_as_it_is_timed() -> None:
+    """From its first iteration on, and of the last what ran until the end."""
+    timeline = Timeline()
+    for at_s, tokens in ((0.5, 100.0), (1.5, 180.0), (2.5, 220.0), (4.5, 300.0)):
+        timeline.note_tokens(at_s, tokens)
+    assert timeline.tokens_per_s(0.6, 2.5) == pytest.approx(120.0 / 1.9), "nothing ran between the note and the start"
+    assert timeline.tokens_per_s(0.5, 3.5) == pytest.approx(160.0 / 3.0)
+    assert timeline.tokens_per_s(1.5, 9.5) == pytest.approx(120.0 / 8.0)
+    assert timeline.tokens_per_s(0.0, 2.5) == pytest.approx(120.0 / 2.5), "there was none before"
+    assert timeline.figures(0.6, 3.5)["trained_tokens"] == [160.0]
+    assert Timeline().tokens_per_s(0.0, 1.0) == 0.0
+
+
 @given(
     st.lists(
         st.tuples(st.floats(0.01, 3000), st.floats(0, 1), st.floats(0, 2), st.booleans()), min_size=1, max_size=300

@@ -297,12 +297,13 @@ class ColocateBench:
         return load
 
     def _decode(self, loop: WorkerLoop, watch: Watch, num_tokens: int) -> tuple[float, float]:
-        """So many tokens more of each sequence: when they began, and when they ended."""
+        """So many tokens more of each sequence: when they began, and when their last iteration was noted, not a moment
+        later: that would be a share of the next one."""
         answers, start_s = watch.load.answers, watch.load.now_s
         most = min(len(answer.token_s) for answer in answers) + num_tokens
         while min(len(answer.token_s) for answer in answers) < most:
             self._iterate(loop, watch)
-        return start_s, watch.load.now_s
+        return start_s, watch.noted_s
 
     def _learn_margin(self, policy: str, slo: Slo, batch_size: int, seed: int) -> WorkerLoop:
         """A loop whose margin has come to rest with so many sequences, if there is room for them."""
@@ -345,10 +346,11 @@ class ColocateBench:
         self, load: Load, policy: str, slo: Slo, shares: tuple[float, ...] | None = None
     ) -> tuple[Watch, WorkerLoop]:
         timeline = Timeline(self._tenants.serving.device.num_multiprocessors)
-        watch = Watch(load, self._tenants, self._workload.tokens_per_step, timeline)
-        if self._last_watch is not None:  # the step that is under way now has fewer tasklets left than a whole one has
-            watch.step_tasklets = self._last_watch.step_tasklets
-        self._last_watch = watch
+        # The step that is under way now has fewer tasklets left than a whole one has.
+        step_tasklets = self._last_watch.step_tasklets if self._last_watch is not None else 0
+        self._last_watch = watch = Watch(
+            load, self._tenants, self._workload.tokens_per_step, timeline, step_tasklets=step_tasklets
+        )
         return watch, self._tenants.loop(load, policy, slo, sm_shares(policy) if shares is None else shares)
 
     def _mark(self, text: str) -> None:

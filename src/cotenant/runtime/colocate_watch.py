@@ -29,17 +29,13 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.noted_s = self.load.now_s
+        self._note_tokens(self.noted_s)
 
     def note(self, record: IterationRecord) -> None:
-        training, now_s = self.tenants.training, self.load.now_s
+        now_s = self.load.now_s
         self.timeline.note(now_s, record)
         self.num_tasklets += record.num_tasklets
-        if training.job_id is not None:
-            view = training.view()
-            num_left = view.num_left if view is not None else 0
-            self.step_tasklets = max(self.step_tasklets, num_left)
-            done = 1 - num_left / self.step_tasklets if num_left else 0.0
-            self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
+        self._note_tokens(now_s)
         if not record.batch.empty:
             self.modes[record.mode.value] += 1
             deviation = self.tenants.predictor.last_deviation_ratio
@@ -48,6 +44,15 @@ class Watch:
                 found = Predicted(deviation, now_s, (now_s - self.noted_s) * 1e3, record)
                 self.errors["alone" if is_alone else "co_run"].add(found)
         self.noted_s = now_s
+
+    def _note_tokens(self, now_s: float) -> None:
+        training = self.tenants.training
+        if training.job_id is not None:
+            view = training.view()
+            num_left = view.num_left if view is not None else 0
+            self.step_tasklets = max(self.step_tasklets, num_left)
+            done = 1 - num_left / self.step_tasklets if num_left else 0.0
+            self.timeline.note_tokens(now_s, training.trained_tokens + done * self.step_tokens)
 
 
 def measured_cell(

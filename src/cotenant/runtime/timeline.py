@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from cotenant.core.plan import IterationRecord, Mode
@@ -52,22 +54,30 @@ class Timeline:
         self._progress.append((at_s, trained_tokens))
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Of training in this time."""
+        """Of training in this time, which begins between two iterations."""
         return self._trained(start_s, end_s, 1)[-1] / (end_s - start_s)
 
     def _trained(self, start_s: float, end_s: float, num_points: int) -> list[float]:
         """Tokens since ``start_s`` at the end of each of so many intervals."""
-        inside = [(at_s, tokens) for at_s, tokens in self._progress if start_s <= at_s <= end_s]
-        first = inside[0][1] if inside else 0.0
-        trained, index, tokens = [], 0, first
-        for point in range(1, num_points + 1):
-            until_s = start_s + (end_s - start_s) * point / num_points
-            # The last interval has all that is left, however its end was rounded.
-            while index < len(inside) and (point == num_points or inside[index][0] <= until_s):
-                tokens = inside[index][1]
-                index += 1
-            trained.append(tokens - first)
-        return trained
+        if not self._progress:
+            return [0.0] * num_points
+        # As noted last: from there to the beginning nothing was trained, however long that was.
+        _, first = self._progress[max(0, self._num_notes(start_s) - 1)]
+        ends_s = [start_s + (end_s - start_s) * point / num_points for point in range(1, num_points)]
+        return [self._trained_by(at_s) - first for at_s in (*ends_s, end_s)]
+
+    def _trained_by(self, at_s: float) -> float:
+        """How far training had come then; of an iteration that ran, the share that was over."""
+        num_before = self._num_notes(at_s)
+        before_s, tokens = self._progress[max(0, num_before - 1)]
+        if not 0 < num_before < len(self._progress):
+            return tokens
+        after_s, later_tokens = self._progress[num_before]
+        return tokens + (later_tokens - tokens) * (at_s - before_s) / (after_s - before_s)
+
+    def _num_notes(self, until_s: float) -> int:
+        """How many of training's there are, the last then at the latest."""
+        return bisect.bisect_right(self._progress, until_s, key=itemgetter(0))
 
     def figures(self, start_s: float, end_s: float) -> dict[str, Any]:
         """The time from ``start_s`` to ``end_s`` in equal intervals, at most ``MOST_POINTS``, as a list for each
