@@ -273,20 +273,22 @@ def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -
     assert refused.returncode == 2
     complaint = "the file of --json was measured with another trace that is named short; rename this one"
     assert refused.stderr == f"error: --trace: {complaint}\n"
-    for flag, given, known, more in (
-        ("--learning-seconds", "3.0", "8.0", []),
-        ("--max-model-len", "500", "0", []),
-        ("--rounds", "3", "1", []),
-        ("--seq-len", "8", "16", []),
-        ("--r", "4", "16", []),
-        ("--dtype", "bfloat16", "float32", ["--policies", "multitask"]),  # the model is loaded for what is missing
+    for flag, given, known in (  # also where nothing is left to measure
+        ("--learning-seconds", "3.0", "8.0"),
+        ("--max-model-len", "500", "0"),
+        ("--rounds", "3", "1"),
+        ("--seq-len", "8", "16"),
+        ("--r", "4", "16"),
+        ("--dtype", "bfloat16", "float32"),
+        ("--compress-weights", "on", "off"),
     ):
-        refused = bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume", flag, given, *more)
+        refused = bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume", flag, given)
         assert refused.returncode == 2, flag
         complaint = f"error: {flag}: the file of --json has {known}, not {given}; --resume goes on with the same"
         assert refused.stderr.splitlines()[-1] == complaint
     assert path.read_bytes() == before
-    assert bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume").returncode == 0
+    for dtype in ("float32", "auto"):
+        assert bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume", "--dtype", dtype).returncode == 0
 
 
 def test_a_place_is_measured_in_rounds_and_seen_in_a_trace(tmp_path: Path) -> None:
