@@ -22,6 +22,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (URL, "give --trace, --request-rate or --sweep"),
         ((*URL, "--trace", "x.csv", "--request-rate", "1"), "give --trace or --request-rate, not both"),
+        ((*URL, "--trace", "x.csv", "--sweep", "1,2", "--time-scale", "1"), "give --sweep or --time-scale, not both"),
+        ((*URL, "--request-rate", "4", "--sweep", "1,2"), "give --sweep or --request-rate, not both"),
         ((*URL, "--trace", "/nonexistent.csv"), "/nonexistent.csv cannot be read"),
         ((*URL, "--trace", "x", "--window", "0:1", "--busiest", "3"), "give --window or --busiest, not both"),
         ((*URL, "--request-rate", "1", "--window", "0:1"), "choose a part of a trace"),

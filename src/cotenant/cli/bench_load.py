@@ -25,7 +25,7 @@ class LoadFlags:
     busiest: float | None
     max_input_len: int | None
     max_output_len: int | None
-    time_scale: float
+    time_scale: float | None
     request_rate: float | None
     burstiness: float
     random_input_len: int
@@ -38,6 +38,9 @@ class LoadFlags:
         """Raises InvalidInputError for flags that make no sense, alone or together."""
         if self.burstiness <= 0 or math.isnan(self.burstiness):
             raise InvalidInputError(f"--burstiness must be above 0, not {self.burstiness:g}")
+        for flag, value in (("--time-scale", self.time_scale), ("--request-rate", self.request_rate)):
+            if self.sweep is not None and value is not None:
+                raise InvalidInputError(f"give --sweep or {flag}, not both: a sweep names all rates")
         values = None if self.sweep is None else sorted({_rate("--sweep", part) for part in self.sweep.split(",")})
         return self._synthetic(values) if self.trace is None else self.part_of_trace(self.trace, values)
 
@@ -47,7 +50,7 @@ class LoadFlags:
         if self.request_rate is not None:
             raise InvalidInputError("give --trace or --request-rate, not both")
         chosen = part_of_trace(path, self.window, self.busiest).capped(self.max_input_len, self.max_output_len)
-        scales = scales or [_rate("--time-scale", str(self.time_scale))]
+        scales = scales or [1.0 if self.time_scale is None else _rate("--time-scale", str(self.time_scale))]
         return TraceLoad(path.name, chosen, scales, self.num_prompts, self.duration)
 
     def _synthetic(self, rates: list[float] | None) -> SyntheticLoad:

@@ -54,7 +54,9 @@ def serve(
     label: Annotated[
         str | None, typer.Option(help="A name for this server in the figures.", show_default=False)
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="2 replays the trace at twice its rate.")] = 1.0,
+    time_scale: Annotated[
+        float | None, typer.Option(help="2 replays the trace at twice its rate. Default: 1.", show_default=False)
+    ] = None,
     window: Annotated[
         str | None, typer.Option(metavar="START:END", help="Only these seconds of the trace.", show_default=False)
     ] = None,
