@@ -202,11 +202,11 @@ def test_least_is_what_hardly_any_answer_falls_short_of_if_it_was_given_up() -> 
 def test_where_requests_are_late_a_batch_has_whole_tiles_too() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     budgets = [
-        prompt_budget(taught(decode_ms=50.0), BatchShape(count, 4000), late, SLO, 100.0, 4096, LONG)
+        prompt_budget(taught(decode_ms=38.0), BatchShape(count, 4000), late, SLO, 100.0, 4096, LONG)
         for count in (8, 65, 200)
     ]
     assert budgets == [128, 256, 384]
-    assert prompt_budget(taught(decode_ms=50.0), BatchShape(8, 4000), late, SLO, 100.0, most=100, short=LONG) == 100
+    assert prompt_budget(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=100, short=LONG) == 100
 
 
 def test_a_budget_fills_the_limit() -> None:
@@ -241,7 +241,22 @@ def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=50.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE
+    assert prompt_budget(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE
+
+
+def test_where_decodes_alone_are_too_late_first_tokens_do_not_wait_for_them() -> None:
+    """No chunk is small enough for these: as much as steps are late, up to a quarter of them, goes to prompts."""
+    late = (running(num_generated=20, elapsed_ms=3000),)
+
+    def tokens(decode_ms: float) -> int:
+        return prompt_budget(taught(decode_ms=decode_ms), BatchShape(8, 4000), late, SLO, 100.0, 4096, LONG)
+
+    assert tokens(39.0) == TILE, "in time by a little"
+    found = [tokens(decode_ms) for decode_ms in (41.0, 45.0, 50.0, 60.0, 100.0, 400.0)]
+    assert found == sorted(found)
+    assert found[0] == TILE
+    for decode_ms, budget in zip((60.0, 100.0), found[3:5], strict=True):
+        assert 0.15 * decode_ms / 0.025 < budget < 0.25 * decode_ms / 0.025
 
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:

@@ -2,8 +2,9 @@
 
 A large chunk serves prompts best: fewer steps, larger products. It makes the running requests wait, though, and TPOT
 is a mean over each of them. So a chunk may be as large as the running requests' slack, and never so small that its
-step is shorter than what TPOT allows for every step. With the decodes it fills tiles of matrix products: a batch that
-ends within one takes as long as one that fills it.
+step is shorter than what TPOT allows for every step. Where decodes alone take longer than that, no chunk saves the
+target, and prompts get a share of the device all the same: else first tokens would wait without end for nothing. With
+the decodes a chunk fills tiles of matrix products: a batch that ends within one takes as long as one that fills it.
 
 Training takes the same slack. Where it takes all of it, prompts go by the smallest chunks, each of which costs a step
 that no training shares; so where prompts come it leaves them a little.
@@ -22,6 +23,9 @@ from cotenant.scheduler.base import flight_ms
 # the worker cannot see. Time that requests are ahead can be measured again before it is spent; a request without any
 # may have nothing but such steps.
 _STEP_SHARE, _MEAN_SHARE = 0.9, 0.975
+# Where decodes alone take longer than a request's steps may on average: as much for prompts as they are late, but no
+# more than this share of theirs.
+_SHARE_OF_LATE = 0.25
 # Of a decode step's time, how much training leaves of each token's for prompts. The longer a step is against the
 # target, the fewer prompt tokens fit beside it into the smallest chunk. With much more, training gets less for it.
 _LEFT_FOR_PROMPTS = 0.03
@@ -54,7 +58,7 @@ def step_limit_ms(
     ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight, which
     bring each a token, or its first. ``prompts_ms``: what the prompts that are there take beside decode steps of
     ``step_ms``; 0 if they have no time."""
-    least_ms, limit_ms, token_ms = _STEP_SHARE * slo.tpot_ms, slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
+    least_ms, limit_ms, token_ms = always_ms(slo, step_ms), slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
     counts_from = _counts_from(short)
     for request in requests:
         num_generated, max_tokens, first_token_s = request.num_generated, request.max_tokens, request.first_token_s
@@ -84,6 +88,12 @@ def step_limit_ms(
     return max(least_ms, limit_ms)
 
 
+def always_ms(slo: Slo, step_ms: float) -> float:
+    """How long a step may take whatever the slack is, where one of decodes alone takes ``step_ms``."""
+    late_ms = step_ms - _MEAN_SHARE * slo.tpot_ms
+    return _STEP_SHARE * slo.tpot_ms if late_ms <= 0.0 else step_ms + min(late_ms, _SHARE_OF_LATE * step_ms)
+
+
 def most_margin(slo: Slo, step_ms: float) -> float:
     """The share of the TPOT target that training may aim at where prompts come into answers whose steps take
     ``step_ms``."""
@@ -96,14 +106,21 @@ def _counts_from(fewest: int) -> int:
 
 
 def _patient_ms(
-    prompts: list[RequestView], slo: Slo, now_s: float, begin_ms: float, always_tokens: int, token_ms: float
+    prompts: list[RequestView],
+    slo: Slo,
+    now_s: float,
+    begin_ms: float,
+    always_tokens: int,
+    least_ms: float,
+    token_ms: float,
 ) -> float:
     """What ``prompts``, all that are there, take at ``token_ms`` a token (milliseconds), if the first tokens of all are
-    in time even where batches have ``always_tokens`` of theirs each, which every step has room for; else 0."""
+    in time even where batches have ``always_tokens`` of theirs each, which every step has room for, and take
+    ``least_ms``; else 0."""
     num_left, in_time_ms = 0, _IN_TIME * slo.ttft_ms
     for request in prompts:
         num_left += request.num_prompt_tokens_left
-        waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always_tokens * _STEP_SHARE * slo.tpot_ms
+        waits_ms = (now_s - request.arrival_s) * 1e3 + begin_ms + num_left / always_tokens * least_ms
         if waits_ms > in_time_ms and request.first_token_s is None:
             return 0.0
     return num_left * token_ms
@@ -146,7 +163,8 @@ def prompt_budget(
     num_ahead = 0 if ahead is None else 1
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
-    step_ms, least_ms = predictor.batch_ms(decodes) or 0.0, _STEP_SHARE * slo.tpot_ms
+    step_ms = predictor.batch_ms(decodes) or 0.0
+    least_ms = always_ms(slo, step_ms)
     prompts = [request for request in requests if request.num_prompt_tokens_left]
     first = prompts[0] if prompts else None
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
@@ -154,7 +172,7 @@ def prompt_budget(
         return most
     always_tokens = max(tokens, _LEAST_TOKENS)
     token_ms = max(0.0, _AIMED_SHARE * least_ms - step_ms) / always_tokens
-    patient_ms = _patient_ms(prompts, slo, now_s, ahead_ms, always_tokens, token_ms)
+    patient_ms = _patient_ms(prompts, slo, now_s, ahead_ms, always_tokens, least_ms, token_ms)
     limit_ms = step_limit_ms(requests, slo, now_s, short, ahead_ms, num_ahead, step_ms, patient_ms)
     if limit_ms > least_ms:
         tokens = max(tokens, _tokens_within(predictor, decodes, limit_ms, first, most - num_decode) or 0)
