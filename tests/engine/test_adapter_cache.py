@@ -14,7 +14,7 @@ from cotenant.config import LoraConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
 from cotenant.engine import adapters
-from cotenant.engine.adapters import AdapterCache
+from cotenant.engine.adapters import AdapterCache, Hold
 from cotenant.models.lora import LoraAdapter, LoraPair, read_adapter, save_adapter
 from cotenant.models.spec import ModelSpec
 
@@ -60,7 +60,7 @@ def make_cache(request: pytest.FixtureRequest) -> Iterator[Callable[..., Adapter
 def fetch(cache: AdapterCache, ref: AdapterRef, in_use: frozenset[AdapterRef] = frozenset()) -> LoraAdapter:
     cache.prefetch(ref)
     cache.wait(ref)
-    assert cache.is_ready(ref, in_use), cache.failure(ref)
+    assert cache.is_ready(ref), cache.failure(ref)
     return cache.acquire(ref, in_use)
 
 
@@ -77,11 +77,11 @@ def test_reading_does_not_hold_up_the_caller(make_cache, tiny_refs, monkeypatch)
     cache, ref = make_cache(), tiny_refs[3]
     for _ in range(3):
         cache.prefetch(ref)
-    assert not cache.is_ready(ref, frozenset())
+    assert not cache.is_ready(ref)
     assert cache.failure(ref) is None
     disk.set()
     cache.wait(ref)
-    assert cache.is_ready(ref, frozenset())
+    assert cache.is_ready(ref)
     assert number_of(cache.acquire(ref, frozenset())) == 4
     cache.check_integrity({ref})
     assert len(threads) == 1, "it was read more than once"
@@ -117,7 +117,7 @@ def test_the_least_recently_used_leave_host_memory(make_cache, tiny_refs) -> Non
     cache.prefetch(tiny_refs[16])
     cache.wait(tiny_refs[16])
     cache.prefetch(tiny_refs[16])
-    ready = [ref for ref in tiny_refs if cache.is_ready(ref, frozenset())]
+    ready = [ref for ref in tiny_refs if cache.is_ready(ref)]
     assert ready == [*tiny_refs[:2], *tiny_refs[3:17]]
     cache.check_integrity(frozenset())
 
@@ -138,9 +138,9 @@ def test_what_is_waited_for_stays_in_host_memory_however_much_else_is_read(make_
             cache.prefetch(ref)
         cache.wait(other)
     for ref in waiting:
-        assert cache.is_ready(ref, {running})
+        assert cache.is_ready(ref)
     assert len(read) == len(set(read)) == 10, "what is waited for was read again"
-    assert sum(cache.is_ready(other, {running}) for other in others) <= 1
+    assert sum(cache.is_ready(other) for other in others) <= 1
 
 
 def test_host_memory_has_room_for_one_more_than_the_slots(make_cache, tiny_refs) -> None:
@@ -159,7 +159,7 @@ def test_a_failure_is_told_until_the_next_try(make_cache, tiny_refs, tmp_path) -
         error = cache.failure(ref)
         assert isinstance(error, InvalidInputError)
         assert ref.path in error.message
-    assert not cache.is_ready(ref, frozenset())
+    assert not cache.is_ready(ref)
     shutil.copytree(tiny_refs[5].path, ref.path)
     assert number_of(fetch(cache, ref)) == 6
     assert cache.failure(ref) is None
@@ -195,54 +195,84 @@ def test_a_registered_adapter_is_a_frozen_copy(make_cache) -> None:
     assert number_of(cache.acquire(ref, frozenset())) == 8
 
 
-def test_an_adapter_that_was_dropped_while_in_use_keeps_its_slot(make_cache, tiny_refs) -> None:
-    cache, ref = make_cache(max_loras=1), tiny_refs[0]
+def test_an_adapter_that_was_dropped_while_it_is_held_stays_for_who_holds_it(make_cache, tiny_refs) -> None:
+    cache, ref = make_cache(max_loras=2, max_cpu_loras=3), tiny_refs[0]
     running = fetch(cache, ref)
-    cache.drop(ref.name)
-    cache.check_integrity({ref})
-    cache.prefetch(ref)
-    cache.wait(ref)
-    assert not cache.is_ready(ref, {ref}), "it would need a second slot"
-    assert number_of(running) == 1
-    assert cache.is_ready(ref, frozenset())
-    assert cache.acquire(ref, frozenset()) is not running
+    hold = cache.hold(ref)
+    cache.register(ref, tiny_adapter(50.0))
+    successor = fetch(cache, ref, frozenset({hold.ref}))
+    assert hold.ref not in {ref, *tiny_refs}
+    cache.check_integrity({ref, hold.ref})
+    assert (number_of(running), number_of(successor)) == (1, 50)
+    for other in tiny_refs[1:8]:  # it is preempted meanwhile: others have its slot, and push out what nobody holds
+        fetch(cache, other)
+    assert not cache.is_ready(ref)
+    assert cache.is_ready(hold.ref)
+    assert number_of(cache.acquire(hold.ref, frozenset())) == 1
+    retired = hold.ref
+    cache.let_go(hold)
+    cache.check_integrity(frozenset())
+    assert not cache.is_ready(retired)
+
+
+def test_what_is_held_leaves_room_for_what_others_wait_for(make_cache, tiny_refs) -> None:
+    cache = make_cache(max_loras=1, max_cpu_loras=2)
+    for ref in tiny_refs[:4]:
+        fetch(cache, ref)
+        assert cache.hold(ref) is not None
+    fetch(cache, tiny_refs[5])
+    assert all(cache.is_ready(ref) for ref in tiny_refs[:4])
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     use_stacks=st.booleans(),
     steps=st.lists(
-        st.tuples(st.sampled_from(["start", "start", "end", "drop", "register"]), st.integers(0, 5)), max_size=40
+        st.tuples(
+            st.sampled_from(["start", "start", "end", "preempt", "resume", "drop", "register"]), st.integers(0, 5)
+        ),
+        max_size=40,
     ),
 )
-def test_whatever_comes_and_goes_who_runs_keeps_its_adapter(
+def test_whatever_comes_and_goes_who_has_begun_keeps_its_adapter(
     tiny_refs: list[AdapterRef], use_stacks: bool, steps: list[tuple[str, int]]
 ) -> None:
     cache = AdapterCache(
         TINY, CPU, torch.float32, LoraConfig(max_loras=2, max_cpu_loras=3, max_lora_rank=4), use_stacks
     )
     numbers = {ref: 1.0 + index for index, ref in enumerate(tiny_refs)}
-    running: list[tuple[AdapterRef, LoraAdapter, float]] = []
+    running: list[tuple[Hold, LoraAdapter, float]] = []
+    preempted: list[tuple[Hold, float]] = []
     for index, (action, choice) in enumerate(steps):
         ref = tiny_refs[choice]
-        in_use = {ref for ref, _, _ in running}
+        in_use = {hold.ref for hold, _, _ in running}
         if action == "start" and (ref in in_use or len(in_use) < cache.max_loras):
-            cache.prefetch(ref)
-            cache.wait(ref)
-            if cache.is_ready(ref, in_use):
-                adapter = cache.acquire(ref, in_use)
-                number = number_of(adapter)
-                assert number >= 100 or number == numbers[ref]
-                running.append((ref, adapter, number))
+            adapter = fetch(cache, ref, frozenset(in_use))
+            number = number_of(adapter)
+            assert number >= 100 or number == numbers[ref]
+            hold = cache.hold(ref)
+            assert hold is not None
+            running.append((hold, adapter, number))
         elif action == "end" and running:
-            running.pop(choice % len(running))
+            cache.let_go(running.pop(choice % len(running))[0])
+        elif action == "preempt" and running:
+            hold, _, number = running.pop(choice % len(running))
+            preempted.append((hold, number))
+        elif action == "resume" and preempted:
+            hold, number = preempted[choice % len(preempted)]
+            if hold.ref in in_use or len(in_use) < cache.max_loras:
+                preempted.pop(choice % len(preempted))
+                running.append((hold, fetch(cache, hold.ref, frozenset(in_use)), number))
         elif action == "drop":
             cache.drop(ref.name)
         elif action == "register":
             cache.register(ref, tiny_adapter(100.0 + index))
         for _, adapter, number in running:
             assert number_of(adapter) == number
-        cache.check_integrity({ref for ref, _, _ in running})
+        cache.check_integrity({hold.ref for hold, _, _ in running})
+    for hold in [hold for hold, *_ in (*running, *preempted)]:
+        cache.let_go(hold)
+    assert not any(ref.generation for ref in (*cache._host, *cache._slots, *cache._recency))
     cache.close()
 
 

@@ -293,6 +293,58 @@ def test_who_waits_while_its_adapter_is_replaced_takes_no_pages_of_the_old_one(s
     assert small.tokens(outputs) == alone(small, prompt, refs[1], 12)
 
 
+@pytest.mark.parametrize("use_reload", [True, False], ids=["replaced", "deleted"])
+def test_who_has_begun_ends_on_the_same_weights_however_often_it_is_preempted(
+    small, refs, tmp_path, use_reload
+) -> None:
+    """Whether others are served under their name by then, or none."""
+    ref = AdapterRef("changing", str(tmp_path / "changing"))
+    shutil.copytree(refs[0].path, ref.path)
+    engine = small.engine(num_pages=24, page_tokens=4, max_loras=1, max_cpu_loras=2)
+    begun = [small.request(small.prompt(12, seed), 30, adapter=ref, priority=1) for seed in range(2)]
+    for request in begun:
+        engine.add(request)
+    outputs = until(engine, lambda: engine.num_running == 2)
+    if use_reload:
+        shutil.copytree(refs[1].path, ref.path, dirs_exist_ok=True)
+        error, more = load(engine, ref)
+        assert error is None
+        outputs += more
+    else:
+        engine.drop_adapter(ref.name)
+        shutil.rmtree(ref.path)
+    urgent = [small.request(small.prompt(50, seed), 20, adapter=other) for seed, other in enumerate(refs[2:4])]
+    for request in urgent:
+        engine.add(request)
+    outputs += until(engine, lambda: not engine.has_work)
+    assert engine.num_preemptions >= 2
+    assert engine.take_failures() == []
+    texts = {
+        each.request_id: small.tokens([output for output in outputs if output.request_id == each.request_id])
+        for each in (*begun, *urgent)
+    }
+    for request, source in zip((*begun, *urgent), (refs[0], refs[0], *refs[2:4]), strict=True):
+        assert texts[request.request_id] == alone(small, request.prompt, source, request.sampling.max_tokens)
+
+
+def test_who_waits_while_its_adapter_is_deleted_has_it_all_the_same(small, refs, tmp_path) -> None:
+    ref = AdapterRef("going", str(tmp_path / "going"))
+    shutil.copytree(refs[0].path, ref.path)
+    engine = small.engine(max_num_seqs=1)
+    requests = [small.request(small.prompt(9, seed), 20, adapter=ref) for seed in range(3)]
+    for request in requests:
+        engine.add(request)
+    outputs = until(engine, lambda: engine.num_running == 1)
+    engine.drop_adapter(ref.name)
+    shutil.rmtree(ref.path)
+    outputs += until(engine, lambda: not engine.has_work)
+    assert engine.take_failures() == []
+    for request in requests:
+        mine = [output for output in outputs if output.request_id == request.request_id]
+        assert small.tokens(mine) == alone(small, request.prompt, refs[0], 20)
+    assert fails(small, engine, small.prompt(9), ref)
+
+
 def test_a_folder_that_changed_while_its_adapter_was_out_of_memory_gives_no_pages_of_the_old_one(
     small, refs, tmp_path
 ) -> None:

@@ -43,10 +43,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A LoRA adapter by its served name and the folder that holds it in PEFT's format."""
+    """A LoRA adapter by its served name and the folder that holds it in PEFT's format. ``generation``: not 0 of weights
+    that are served under the name no more, but to those who run on them."""
 
     name: str
     path: str
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

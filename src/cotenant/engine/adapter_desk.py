@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
@@ -14,10 +14,7 @@ from cotenant.models.lora import LoraAdapter
 
 
 class AdapterDesk:
-    """Stands between the engine and ``cache``, which holds the adapters themselves.
-
-    ``in_use`` below are the adapters of running sequences.
-    """
+    """Stands between the engine and ``cache``, which holds the adapters themselves."""
 
     def __init__(self, cache: AdapterCache) -> None:
         self.cache = cache
@@ -40,7 +37,7 @@ class AdapterDesk:
         self.cache.register(ref, adapter)
 
     def drop(self, name: str) -> None:
-        """Forget the adapter of this name. Sequences that run on it keep it until they end."""
+        """Forget the adapter of this name. Sequences that hold it keep it until they end."""
         self._loading = [(ref, reading) for ref, reading in self._loading if ref.name != name]
         self.cache.drop(name)
 
@@ -63,12 +60,10 @@ class AdapterDesk:
                 ended.append((ref, None))
         return ended
 
-    def look(
-        self, waiting: Iterable[Sequence], in_use: Set[AdapterRef]
-    ) -> tuple[dict[AdapterRef, InvalidInputError], bool]:
+    def look(self, waiting: Iterable[Sequence]) -> tuple[dict[AdapterRef, InvalidInputError], bool]:
         """Have those read that waiting sequences want, the first in order first. Returns the ones that cannot be, with
         the reason, and whether a plan made before may be out of date."""
-        refs = dict.fromkeys(sequence.request.adapter for sequence in waiting) if self.is_used else {}
+        refs = dict.fromkeys(sequence.adapter_ref for sequence in waiting) if self.is_used else {}
         failures: dict[AdapterRef, InvalidInputError] = {}
         all_ready, some_left = True, False
         for ref in itertools.islice(refs, self.cache.max_read_ahead):
@@ -77,7 +72,7 @@ class AdapterDesk:
                 failures[ref] = error
             elif ref is not None:
                 some_left |= self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
-                all_ready &= self.cache.is_ready(ref, in_use)
+                all_ready &= self.cache.is_ready(ref)
         has_changed = some_left or not (all_ready and self._all_were_ready)
         self._all_were_ready = all_ready
         return failures, has_changed

@@ -6,13 +6,14 @@ that copy is not waited for. Everything but the reading happens in the caller's 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,19 +42,28 @@ Reading = Future[_Prepared | InvalidInputError]
 
 class _Slot(NamedTuple):
     number: int
-    ref: AdapterRef
     adapter: LoraAdapter
+
+
+class Hold:
+    """A sequence's claim on the weights that it has begun with. ``ref`` is what they go by: another, once others are
+    served under their name."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, ref: AdapterRef) -> None:
+        self.ref = ref
 
 
 class AdapterCache:
     """Adapters by reference; the least recently used make room, in the slots as in host memory.
 
-    Running sequences hold theirs: callers pass ``in_use``, which is never evicted. An adapter that was dropped while
-    sequences run on it stays with them until they end, and keeps its slot until then.
+    Of running sequences callers pass what is ``in_use``, which keeps its slot. What a sequence has begun with it holds
+    until it ends, also while it is preempted: that stays in host memory, however much else is read, and under a
+    reference of its own when its name is dropped or given to other weights.
 
     Invariant: what is in a slot is in host memory too, so losing the slot costs a copy and never a reading. On the CPU
-    the two are one object. With ``use_stacks``, slots are those of
-    ``stacks``, and ``LoraAdapter.slot`` says which.
+    the two are one object. With ``use_stacks``, slots are those of ``stacks``, and ``LoraAdapter.slot`` says which.
     """
 
     def __init__(
@@ -65,11 +75,19 @@ class AdapterCache:
         self._dtype = dtype
         self._config = config
         self._slots: OrderedDict[AdapterRef, _Slot] = OrderedDict()  # least recently used first
-        self._dropped: list[_Slot] = []
+        self._holds: dict[AdapterRef, set[Hold]] = {}
+        self._generations = itertools.count(1)
         self._host: dict[AdapterRef, _Prepared] = {}
         self._recency: OrderedDict[AdapterRef, None] = OrderedDict()  # of what is in host memory or read; latest last
         self._readings: dict[AdapterRef, Reading] = {}
         self._failures: dict[AdapterRef, InvalidInputError] = {}
+        self._by_ref: tuple[dict[AdapterRef, Any], ...] = (
+            self._slots,
+            self._host,
+            self._recency,
+            self._readings,
+            self._failures,
+        )
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-reader")
 
     @property
@@ -79,7 +97,8 @@ class AdapterCache:
 
     @property
     def max_cpu_loras(self) -> int:
-        """Adapters in host memory: those in slots, and at least one that was read ahead."""
+        """Adapters in host memory: those in slots, and at least one that was read ahead. What preempted sequences hold
+        comes on top."""
         wanted = self._config.max_cpu_loras
         return max(4 * self.max_loras, _MIN_CPU_LORAS) if wanted is None else max(wanted, self.max_loras + 1)
 
@@ -105,14 +124,8 @@ class AdapterCache:
             self._readings[ref] = self.read(ref)
         return some_left
 
-    def is_ready(self, ref: AdapterRef, in_use: Set[AdapterRef]) -> bool:
-        """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``.
-
-        False as well while sequences still run on an adapter that was dropped under the same reference: the two would
-        need two slots.
-        """
-        if ref in in_use and any(slot.ref == ref for slot in self._dropped):
-            return False
+    def is_ready(self, ref: AdapterRef) -> bool:
+        """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``."""
         if ref in self._host:
             return True
         reading = self._readings.get(ref)
@@ -162,7 +175,7 @@ class AdapterCache:
                 adapter = self.stacks.load(number, prepared.adapter)
             else:
                 adapter = prepared.adapter.on_device(self._device)
-            self._slots[ref] = _Slot(number, ref, adapter)
+            self._slots[ref] = _Slot(number, adapter)
         self._slots.move_to_end(ref)
         return self._slots[ref].adapter
 
@@ -173,15 +186,49 @@ class AdapterCache:
         assert not isinstance(prepared, InvalidInputError), f"adapter {ref.name} could not be read"
         return prepared.fingerprint
 
+    # Who has begun.
+
+    def hold(self, ref: AdapterRef) -> Hold | None:
+        """Keep the weights that are at hand as ``ref``, or are being read, until ``let_go``. None: there are none."""
+        if ref not in self._host and ref not in self._readings:
+            return None
+        hold = Hold(ref)
+        self._holds.setdefault(ref, set()).add(hold)
+        return hold
+
+    def let_go(self, hold: Hold) -> None:
+        """Once for each hold. What is served under its name no more leaves with the last one."""
+        holds = self._holds[hold.ref]
+        holds.remove(hold)
+        if not holds:
+            del self._holds[hold.ref]
+            if hold.ref.generation:
+                self._forget(hold.ref)
+
     def drop(self, name: str) -> None:
-        """Forget the adapters served under this name, and why they could not be read."""
-        for ref in [ref for ref in self._slots if ref.name == name]:
-            self._dropped.append(self._slots.pop(ref))
-        for ref in [ref for ref in self._readings if ref.name == name]:
-            self._readings.pop(ref).cancel()
-        for kept in (self._host, self._recency, self._failures):
-            for ref in [ref for ref in kept if ref.name == name]:
-                del kept[ref]
+        """Serve nothing under this name any more, but to those who hold it; and forget why it could not be read."""
+        refs = (*self._host, *self._readings, *self._failures)
+        for ref in [ref for ref in refs if ref.name == name and not ref.generation]:
+            if ref in self._holds:
+                self._retire(ref)
+            else:
+                self._forget(ref)
+
+    def _retire(self, ref: AdapterRef) -> None:
+        """Give what is held a reference that nobody else asks for."""
+        retired = replace(ref, generation=next(self._generations))
+        holds = self._holds[retired] = self._holds.pop(ref)
+        for hold in holds:
+            hold.ref = retired
+        for kept in self._by_ref:
+            if ref in kept:
+                kept[retired] = kept.pop(ref)
+
+    def _forget(self, ref: AdapterRef) -> None:
+        if ref in self._readings:
+            self._readings[ref].cancel()
+        for kept in self._by_ref:
+            kept.pop(ref, None)
 
     def close(self) -> None:
         """Begin no more readings, and wait for the one that runs."""
@@ -189,9 +236,11 @@ class AdapterCache:
 
     def check_integrity(self, in_use: Set[AdapterRef]) -> None:
         """Raise AssertionError if slots or references are counted twice, or an adapter in use has no slot."""
-        slots = [*self._slots.values(), *self._dropped]
+        slots = self._slots.values()
         assert len({slot.number for slot in slots}) == len(slots) <= self.max_loras, "a slot was given twice"
-        assert in_use <= {slot.ref for slot in slots}, "an adapter that is in use lost its slot"
+        assert in_use <= self._slots.keys(), "an adapter that is in use lost its slot"
+        at_hand = self._host.keys() | self._readings.keys() | self._failures.keys()
+        assert self._holds.keys() <= at_hand, "what is held was forgotten"
         assert self._slots.keys() <= self._host.keys(), "an adapter in a slot left host memory"
         assert not self._readings.keys() & self._host.keys(), "what is at hand is read again"
         assert self._recency.keys() == self._readings.keys() | self._host.keys(), "the order of use lost count"
@@ -199,8 +248,7 @@ class AdapterCache:
             assert slot.adapter.slot == slot.number, "an adapter lies in another slot than it was given"
 
     def _free_slot(self, in_use: Set[AdapterRef]) -> int:
-        self._release_dropped(in_use)
-        taken = {slot.number for slot in (*self._slots.values(), *self._dropped)}
+        taken = {slot.number for slot in self._slots.values()}
         for number in range(self.max_loras):
             if number not in taken:
                 return number
@@ -208,9 +256,6 @@ class AdapterCache:
         assert victim is not None, "no slot can be had: all adapters are in use"
         logger.info("adapter %s makes room for another", victim.name)
         return self._slots.pop(victim).number
-
-    def _release_dropped(self, in_use: Set[AdapterRef]) -> None:
-        self._dropped = [slot for slot in self._dropped if slot.ref in in_use]
 
     def _take_prepared(self, ref: AdapterRef) -> _Prepared:
         """From host memory; one that was just read moves there, and nothing leaves for it."""
@@ -223,15 +268,15 @@ class AdapterCache:
         return self._host[ref]
 
     def _settle(self) -> bool:
-        """Move what has been read to host memory; the least recently used that are in no slot leave it. Whether any
-        did."""
+        """Move what has been read to host memory; the least recently used that are in no slot, and that nobody holds,
+        leave it. Whether any did."""
         for ref, reading in list(self._readings.items()):
             if reading.done() and not isinstance(prepared := reading.result(), InvalidInputError):
                 self._host[ref] = prepared
                 del self._readings[ref]
-        num_over = max(0, len(self._host) - self.max_cpu_loras)
-        idle = (ref for ref in self._recency if ref in self._host and ref not in self._slots)
-        leaving = list(islice(idle, num_over))
+        idle = [ref for ref in self._recency if ref in self._host and ref not in self._slots and ref not in self._holds]
+        num_over = max(0, len(self._slots) + len(idle) - self.max_cpu_loras)
+        leaving = idle[:num_over]
         for ref in leaving:
             del self._host[ref], self._recency[ref]
         return bool(leaving)

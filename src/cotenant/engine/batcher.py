@@ -186,8 +186,8 @@ class _Planner:
             else:
                 self._victims.append(sequence)
                 num_decoding += sequence.is_decoding
-            if sequence.request.adapter is not None:
-                self._adapters.add(sequence.request.adapter)
+            if sequence.adapter_ref is not None:
+                self._adapters.add(sequence.adapter_ref)
         self._budget = limits.max_num_batched_tokens - num_decoding
 
     def plan(self, running: SequenceQueue, waiting: SequenceQueue) -> BatchPlan:
@@ -221,8 +221,8 @@ class _Planner:
     def _shape(self) -> BatchShape:
         num_adapters = 0
         if self._adapters:
-            adapters = {sequence.request.adapter for sequence in self._decodes}
-            adapters.update(sequence.request.adapter for sequence, _ in self._chunks)
+            adapters = {sequence.adapter_ref for sequence in self._decodes}
+            adapters.update(sequence.adapter_ref for sequence, _ in self._chunks)
             num_adapters = len(adapters - {None})
         return BatchShape(
             num_decode=len(self._decodes),
@@ -306,7 +306,7 @@ class _Planner:
             return
         lower = self._lower(sequence)
         holders: list[Sequence] = []
-        adapter = sequence.request.adapter
+        adapter = sequence.adapter_ref
         if adapter is not None:
             if self._adapter_wanted or not self._ready(adapter):
                 return
@@ -336,12 +336,12 @@ class _Planner:
         """All users of an adapter that only ``lower`` ones use: the adapter whose first user is the last in order."""
         if not lower:
             return []
-        kept = {sequence.request.adapter for sequence in self._victims[: -len(lower)]}
-        kept.update(sequence.request.adapter for sequence in self._spent)
-        kept.update(admission.sequence.request.adapter for admission in self._admitted)
+        kept = {sequence.adapter_ref for sequence in self._victims[: -len(lower)]}
+        kept.update(sequence.adapter_ref for sequence in self._spent)
+        kept.update(admission.sequence.adapter_ref for admission in self._admitted)
         users: dict[AdapterRef, list[Sequence]] = {}
         for sequence in lower:
-            adapter = sequence.request.adapter
+            adapter = sequence.adapter_ref
             if adapter is not None and adapter not in kept:
                 users.setdefault(adapter, []).append(sequence)
         return max(users.values(), key=lambda sequences: sequences[0].key, default=[])

@@ -297,25 +297,26 @@ class OnlineEngine:
 
     def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Put in place what ``load_adapter`` asked for and was read since the last call: each adapter with None, or
-        with the reason why the one before goes on serving. Running requests keep theirs until they end."""
+        with the reason why the one before goes on serving. Requests that have begun keep theirs until they end."""
         loaded = self._adapters.take_loaded()
         if any(error is None for _, error in loaded):
             self._plan = None
         return loaded
 
     def drop_adapter(self, name: str) -> None:
-        """Forget the adapter of this name. Requests that run on it keep it until they end."""
+        """Forget the adapter of this name. Requests that run on it, or wait for it, keep it until they end."""
+        self._live.hold_waiting(name)
         self._adapters.drop(name)
         self._plan = None
 
     def _look_for_adapters(self) -> None:
         """Have the adapters read that waiting sequences want; end the requests of those that cannot be."""
-        failures, has_changed = self._adapters.look(self._live.waiting, self._live.adapters_in_use())
+        failures, has_changed = self._adapters.look(self._live.waiting)
         if has_changed:
             self._plan = None
         for sequence in list(self._live.waiting) if failures else ():
-            if sequence.request.adapter in failures:
-                self._fail(sequence, failures[sequence.request.adapter])
+            if sequence.adapter_ref in failures:
+                self._fail(sequence, failures[sequence.adapter_ref])
 
     def _fail(self, sequence: Sequence, error: InvalidInputError) -> None:
         logger.warning("request %s: %s", sequence.request.request_id, error)
@@ -388,13 +389,12 @@ class OnlineEngine:
 
     def _next_plan(self) -> BatchPlan:
         if self._plan is None:
-            in_use = self._live.adapters_in_use()
             self._plan = plan_batch(
                 self._live.running,
                 self._live.waiting,
                 self._cache.pool,
                 self._limits,
-                ready=lambda ref: self._adapters.cache.is_ready(ref, in_use),
+                ready=self._adapters.cache.is_ready,
                 match=self._live.match,
                 put_off=self._put_off,
             )

@@ -64,20 +64,19 @@ class LiveSequences:
         """All live requests in the order in which they are served."""
         if not len(self.waiting):  # as it is most often, and merging costs more than views do
             return tuple([sequence.view() for sequence in self.running])
-        in_use = self.adapters_in_use()
         order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
-        return tuple([self._waiting_view(each, in_use) if each.seat is None else each.view() for each in order])
+        return tuple([self._waiting_view(each) if each.seat is None else each.view() for each in order])
 
-    def _waiting_view(self, sequence: Sequence, in_use: set[AdapterRef]) -> RequestView:
-        adapter = sequence.request.adapter
-        if adapter is not None and not self._adapters.cache.is_ready(adapter, in_use):
+    def _waiting_view(self, sequence: Sequence) -> RequestView:
+        adapter = sequence.adapter_ref
+        if adapter is not None and not self._adapters.cache.is_ready(adapter):
             return sequence.view(waits_for_adapter=True)
         return sequence.view(self._num_matched(sequence) * self._tables.page_tokens)
 
     def decodes(self) -> BatchShape:
         """The running sequences that decode next: what a batch has of them unless pages run out."""
         decodes = [sequence for sequence in self.running if sequence.is_decoding and not sequence.is_spent]
-        adapters = {sequence.request.adapter for sequence in decodes} if self._adapters.is_used else set()
+        adapters = {sequence.adapter_ref for sequence in decodes} if self._adapters.is_used else set()
         context_tokens = sum([len(sequence.tokens) for sequence in decodes])
         return BatchShape(len(decodes), context_tokens, num_adapters=len(adapters - {None}))
 
@@ -85,7 +84,7 @@ class LiveSequences:
         """Those of running sequences."""
         if not self._adapters.is_used:
             return set()
-        return {sequence.request.adapter for sequence in self.running if sequence.request.adapter is not None}
+        return {sequence.adapter_ref for sequence in self.running if sequence.adapter_ref is not None}
 
     # Coming and going.
 
@@ -116,8 +115,9 @@ class LiveSequences:
         matched = sequence.prefix
         self._renew_keys(sequence)
         assert not admission.cached_pages or sequence.prefix is matched, "pages of other weights than it runs on"
-        if request.adapter is not None:
-            sequence.adapter = self._adapters.cache.acquire(request.adapter, self.adapters_in_use())
+        if sequence.adapter_ref is not None:
+            sequence.adapter = self._adapters.cache.acquire(sequence.adapter_ref, self.adapters_in_use())
+            self._hold(sequence)
         num_cached = len(admission.cached_pages)
         pool.allocate(sequence.number, -(-len(sequence.tokens) // page_tokens) - num_cached)
         sequence.seat = self._tables.open(pool.pages(sequence.number))
@@ -152,6 +152,18 @@ class LiveSequences:
         else:
             self.running.remove(sequence)
             self._vacate(sequence)
+        if sequence.hold is not None:
+            self._adapters.cache.let_go(sequence.hold)
+
+    def hold_waiting(self, name: str) -> None:
+        """Let those who wait for the adapter of this name have it as it is, or is being read."""
+        for sequence in self.waiting:
+            if sequence.adapter_ref is not None and sequence.adapter_ref.name == name:
+                self._hold(sequence)
+
+    def _hold(self, sequence: Sequence) -> None:
+        if sequence.hold is None and sequence.adapter_ref is not None:
+            sequence.hold = self._adapters.cache.hold(sequence.adapter_ref)
 
     def _vacate(self, sequence: Sequence) -> None:
         assert sequence.seat is not None
@@ -225,14 +237,14 @@ class LiveSequences:
             sequence.num_registered = num_full
 
     def _renew_keys(self, sequence: Sequence) -> None:
-        """Name a waiting sequence's pages after the weights that it would get now: until it is admitted, they may
-        change. A running one keeps its weights and its keys."""
+        """Name a waiting sequence's pages after the weights that it would get now: until it is admitted first, they may
+        change. Then it keeps its weights and its keys."""
         request = sequence.request
         # Scoring a prompt takes the hidden states of all its tokens, so none may come from the cache.
         is_scored = request.sampling.prompt_logprobs is not None
         if not self._prefix_caching or is_scored or not request.uses_prefix_cache:
             return
-        root = salted(self._adapters.prefix_root(request.adapter), request.cache_salt)
+        root = salted(self._adapters.prefix_root(sequence.adapter_ref), request.cache_salt)
         if sequence.prefix is None or sequence.prefix.root != root:
             sequence.prefix = PrefixKeys(self._tables.page_tokens, root)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cotenant.core.plan import RequestView
-from cotenant.core.request import FinishReason, Request, TokenLogprobs
+from cotenant.core.request import AdapterRef, FinishReason, Request, TokenLogprobs
+from cotenant.engine.adapters import Hold
 from cotenant.engine.prefix import PrefixKeys
 from cotenant.engine.sampling_state import SamplingState
 from cotenant.models.lora import LoraAdapter
@@ -36,6 +37,7 @@ class Sequence:
     num_matched: int = 0  # pages that were cached for it when that was looked up last, while it waits
     seat: int | None = None
     adapter: LoraAdapter | None = None
+    hold: Hold | None = None  # on its adapter's weights, since it has begun
     was_admitted: bool = False
     queue_s: float | None = None  # how long it waited for its first seat, until that is reported
     num_cached: int | None = None  # tokens that were cached for it then, until that is reported
@@ -55,6 +57,11 @@ class Sequence:
         self.key = (self.request.priority, self.request.arrival_s, self.number)
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing precedes the first token
+
+    @property
+    def adapter_ref(self) -> AdapterRef | None:
+        """The adapter that it runs on, or will: what the request asks for, until other weights go by that."""
+        return self.request.adapter if self.hold is None else self.hold.ref
 
     @property
     def num_generated(self) -> int:
