@@ -77,6 +77,41 @@ def _assert_near_greedy(model: Model, requests: Sequence[Request], outputs: Outp
 # Adapters.
 
 
+def test_few_rows_with_adapters_compile_nothing(model: Model, rounding: float, tmp_path: Path) -> None:
+    """Prompts and steps of a warm engine without graphs: one row, rows with one adapter, and one that has it among
+    others. The first test here: what others have compiled would count as there."""
+    from triton import knobs
+
+    decoder = model.decoder(torch.bfloat16)
+    mine = random_adapter(decoder, 0, r=16, alpha=64.0, target_modules=LINEAR_MODULES)
+    save_adapter(mine, tmp_path, str(model.folder))
+    online = Overlapped(decoder, page_tokens=PAGE_TOKENS)
+    with online.device.online():
+        online.engine.warm_up(enforce_eager=True)
+    ref = AdapterRef("a", str(tmp_path))
+    alone = [replace(request(prompt(20, 50), 8), adapter=ref)]
+    all_of_it = [replace(request(prompt(30, seed), 8), adapter=ref) for seed in range(16)]
+    one_of_five = [replace(request(prompt(9, 40 + seed), 8), adapter=ref if seed == 2 else None) for seed in range(5)]
+    outputs: Outputs = {one.request_id: [] for one in (*alone, *all_of_it, *one_of_five)}
+    compiled: list[str] = []
+    knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
+    try:
+        for several in (alone, one_of_five, all_of_it):
+            for one in several:
+                online.engine.add(one)
+            while online.engine.has_work:
+                compiled.clear()
+                num_steps = len(online.steps)
+                _keep(online.iterate(), outputs)
+                if len(online.steps) > num_steps and online.steps[-1].host.num_tokens <= 64:
+                    assert not compiled
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+    reference = type(model.reference).from_pretrained(model.folder).to(DEVICE).eval()
+    tuned = Model(model.folder, PeftModel.from_pretrained(reference, tmp_path))
+    _assert_near_greedy(tuned, [*alone, *all_of_it, one_of_five[2]], outputs, 2 * rounding)
+
+
 def test_adapters_of_several_ranks_beside_each_other(model: Model, rounding: float, tmp_path: Path) -> None:
     """Seven kinds of rows, the base's among them, in prompt batches and captured decodes: each is held against peft."""
     decoder = model.decoder(torch.bfloat16)

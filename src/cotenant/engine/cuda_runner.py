@@ -205,7 +205,7 @@ class CudaRunner:
     @torch.no_grad()
     def _compile(self, lanes: Sequence[int], also: Callable[[], None]) -> None:
         """Have the kernels compiled that decode steps launch, captured or not, on all SMs and on those of each lane,
-        and what ``also`` launches. Not here: those of uncaptured batches whose rows have few adapters."""
+        and what ``also`` launches."""
         start = time.perf_counter()
         sizes = choose_compiled_sizes(self._max_num_seqs)
         if self._stacks is not None:
@@ -333,7 +333,9 @@ class CudaRunner:
         """A batch with prompt chunks, or larger than the largest graph. ``captured``: for the SMs that it has."""
         count, sampled = host.num_tokens, host.sampled_rows()
         spans = host.spans()
-        use_grouped = len(spans) > _MAX_SPANS and self._stacks is not None
+        # Few rows go through the kernels of captured steps, which are compiled at the start.
+        most_spans = 0 if count <= MAX_ROWS else _MAX_SPANS
+        use_grouped = self._stacks is not None and len(spans) > most_spans
         fields = _blank_fields(count)
         fields[:4, :count] = host.token_ids, host.positions, host.slots, host.seats
         if use_grouped:
