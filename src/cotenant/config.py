@@ -54,7 +54,8 @@ def _require_target(value_ms: float | None, flag: str) -> None:
 class ModelConfig:
     """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows.
     ``quantization`` None: weights stay in ``dtype``. ``compress_weights``: whether decode steps read copies of the
-    matrices that are compressed without loss."""
+    matrices that are compressed without loss. ``eos_token_ids`` end an answer beside those that the model's own files
+    name: the tokenizer's, which the server fills in for its worker, who has no tokenizer."""
 
     model: str
     served_model_names: tuple[str, ...] = ()
@@ -66,6 +67,7 @@ class ModelConfig:
     max_model_len: int | None = None
     chat_template: str | None = None
     seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names_are_given = all(name.strip() for name in self.served_model_names)

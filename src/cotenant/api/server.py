@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
@@ -102,7 +102,10 @@ def _open_state(
     """Everything that the routes work with; the store stays locked until the end."""
     tokenizer = load_tokenizer(base.folder, base.vocab_size)
     chat_template = load_chat_template(base.folder, config.model.chat_template)
-    worker = WorkerClient(config, base.folder, worker_command=worker_command, prepared=prepared)
+    # Training teaches the tokenizer's ends of a turn: answers end at all of them.
+    model = replace(config.model, eos_token_ids=tokenizer.eos_token_ids)
+    worker_config = replace(config, model=model)
+    worker = WorkerClient(worker_config, base.folder, worker_command=worker_command, prepared=prepared)
     with contextlib.closing(open_store(Path(config.data_dir))) as store:
         jobs = JobManager(store, worker, config, base.folder, base.fingerprint)
         worker.attach_jobs(jobs)

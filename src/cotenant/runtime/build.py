@@ -110,7 +110,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
                 config.batch,
                 max_model_len,
                 config.lora,
-                resolved.spec.eos_token_ids,
+                (*resolved.spec.eos_token_ids, *config.model.eos_token_ids),
                 device=device,
                 max_pages=max_pages,
                 enable_prefix_caching=config.cache.enable_prefix_caching,

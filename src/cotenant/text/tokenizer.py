@@ -33,7 +33,9 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """All that a model's files name as an end: of a turn that training teaches, and so of an answer."""
+        ...
 
     @property
     def eos_texts(self) -> tuple[str, ...]:
