@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.rope import RopeTables
+from cotenant.models.rope import RopeTables, inverse_frequencies
 from cotenant.models.spec import ModelSpec, RopeScaling, spec_from_config
 
 BASE: dict[str, Any] = {
@@ -60,6 +61,26 @@ def test_both_spellings_of_rotary_settings(scaling: dict[str, Any]) -> None:
 def test_the_oldest_spelling_of_linear_scaling() -> None:
     spec = spec_from_config({**BASE, "rope_scaling": {"type": "linear", "factor": 2}})
     assert spec.rope_scaling == RopeScaling("linear", 2.0)
+
+
+_SHORT = {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_theta": 1e3}, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"rope_parameters": {"rope_theta": 1e3}, "rope_scaling": LLAMA3, "rope_theta": 77.0},
+        {"rope_parameters": {"rope_theta": 1e3, "rope_type": "linear", "factor": 3.0}, "rope_scaling": {}},
+        {"rope_parameters": {"rope_theta": 1e3, "rope_type": "linear", "factor": 3.0}, "rope_scaling": None},
+        {"rope_scaling": _SHORT},
+        {"rope_scaling": _SHORT, "original_max_position_embeddings": 32},
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
+    ],
+)
+def test_rotary_settings_in_several_places_are_read_as_transformers_reads_them(changes: dict[str, Any]) -> None:
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**copy.deepcopy({**BASE, **changes})))
+    assert torch.allclose(inverse_frequencies(spec_from_config({**BASE, **changes})), theirs.inv_freq)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,6 +135,11 @@ def test_families_differ() -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported",
+        ),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a positive number"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": "1"}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -85,7 +85,8 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
     """Read a ``config.json`` (and, for the end-of-sequence ids, a ``generation_config.json``).
 
     Both spellings of the rotary settings are understood: ``rope_theta`` with ``rope_scaling``, and transformers 5's
-    ``rope_parameters``. Raises InvalidInputError, naming the field, for what this decoder cannot run faithfully.
+    ``rope_parameters``. Of a config with both, ``rope_parameters`` counts for nothing, as in transformers. Raises
+    InvalidInputError, naming the field, for what this decoder cannot run faithfully.
     """
     family = _family(config)
     _refuse_unsupported(config)
@@ -175,10 +176,12 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
 
 
 def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
-    """Base and scaling. ``rope_parameters`` holds both; ``rope_scaling`` is the older spelling of its other entries."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Base and scaling. ``rope_parameters`` holds both; ``rope_scaling`` is the older spelling of its other entries,
+    and goes before it: people add a model card's to a config that transformers 5 has saved."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    settings = config.get(key) or {}
     if not isinstance(settings, Mapping):
-        raise InvalidInputError(f"config.json: rope_parameters must be an object, but is {settings!r}", param="model")
+        raise InvalidInputError(f"config.json: {key} must be an object, but is {settings!r}", param="model")
     theta = _number({"rope_theta": config.get("rope_theta"), **settings}, "rope_theta", _DEFAULT_ROPE_THETA)
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
@@ -189,13 +192,15 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
     if kind == "linear":
         return theta, RopeScaling("linear", _number(settings, "factor"))
     if kind == "llama3":
+        # As in transformers, one at the config's top goes before one in here.
+        original = settings if config.get("original_max_position_embeddings") is None else config
         return theta, RopeScaling(
             "llama3",
             factor=_number(settings, "factor"),
             low_freq_factor=_number(settings, "low_freq_factor"),
             high_freq_factor=_number(settings, "high_freq_factor"),
             original_max_position_embeddings=_size(
-                settings, "original_max_position_embeddings", default=max_position_embeddings
+                original, "original_max_position_embeddings", default=max_position_embeddings
             ),
         )
     raise InvalidInputError(
