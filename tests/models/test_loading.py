@@ -62,12 +62,37 @@ def test_redundant_tensors_are_ignored(pair_of: Callable[[str], Pair], tmp_path:
         tmp_path,
         lambda t: t.update(
             {
-                "lm_head.weight": torch.zeros(support.VOCAB_SIZE, 48),
+                "lm_head.weight": t["model.embed_tokens.weight"].clone(),
                 "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
             }
         ),
     )
     assert torch.equal(_logits(support.load(tmp_path)), _logits(tied.decoder))
+
+
+@pytest.mark.parametrize("edit", [lambda head: head[-1].neg_(), lambda head: head.resize_(support.VOCAB_SIZE - 1, 48)])
+def test_a_head_of_its_own_is_not_tied(
+    pair_of: Callable[[str], Pair], tmp_path: Path, edit: Callable[[torch.Tensor], Any]
+) -> None:
+    """transformers does not tie it either, whatever the config says."""
+    shutil.copytree(pair_of("qwen2").folder, tmp_path, dirs_exist_ok=True)
+
+    def add_head(tensors: dict[str, torch.Tensor]) -> None:
+        edit(tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone()))
+
+    _edit(tmp_path, add_head)
+    with pytest.raises(InvalidInputError, match=r"lm_head\.weight is not .* set that to false") as caught:
+        support.load(tmp_path)
+    assert str(tmp_path / SINGLE) in str(caught.value)
+
+
+def test_a_head_of_its_own_is_used_once_the_config_says_so(pair_of: Callable[[str], Pair], tmp_path: Path) -> None:
+    shutil.copytree(pair_of("qwen2").folder, tmp_path, dirs_exist_ok=True)
+    _edit(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].flip(0)}))
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = _logits(pair_of("qwen2").decoder).flip(-1)
+    assert torch.allclose(_logits(support.load(tmp_path)), expected, atol=1e-5)
 
 
 _Q1 = "model.layers.1.self_attn.q_proj.weight"

@@ -28,6 +28,8 @@ _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that th
 _INIT_STD = 0.02
 _NUM_READERS = 4
 _PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
+_COMPARED_ROWS = 4096  # at once, of two matrices
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_decoder(
@@ -95,6 +97,7 @@ class _Stored(NamedTuple):
 def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target], device: torch.device) -> None:
     """Checks everything that the headers say before the first weight is read."""
     stored: dict[str, _Stored] = {}
+    tied_head: _Stored | None = None
     unexpected: list[str] = []
     with ExitStack() as stack:
         for path in shards(folder):
@@ -105,7 +108,9 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                         header = shard.get_slice(name)
                         _check(path, name, tuple(header.get_shape()), header.get_dtype(), places[name])
                         stored[name] = _Stored(path, shard)
-                    elif not _is_redundant(name, spec):
+                    elif name == _HEAD and spec.tie_word_embeddings:
+                        tied_head = _Stored(path, shard)
+                    elif not name.endswith("rotary_emb.inv_freq"):  # of old checkpoints: it follows from config.json
                         unexpected.append(name)
         missing = [name for name in places if name not in stored]
         if missing:
@@ -115,7 +120,27 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                 f"{folder}: the checkpoint holds tensors that its config.json has no place for: {listed(unexpected)}",
                 param="model",
             )
+        if tied_head is not None:
+            _check_tied(tied_head, stored[_EMBEDDING], places[_EMBEDDING].dtype)
         _copy_all(stored, places, device)
+
+
+def _check_tied(head: _Stored, embedding: _Stored, dtype: torch.dtype) -> None:
+    """A head of its own is not dropped for the embedding: transformers would not tie the two. It is not loaded either,
+    since memory is planned by what config.json says."""
+    with _reading(head.path):
+        matrices = head.shard.get_slice(_HEAD), embedding.shard.get_slice(_EMBEDDING)
+        shape, other_shape = (matrix.get_shape() for matrix in matrices)
+        starts = range(0, shape[0], _COMPARED_ROWS) if shape else ()
+        is_same = shape == other_shape and all(
+            torch.equal(*(matrix[start : start + _COMPARED_ROWS].to(dtype) for matrix in matrices)) for start in starts
+        )
+    if not is_same:
+        raise InvalidInputError(
+            f"{head.path}: {_HEAD} is not {_EMBEDDING}, though config.json says tie_word_embeddings true: set that to "
+            f"false to use this head, or take {_HEAD} out of the checkpoint",
+            param="model",
+        )
 
 
 def _copy_all(stored: Mapping[str, _Stored], places: Mapping[str, Target], device: torch.device) -> None:
@@ -190,8 +215,3 @@ def _check(path: Path, name: str, shape: tuple[int, ...], dtype: str, place: Tar
         raise InvalidInputError(
             f"{path}: {name} is stored as {dtype}; supported are {', '.join(_DTYPES)}", param="model"
         )
-
-
-def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tensors of some checkpoints that follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and spec.tie_word_embeddings)
