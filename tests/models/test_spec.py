@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from cotenant.core.errors import InvalidInputError
@@ -116,6 +116,8 @@ def test_families_differ() -> None:
     assert spec("LlamaForCausalLM", attention_bias=True).output_bias
     assert spec("MistralForCausalLM", sliding_window=32).sliding_window == 32
     assert spec("MistralForCausalLM", sliding_window=None).sliding_window is None
+    assert spec("MistralForCausalLM").sliding_window == MistralConfig().sliding_window == 4096
+    assert spec("LlamaForCausalLM").sliding_window is spec("Qwen2ForCausalLM").sliding_window is None
     assert spec("Qwen2ForCausalLM", sliding_window=32, use_sliding_window=False).sliding_window is None
     windowed = {"sliding_window": 32, "use_sliding_window": True}
     assert spec("Qwen2ForCausalLM", **windowed, max_window_layers=2).sliding_window is None

@@ -16,6 +16,7 @@ FAMILY_OF_ARCHITECTURE = {
 }
 
 _DEFAULT_ROPE_THETA = 10000.0
+_MISTRAL_WINDOW = 4096  # transformers' default
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +212,11 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
 def _sliding_window(config: Mapping[str, Any], family: str, num_layers: int) -> int | None:
     """The window if all layers have it, None if none has.
 
-    Llama has none. Mistral's holds for all layers. Qwen switches it on, and lists or counts the layers that have it.
+    Llama has none. Mistral's holds for all layers, and only null says that it has none. Qwen switches it on, and lists
+    or counts the layers that have it.
     """
+    if family == "mistral":
+        config = {"sliding_window": _MISTRAL_WINDOW, **config}
     if family == "llama" or config.get("sliding_window") is None:
         return None
     if family != "mistral":
