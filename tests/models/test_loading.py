@@ -129,6 +129,16 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] =
         InvalidInputError,
         f"{INDEX} cannot be read",
     ),
+    "nested-index": (
+        lambda f: ((f / SINGLE).unlink(), (f / INDEX).write_text("[" * 10**5)),
+        InvalidInputError,
+        f"{INDEX} cannot be read",
+    ),
+    "index-without-names": (
+        lambda f: ((f / SINGLE).unlink(), (f / INDEX).write_text('{"weight_map": {"a": 1, "b": "c"}}')),
+        InvalidInputError,
+        f"{INDEX}: weight_map must name a file for each tensor, not 1",
+    ),
 }
 
 

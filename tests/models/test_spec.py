@@ -125,6 +125,9 @@ def test_families_differ() -> None:
     assert spec("Qwen3ForCausalLM", **windowed, layer_types=["sliding_attention"] * 2).sliding_window == 32
 
 
+_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -133,6 +136,11 @@ def test_families_differ() -> None:
             r"GPT2LMHeadModel; supported are LlamaForCausalLM, .*Qwen3ForCausalLM",
         ),
         ({"architectures": None, "model_type": "gemma"}, "gemma"),
+        ({"architectures": [["x"]]}, r"architectures must be a list of class names, but is \[\['x'\]\]"),
+        ({"architectures": 5}, "architectures must be a list of class names, but is 5"),
+        ({"eos_token_id": 1.5}, r"config\.json: eos_token_id must be a token's id or a list of them, but is 1\.5"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be"),
+        ({"eos_token_id": [[1]]}, "eos_token_id must be"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -149,20 +157,19 @@ def test_families_differ() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 8,
-                "max_window_layers": 1,
-            },
-            "some of the layers",
-        ),
+        (_WINDOW | {"max_window_layers": 1}, "some of the layers"),
+        (_WINDOW | {"layer_types": 1}, "layer_types must be a list of kinds of attention, but is 1"),
+        (_WINDOW | {"max_window_layers": "x"}, "max_window_layers must be a number of layers, but is 'x'"),
     ],
 )
 def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         spec_from_config({**BASE, **changes})
+
+
+def test_ends_of_another_kind_in_a_generation_config_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"generation_config\.json: eos_token_id must be .* '</s>'"):
+        spec_from_config({**BASE, "eos_token_id": 3}, {"eos_token_id": "</s>"})
 
 
 def test_model_type_stands_in_for_architectures() -> None:

@@ -59,7 +59,7 @@ def _parts(path: Path) -> Iterator[bytes]:
                 if name != "__metadata__":
                     begin, end = tensor["data_offsets"]
                     yield from _samples(file, 8 + header_bytes + begin, end - begin)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 
 

@@ -120,8 +120,12 @@ def read_config(folder: Path) -> AdapterConfig:
         )
     except KeyError as error:
         raise InvalidInputError(f"{path} lacks {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError, re.error) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError, re.error) as error:
         raise InvalidInputError(f"{path} has a setting of the wrong kind: {error}") from error
+    except RecursionError as error:
+        raise InvalidInputError(
+            f"{path} has a regular expression that is nested too deeply; write module names instead"
+        ) from error
 
 
 def written_config(
@@ -173,7 +177,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise InvalidInputError(
             f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise InvalidInputError(f"{path} does not hold a JSON object")

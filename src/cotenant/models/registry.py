@@ -188,7 +188,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}", param="model") from error
     if not isinstance(content, dict):
         raise InvalidInputError(f"{path} does not hold a JSON object", param="model")

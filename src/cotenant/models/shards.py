@@ -23,8 +23,13 @@ def shards(folder: Path) -> list[Path]:
         raise NotFoundError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="model")
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{index} cannot be read: {error!r}", param="model") from error
+    for name in names:
+        if not isinstance(name, str):
+            raise InvalidInputError(
+                f"{index}: weight_map must name a file for each tensor, not {name!r}", param="model"
+            )
     found = [folder / Path(name).name for name in sorted(names)]
     absent = [shard.name for shard in found if not shard.is_file()]
     if absent:

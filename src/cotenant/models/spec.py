@@ -133,10 +133,11 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
 def _family(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if architectures:
+        architectures = _texts(config, "architectures", "class names")
         for name in architectures:
             if name in FAMILY_OF_ARCHITECTURE:
                 return FAMILY_OF_ARCHITECTURE[name]
-        found = ", ".join(map(str, architectures))
+        found = ", ".join(architectures)
     else:
         found = str(config.get("model_type"))
         if found in FAMILY_OF_ARCHITECTURE.values():
@@ -174,6 +175,14 @@ def _number(config: Mapping[str, Any], key: str, default: float | None = None) -
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
         raise InvalidInputError(f"config.json: {key} must be a positive number, but is {value!r}", param="model")
     return float(value)
+
+
+def _texts(config: Mapping[str, Any], key: str, items: str) -> list[str]:
+    """A list of ``items``, as the error calls them."""
+    value = config[key]
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InvalidInputError(f"config.json: {key} must be a list of {items}, but is {value!r}", param="model")
+    return value
 
 
 def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
@@ -222,10 +231,7 @@ def _sliding_window(config: Mapping[str, Any], family: str, num_layers: int) -> 
     if family != "mistral":
         if not config.get("use_sliding_window", False):
             return None
-        num_full = config.get("max_window_layers", 28)
-        kinds = config.get("layer_types") or [
-            "full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)
-        ]
+        kinds = _layer_types(config, num_layers)
         if all(kind == "full_attention" for kind in kinds):
             return None
         if any(kind != "sliding_attention" for kind in kinds):
@@ -235,10 +241,27 @@ def _sliding_window(config: Mapping[str, Any], family: str, num_layers: int) -> 
     return _size(config, "sliding_window")
 
 
+def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    """Each layer's kind of attention, of a Qwen whose window is on."""
+    if config.get("layer_types"):
+        return _texts(config, "layer_types", "kinds of attention")
+    num_full = config.get("max_window_layers", 28)
+    if not isinstance(num_full, int):
+        raise InvalidInputError(
+            f"config.json: max_window_layers must be a number of layers, but is {num_full!r}", param="model"
+        )
+    return ["full_attention" if layer < num_full else "sliding_attention" for layer in range(num_layers)]
+
+
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
-    value = (generation_config or {}).get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    for file, given in (("generation_config.json", generation_config or {}), ("config.json", config)):
+        value = given.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise InvalidInputError(
+                f"{file}: eos_token_id must be a token's id or a list of them, but is {value!r}", param="model"
+            )
+        return tuple(ids)
+    return ()

@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidInputError(f"Cannot read {path}: {error}", param="model") from error
     if not isinstance(value, dict):
         raise InvalidInputError(f"Cannot read {path}: it holds no JSON object", param="model")
