@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -231,6 +232,62 @@ def test_sigterm_while_the_model_is_loaded_ends_it_soon(tmp_path: Path) -> None:
         assert httpx.get(f"{server.base_url}/health").status_code == 503
         assert server.stop(10) == 0
         assert server.worker_pid() is None
+
+
+UPLOAD = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nuser_data\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\nkept\r\n--b--\r\n'
+)
+
+
+def begin(server: RunningServer, method: str, path: str, kind: str, num_bytes: int, content: bytes) -> socket.socket:
+    """A connection that has sent a request's head and ``content`` of its ``num_bytes``, and reads next to nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: {num_bytes}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def test_clients_that_do_not_go_on_hold_a_drained_server_for_seconds(tmp_path: Path) -> None:
+    """An upload and a request that do not end, and an answer that is not read; what ends meanwhile is kept."""
+    form = "multipart/form-data; boundary=b"
+    with contextlib.ExitStack() as stack, running_server(tmp_path / "data", *FLAGS) as server:
+        file = {"file": ("large.txt", b"x" * (32 << 20))}
+        large = httpx.post(f"{server.base_url}/v1/files", files=file, data={"purpose": "user_data"}, timeout=60)
+        content_path = f"/v1/files/{large.json()['id']}/content"
+        stack.enter_context(begin(server, "POST", "/v1/files", form, 10_000, UPLOAD[:-8]))
+        stack.enter_context(begin(server, "POST", "/v1/completions", "application/json", 10_000, b"{"))
+        unread = stack.enter_context(begin(server, "GET", content_path, "text/plain", 0, b""))
+        assert unread.recv(12) == b"HTTP/1.1 200"
+        late = stack.enter_context(begin(server, "POST", "/v1/files", form, len(UPLOAD), UPLOAD[:-8]))
+        wait_until(lambda: len(list((server.data_dir / "files").iterdir())) == 3)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "drained" in server.log)
+        late.sendall(UPLOAD[-8:])
+        assert late.recv(12) == b"HTTP/1.1 200"
+        assert server.wait_exit(20) == 0
+        assert "cut 3 connections" in server.log
+        assert "Traceback" not in server.log
+        assert sorted(path.stat().st_size for path in (server.data_dir / "files").iterdir()) == [4, 32 << 20]
+
+
+def test_a_signal_ends_a_server_that_lost_its_worker_and_waits_for_a_client(tmp_path: Path) -> None:
+    with running_server(tmp_path / "data", *FLAGS) as server:
+        stalled = begin(server, "POST", "/v1/completions", "application/json", 10_000, b"{")
+
+        def has_given_up() -> bool:
+            pid = server.worker_pid()
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return "5 times within 60 s" in server.log
+
+        with stalled:
+            wait_until(has_given_up)
+            assert server.stop(5) == 1
+        assert "cut 1 connections" in server.log
 
 
 @pytest.mark.parametrize("moment", ["starting", "ready"])

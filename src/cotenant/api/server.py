@@ -35,7 +35,9 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 DRAIN_TIMEOUT_S = 300.0
 # What a connection may take after the worker has sent its last token.
-HTTP_CLOSE_TIMEOUT_S = 10
+HTTP_CLOSE_TIMEOUT_S = 10.0
+# What requests may take to end once their connections are cut: a write to disk that has begun is finished.
+_CUT_TIMEOUT_S = 2.0
 _WANTED_OPEN_FILES = 65536
 
 
@@ -88,7 +90,7 @@ def run_server(
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=round(DRAIN_TIMEOUT_S) + HTTP_CLOSE_TIMEOUT_S,
+                timeout_graceful_shutdown=None,  # _Session ends what does not end by itself
             )
         )
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
@@ -132,6 +134,13 @@ class _HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def cut_connections(self) -> int:
+        """End those that are open, as if their clients had left; returns how many."""
+        connections = list(self.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()
+        return len(connections)
+
 
 class _Session:
     """One run of the server on its event loop."""
@@ -155,17 +164,18 @@ class _Session:
         await self._worker.start()
         await self._state.jobs.start()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
         others = [
-            asyncio.create_task(self._stop.wait(), name="stop"),
+            stop,
             asyncio.create_task(self._worker.wait_failed(), name="worker-failed"),
             asyncio.create_task(self._announce_ready(address), name="announce"),
         ]
         try:
             await asyncio.wait([serving, *others[:2]], return_when=asyncio.FIRST_COMPLETED)
-            if self._worker.failed is None:
+            has_failed = self._worker.failed is not None
+            if not has_failed:
                 await self._drain()
-            self._http.should_exit = True
-            await serving
+            await self._end_http(serving, stop if has_failed else None)
         finally:
             for task in others:
                 task.cancel()
@@ -182,6 +192,19 @@ class _Session:
         self._http.should_exit = True
         await self._worker.drain(DRAIN_TIMEOUT_S)
         logger.info("drained")
+
+    async def _end_http(self, serving: asyncio.Task[None], hurry: asyncio.Task[bool] | None) -> None:
+        """The worker sends nothing any more. A connection that is not done soon is cut: a client that never ends its
+        request, or does not read its answer, must not hold the process. ``hurry``: when it ends, nothing is waited
+        for."""
+        self._http.should_exit = True
+        waits = [serving] if hurry is None else [serving, hurry]
+        await asyncio.wait(waits, timeout=HTTP_CLOSE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            logger.warning("cut %d connections that were still sending or reading", self._http.cut_connections())
+            await asyncio.wait([serving], timeout=_CUT_TIMEOUT_S)
+        self._http.force_exit = True
+        await serving
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop.is_set():
