@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -145,6 +146,24 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(tmp_path: Path, caplog: pyt
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [record.message for record in caplog.records if "the trace ends here" in record.message]
+
+
+def test_a_trace_that_a_full_disk_cuts_ends_behind_an_event(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Trace(path)
+    for _ in range(30):
+        trace.span(Track.LOOP, "observe", 1.0, 2.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    time.sleep(1.0)  # it is written once a second
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        trace.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    trace.span(Track.LOOP, "plan", 2.0, 3.0)
+    trace.close()
+    assert 1800 < path.stat().st_size <= 2000
+    assert _events(path)[-1]["name"] == "observe"
 
 
 def _events(path: Path) -> list[dict[str, object]]:

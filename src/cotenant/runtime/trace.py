@@ -7,6 +7,7 @@ a tasklet end when the host is told.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -167,9 +168,13 @@ class Trace:
             self._buffer += b",\n"
 
     def _write(self) -> None:
+        begin, num_written = self._file.tell(), 0
         try:
-            self._file.write(self._buffer)
+            while num_written < len(self._buffer):  # a disk that is nearly full takes a part
+                num_written += self._file.write(self._buffer[num_written:])
         except OSError as error:
             logger.error("the trace ends here, its file cannot be written: %s", error)
             self._is_over = True
+            with contextlib.suppress(OSError):  # each event is a line, and a part of one makes the file unreadable
+                self._file.truncate(begin + self._buffer.rfind(b"\n", 0, num_written) + 1)
         self._buffer.clear()
