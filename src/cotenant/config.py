@@ -35,6 +35,10 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
+# Far beyond what a machine holds: what is more is a slip, which counters of 64 bits would notice deep in the worker.
+_MOST_SEQS = _MOST_LORAS = 1 << 16
+_MOST_CPU_LORAS = 1 << 20
+_MOST_PAGES = 1 << 31
 # (sequences, tokens) of a batch, by the device's type.
 _BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 
@@ -86,6 +90,7 @@ class ModelConfig:
         )
         _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
         _require(self.max_model_len is None or self.max_model_len >= 16, "max-model-len", "must be at least 16")
+        _require(abs(self.seed) < 1 << 63, "seed", "must be a number of 64 bits")
 
     @property
     def name(self) -> str:
@@ -107,7 +112,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _require(self.page_tokens in (1, 2, 4, 8, 16, 32, 64, 128), "page-tokens", "must be a power of 2 up to 128")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu-memory-utilization", "must be in (0, 1]")
-        _require(self.num_pages is None or self.num_pages >= 2, "num-pages", "must be at least 2")
+        are_possible = self.num_pages is None or 2 <= self.num_pages <= _MOST_PAGES
+        _require(are_possible, "num-pages", f"must be at least 2 and at most {_MOST_PAGES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +131,11 @@ class BatchConfig:
     cuda_graph_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_num_seqs >= 0, "max-num-seqs", "must be at least 1, or 0 for the device's default")
+        _require(
+            0 <= self.max_num_seqs <= _MOST_SEQS,
+            "max-num-seqs",
+            f"must be at least 1 and at most {_MOST_SEQS}, or 0 for the device's default",
+        )
         _require(
             self.max_num_batched_tokens >= 0,
             "max-num-batched-tokens",
@@ -164,11 +174,11 @@ class LoraConfig:
     modules: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.max_loras >= 1, "max-loras", "must be at least 1")
+        _require(1 <= self.max_loras <= _MOST_LORAS, "max-loras", f"must be between 1 and {_MOST_LORAS}")
         _require(
-            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            self.max_cpu_loras is None or self.max_loras <= self.max_cpu_loras <= _MOST_CPU_LORAS,
             "max-cpu-loras",
-            "must be at least --max-loras",
+            f"must be at least --max-loras and at most {_MOST_CPU_LORAS}",
         )
         _require(1 <= self.max_lora_rank <= 512, "max-lora-rank", "must be between 1 and 512")
 

@@ -21,9 +21,10 @@ import torch
 
 from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
-from cotenant.models.registry import resolve_model
+from cotenant.models.registry import model_path, resolve_model
 from forked import run_command
 from serving import RunningServer, free_port, running_server, start_server
+from small_model import CONFIG
 
 FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
 
@@ -146,6 +147,34 @@ def test_a_worker_that_cannot_start_says_why_and_ends_the_server(tmp_path: Path)
     failed = start_server(tmp_path / "data", "--device", "cuda", wait=False)
     assert failed.wait_exit() == 2
     assert re.search(r"^error: .*cuda", failed.log, re.MULTILINE | re.IGNORECASE)
+    assert "Traceback" not in failed.log
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flags"),
+    [
+        pytest.param({"vocab_size": 10**12}, (), id="weights"),
+        pytest.param(
+            {"max_position_embeddings": 2_000_000},
+            ("--page-tokens", "1", "--max-num-seqs", "65536"),
+            id="tables",
+            marks=pytest.mark.skipif(psutil.virtual_memory().total > 1 << 39, reason="they may fit"),
+        ),
+    ],
+)
+def test_a_worker_without_enough_memory_to_start_says_so_once(
+    tmp_path: Path, shapes: dict[str, int], flags: tuple[str, ...]
+) -> None:
+    folder, tiny = tmp_path / "model", model_path("tiny")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **shapes}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, folder)
+    more = ("--load-format", "dummy", "--device", "cpu", *flags)
+    failed = start_server(tmp_path / "data", *more, model=str(folder), wait=False)
+    assert failed.wait_exit() == 2
+    assert re.search(r"^error: there is not enough memory .*lower --max-model-len, --max-num-seqs", failed.log, re.M)
+    assert failed.log.count("started") == 1
     assert "Traceback" not in failed.log
 
 

@@ -21,6 +21,7 @@ from cotenant.finetune.job import FusedInput, TrainingJob
 from cotenant.finetune.preparation import Prepared, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
+from cotenant.runtime.shortage import is_out_of_memory
 from cotenant.wire.messages import FromWorker, JobCancelled, JobFailed, JobPaused
 
 logger = logging.getLogger(__name__)
@@ -337,8 +338,7 @@ def _failure(job_id: str, step: int, error: Exception) -> JobFailed:
     if isinstance(error, CotenantError):
         return JobFailed(job_id, error.code or "invalid_job", error.message, step, param=error.param)
     message = f"{type(error).__name__}: {error}"
-    # On a CPU torch says so by an error of no class of its own.
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate" in message:
+    if is_out_of_memory(error):
         message = f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
         return JobFailed(job_id, "out_of_memory", message, step)
     return JobFailed(job_id, "internal_error", message, step)

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import msgspec
-import torch
 
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError
 from cotenant.processes import die_with_parent
 from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.shortage import is_out_of_memory
 from cotenant.runtime.tenants import Tenants, build_tenants
 from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import Ready, StartFailed
@@ -85,8 +85,17 @@ def main() -> int:
     channel = WorkerChannel(arguments.address)
     try:
         tenants, loop = build_loop(config, channel, started_s, after_crash=arguments.after_crash)
-    except (CotenantError, torch.OutOfMemoryError) as error:
-        channel.send(StartFailed(str(error)))
+    except Exception as error:
+        if isinstance(error, CotenantError):
+            reason = error.message
+        elif is_out_of_memory(error):
+            reason = (
+                "there is not enough memory for the model and what serving needs beside it; lower --max-model-len, "
+                f"--max-num-seqs or --max-num-batched-tokens, or take a smaller model ({error})"
+            )
+        else:
+            raise
+        channel.send(StartFailed(reason))
         channel.close()
         return START_FAILED_EXIT_CODE
     # While a thread reads a job's files or an adapter, the loop waits for the interpreter at each launch.
