@@ -33,6 +33,7 @@ QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
+_API_KEY_VARIABLE = "COTENANT_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
 # Far beyond what a machine holds: what is more is a slip, which counters of 64 bits would notice deep in the worker.
@@ -46,6 +47,12 @@ _BATCH_LIMITS = {"cuda": (256, 4096), "cpu": (64, 512)}
 def _require(condition: bool, flag: str, problem: str) -> None:
     if not condition:
         raise InvalidInputError(f"--{flag}: {problem}", param=flag)
+
+
+def check_api_key(key: str) -> None:
+    """Raise InvalidInputError for a key that no header carries as it is."""
+    is_plain = key.isprintable() and key == key.strip()
+    _require(is_plain, "api-key", f"a key (or {_API_KEY_VARIABLE}) is printable text without spaces around it")
 
 
 def _require_target(value_ms: float | None, flag: str) -> None:
@@ -241,6 +248,7 @@ class ApiConfig:
     organization: str = "local"
 
     def __post_init__(self) -> None:
+        check_api_key(self.api_key)
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.max_upload_bytes >= 1024, "max-upload-bytes", "must be at least 1024")
         for origin in self.allowed_origins:
@@ -266,9 +274,6 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _require(self.log_level in LOG_LEVELS, "log-level", f"must be one of {', '.join(LOG_LEVELS)}")
-
-
-_API_KEY_VARIABLE = "COTENANT_API_KEY"
 
 
 def api_key_from_environment() -> str:

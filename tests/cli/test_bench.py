@@ -38,6 +38,8 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         ((*URL, "--request-rate", "1", "--api-key", "a\nb"), "--api-key: a key is printable ASCII"),
         ((*URL, "--request-rate", "1", "--endpoint", "/v1/chat/completions"), "which chat completions do not take"),
         (("--url", "localhost:8000", "--request-rate", "1"), "localhost:8000 is not a URL"),
+        (("--url", "http://[::1", "--request-rate", "1"), "http://[::1 is not a URL like http://127.0.0.1:8000"),
+        (("--url", "http://a..b", "--request-rate", "1"), "http://a..b is not a URL like http://127.0.0.1:8000"),
         ((*URL, "--request-rate", "1"), "cannot reach a server at http://127.0.0.1:1"),
         ((*URL, "--request-rate", "1", "--model", "m"), "cannot reach a server at http://127.0.0.1:1"),
     ],

@@ -171,6 +171,23 @@ def test_files_are_deleted_however_the_creation_ends(
         assert client.get("/v1/files").json()["data"] == before
 
 
+def test_what_is_no_text_is_said_and_leaves_no_file(server: RunningServer, training_file: Path) -> None:
+    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+        before = client.get("/v1/files").json()["data"]
+        with pytest.raises(CotenantError, match=r"'\\udcff' in what was given is no text that can be sent"):
+            jobs(server, "create", str(training_file), "--model", "r\udcff")
+        assert client.get("/v1/files").json()["data"] == before
+
+
+def test_a_key_beyond_ascii_is_sent_as_the_server_compares_it(tmp_path: Path) -> None:
+    """In UTF-8, the last byte of which is here what Latin-1 has for a space."""
+    key, arguments = "schlüssel à", ["jobs", "list", "--json"]
+    with running_server(tmp_path / "data", env={"COTENANT_API_KEY": key}) as server:
+        for given, code in ((key, 0), (key[:-1] + "á", 1)):
+            result = CliRunner().invoke(app, [*arguments, "--url", server.base_url, "--api-key", given])
+            assert result.exit_code == code, result.output
+
+
 def test_pause_resume_cancel(server: RunningServer, training_file: Path) -> None:
     job_id = create(server, training_file, "-H", "n_epochs=50", "-H", "batch_size=1")
     wait_running(server, job_id)

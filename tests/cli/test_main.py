@@ -11,6 +11,8 @@ import pytest
 from cotenant import __version__
 from forked import run_command
 
+LONG = "a" * 300  # than which no file's name is longer
+
 
 def cotenant(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "cotenant", *arguments], capture_output=True, text=True, timeout=60)
@@ -45,12 +47,28 @@ def test_models_are_listed() -> None:
         (["serve", "tiny", "--max-model-len", "3"], "--max-model-len: must be at least 16"),
         (["serve", "/nonexistent/model"], "/nonexistent/model"),
         (["serve", "tiny", "--config", "/nonexistent.yaml"], "/nonexistent.yaml cannot be read"),
+        (["serve", "tiny", "--host", "a..b"], "--host: 'a..b' cannot be a host's name"),
+        (["serve", "tiny", "--data-dir", "~nobody-here/x"], "--data-dir: '~nobody-here/x' cannot be looked up"),
+        (["serve", "tiny", "--data-dir", f"/tmp/{LONG}"], f"--data-dir: '/tmp/{LONG}' cannot be looked up"),
+        (["serve", "tiny", "--trace-file", "~nobody-here/x"], "--trace-file: '~nobody-here/x' cannot be looked up"),
+        (["serve", LONG], f"MODEL: '{LONG}' cannot be looked up: File name too long; name another path"),
+        (["serve", "~nobody-here/x"], "MODEL: '~nobody-here/x' cannot be looked up"),
+        (["serve", "tiny", "--lora-modules", f"a={LONG}"], f"--lora-modules: '{LONG}' cannot be looked up"),
+        (["serve", "tiny", "--api-key", "a\nb"], "--api-key: a key (or COTENANT_API_KEY) is printable text without"),
+        (
+            ["profile", "tiny", "--contexts", "64", "--data-dir", "~nobody-here/x"],
+            "--data-dir: '~nobody-here/x' cannot",
+        ),
         (["model", "path", "huge"], "huge"),
         (["demo", "--output", "/etc"], "/etc is not a folder of an earlier demo"),
         (["demo", "--policy", "inference-only"], "--policy inference-only never trains"),
         (["demo", "--beside", "fair"], "--beside must be one of adaptive"),
         (["demo", "--beside", "inference-only"], "--beside inference-only never trains"),
         (["jobs", "list", "--url", "http://127.0.0.1:1"], "cannot reach a server at http://127.0.0.1:1"),
+        (["jobs", "list", "--url", "http://[::1"], "--url: http://[::1 is not a URL like http://127.0.0.1:8000"),
+        (["jobs", "list", "--url", "http://a..b"], "--url: http://a..b/v1/fine_tuning/jobs is not a URL"),
+        (["jobs", "list", "--api-key", "\udcff"], "--api-key: a key (or COTENANT_API_KEY) is printable text without"),
+        (["jobs", "show", "r\udcff"], "'\\udcff' in what was given is no text that can be sent: give UTF-8"),
         (["jobs", "create", "/nonexistent.jsonl", "--model", "tiny"], "/nonexistent.jsonl cannot be read"),
         (["jobs", "create", "x", "--model", "tiny", "-H", "r"], "expected NAME=VALUE, got 'r'"),
     ],

@@ -15,12 +15,13 @@ GUARDED_PREFIX = "/v1"
 def check_key(authorization: str | None, api_key: str) -> None:
     """Compare an ``Authorization`` header with the key in constant time; raise ``InvalidApiKeyError`` if it differs."""
     scheme, _, given = (authorization or "").partition(" ")
-    if scheme.lower() != "bearer" or not given.strip():
+    given = given.strip(" \t")  # no others: the bytes of a key in UTF-8, which they may look like, are characters here
+    if scheme.lower() != "bearer" or not given:
         raise InvalidApiKeyError(
             "No API key was given. Send it in the Authorization header: 'Authorization: Bearer YOUR_KEY'.",
             code="invalid_api_key",
         )
-    if not hmac.compare_digest(given.strip().encode("latin-1"), api_key.encode()):
+    if not hmac.compare_digest(given.encode("latin-1"), api_key.encode()):
         raise InvalidApiKeyError("The API key is not the one that this server expects.", code="invalid_api_key")
 
 

@@ -23,7 +23,7 @@ from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.state import AppState
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ApiConfig, ServerConfig
-from cotenant.core.errors import CotenantError
+from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.store import open_store
 from cotenant.text.chat import load_chat_template
 from cotenant.text.tokenizer import load_tokenizer
@@ -225,7 +225,8 @@ class _Session:
 
 
 def open_listener(api: ApiConfig) -> socket.socket:
-    """A listening socket, before anything else takes time. Raises ServerFailedError that says what to do."""
+    """A listening socket, before anything else takes time. Raises ServerFailedError that says what to do, and
+    InvalidInputError for what is no host."""
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -237,6 +238,8 @@ def open_listener(api: ApiConfig) -> socket.socket:
         listener.listen(BACKLOG)
         listener.setblocking(False)
         return listener
+    except ValueError as error:
+        raise InvalidInputError(f"--host: {api.host!r} cannot be a host's name: {error}", param="host") from error
     except OSError as error:
         if listener is not None:
             listener.close()

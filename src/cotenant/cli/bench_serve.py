@@ -188,9 +188,10 @@ def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] |
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
     try:
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")  # as it is looked up
+        is_good = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
     except ValueError:
         is_good = False
     if not is_good:

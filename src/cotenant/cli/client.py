@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from cotenant.config import check_api_key
 from cotenant.core.errors import CotenantError
 
 if TYPE_CHECKING:
@@ -27,9 +28,13 @@ class ApiClient:
         import httpx  # here and not above: the other commands should not wait for it
 
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        check_api_key(api_key)
+        headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        try:
+            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+        except (ValueError, httpx.InvalidURL) as error:
+            raise CotenantError(f"--url: {self.url} is not a URL like http://127.0.0.1:8000: {error}") from error
 
     def __enter__(self) -> ApiClient:
         return self
@@ -64,8 +69,11 @@ class ApiClient:
 
         try:
             response = self._http.request(method, path, **arguments)
-        except httpx.InvalidURL as error:
-            raise CotenantError(f"{self.url} is not a URL: {error}") from error
+        except UnicodeEncodeError as error:
+            part = error.object[error.start : error.end]
+            raise CotenantError(f"{part!r} in what was given is no text that can be sent: give UTF-8") from error
+        except (ValueError, httpx.InvalidURL) as error:
+            raise CotenantError(f"--url: {self.url}{path} is not a URL: {error}") from error
         except httpx.TransportError as error:
             raise ServerAwayError(f"cannot reach a server at {self.url}: {error}") from error
         try:

@@ -34,6 +34,7 @@ from cotenant.config import (
 )
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file
+from cotenant.core.user_path import looking_up
 from cotenant.models.registry import resolve_model
 
 
@@ -199,9 +200,11 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     model_config = ModelConfig(**sections[ModelConfig])
     lora_config = LoraConfig(**sections[LoraConfig])
     _check_lora_names(model_config, lora_config)
-    server["data_dir"] = str(Path(server.get("data_dir", FLAGS["data_dir"].default)).expanduser().resolve())
+    data_dir = server.get("data_dir", FLAGS["data_dir"].default)
+    server["data_dir"] = str(folder_of_data(data_dir))
     if server.get("trace_file") is not None:
-        trace_file = Path(server["trace_file"]).expanduser().resolve()
+        with looking_up(server["trace_file"], "--trace-file"):
+            trace_file = Path(server["trace_file"]).expanduser().resolve()
         check_outputs(**{"trace-file": trace_file})
         check_trace_file(trace_file)
         server["trace_file"] = str(trace_file)
@@ -216,13 +219,21 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     )
 
 
+def folder_of_data(data_dir: str | Path) -> Path:
+    """The folder that --data-dir names, which may have to be made. Raises InvalidInputError where none can be."""
+    with looking_up(data_dir, "--data-dir"):
+        folder = Path(data_dir).expanduser().resolve()
+        folder.exists()  # which says what a longest name is
+    return folder
+
+
 def _read_file(file: Path) -> dict[str, object]:
     """A YAML file's settings by key, in the spelling with underscores."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"--config: {file} cannot be read: {error}", param="config") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the others: of a date, say, and of deep nesting
         raise InvalidInputError(f"--config: {file} is not valid YAML: {error}", param="config") from error
     if content is None:
         return {}
@@ -259,9 +270,11 @@ def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
         name, folder = _parse_lora_module(item)
         if name in modules:
             raise InvalidInputError(f"--lora-modules: '{name}' is given twice", param="lora-modules")
-        if not Path(folder).is_dir():
+        with looking_up(folder, "--lora-modules"):
+            is_there, path = Path(folder).is_dir(), Path(folder).resolve()
+        if not is_there:
             raise InvalidInputError(f"--lora-modules: '{name}': there is no folder {folder}", param="lora-modules")
-        modules[name] = str(Path(folder).resolve())
+        modules[name] = str(path)
     return tuple(modules.items())
 
 

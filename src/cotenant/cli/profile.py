@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cotenant.cli.options import model_to_measure, whole_numbers
+from cotenant.cli.options import folder_of_data, model_to_measure, whole_numbers
 from cotenant.cli.output import INTERRUPTED_EXIT_CODE, check_folder, counted, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
@@ -70,7 +70,7 @@ def profile(
             f"{min(map(longest, asked))} with those before the timing, more for more sequences; ask for fewer",
             param="contexts",
         )
-    folder = data_dir.expanduser().resolve()
+    folder = folder_of_data(data_dir)
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
         batch=BatchConfig(max_queue=1_000_000),

@@ -10,6 +10,7 @@ from typing import Any
 
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError, NotFoundError
+from cotenant.core.user_path import looking_up
 from cotenant.models.spec import ModelSpec, RopeScaling, spec_from_config
 
 _ASSETS = Path(__file__).parent.parent / "assets"
@@ -144,8 +145,10 @@ def read_spec(folder: Path) -> ModelSpec:
 def _find_folder(model: str, *, with_weights: bool) -> Path:
     if model in BUILT_IN:
         return model_path(model)
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    with looking_up(model, "MODEL"):
+        folder = Path(model).expanduser()
+        is_there = folder.is_dir()
+    if is_there:
         return folder
     if _HUB_ID.fullmatch(model):
         return _download(model, with_weights=with_weights)

@@ -1,0 +1,20 @@
+"""Paths that a user gave, in whatever form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cotenant.core.errors import InvalidInputError
+
+
+@contextmanager
+def looking_up(path: object, flag: str) -> Iterator[None]:
+    """For what asks where ``path`` is, or what is there: what Python raises where no such path can be (a home that
+    nobody has, a name that is too long, a null character) becomes InvalidInputError that names ``flag``."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str((error.strerror if isinstance(error, OSError) else None) or error).rstrip(".")
+        message = f"{flag}: {str(path)!r} cannot be looked up: {reason}; name another path"
+        raise InvalidInputError(message, param=flag.removeprefix("--").lower()) from error
