@@ -125,6 +125,19 @@ TEXT_ARGUMENTS = """{%- for message in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
+# DeepSeek's way: calls only where the content is null, and then with the arguments as text.
+CALLS_WITHOUT_CONTENT = """{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] == 'assistant' and message['content'] is none %}
+{%- for call in message['tool_calls'] %}
+{{- '<s>' + call['function']['name'] + '\n' + call['function']['arguments'] + eos_token }}
+{%- endfor %}
+{%- elif message['role'] == 'assistant' %}{{ '<s>' + message['content'] + eos_token }}
+{%- else %}{{ '[' + message['role'] + ']' + message['content'] }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<s>' }}{% endif %}
+"""
+
 GEMMA = """{{ bos_token }}
 {%- for message in messages %}
 {%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}

@@ -12,6 +12,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.text.chat import ChatTemplate, load_chat_template
 from cotenant.text.tokenizer import load_tokenizer
 from text.samples import (
+    CALLS_WITHOUT_CONTENT,
     GEMMA,
     LLAMA3,
     MARKED,
@@ -106,6 +107,33 @@ def test_tool_calls_are_given_in_the_form_that_the_template_takes() -> None:
     assert '{"city": "Paris"}' in load_chat_template(None, TEXT_ARGUMENTS).render(messages)
     silent = "{{ messages[1].content is defined }} {{ messages[1].tool_calls[0].function.arguments is mapping }}"
     assert load_chat_template(None, silent).render(messages) == "False True"
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_form_in_which_calls_vanish_is_not_taken(content: str | None) -> None:
+    """The function's name stands in the question and among the tools, too: that is no call."""
+    asked = {"role": "user", "content": "Call weather"}
+    messages = [asked, call_message(content=content), tool_message()]
+    concatenated = CALLS_WITHOUT_CONTENT
+    printed = concatenated.replace("{{- '<s>' +", "{{- '<s>' ~").replace(" + ", " ~ ")
+    objects = concatenated.replace("['arguments']", "['arguments'] | tojson")
+    for source in (concatenated, printed, objects):
+        text = load_chat_template(None, source).render(messages, TOOLS)
+        assert text == '<|bos|>[user]Call weather<s>weather\n{"city": "Paris"}<|eos|>[tool]18 degrees<s>'
+
+
+def test_calls_are_kept_where_no_form_has_all_of_them() -> None:
+    """This template writes no call beside content."""
+    messages = [ASK, call_message("Rome", content="Let me look."), tool_message(), call_message(), tool_message()]
+    text = load_chat_template(None, CALLS_WITHOUT_CONTENT).render(messages)
+    assert "<s>Let me look." in text
+    assert "Rome" not in text
+    assert '<s>weather\n{"city": "Paris"}' in text
+
+
+def test_a_template_without_calls_takes_them_as_before() -> None:
+    plain = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    assert load_chat_template(None, plain).render([{**ASK, "content": "Hi"}, call_message()]) == "[Hi][]"
 
 
 def test_an_empty_list_of_calls_is_none() -> None:

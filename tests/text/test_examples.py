@@ -16,6 +16,7 @@ from cotenant.text.chat import ChatTemplate, load_chat_template
 from cotenant.text.examples import EncodedExample, encode_example, write_examples
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 from text.samples import (
+    CALLS_WITHOUT_CONTENT,
     GEMMA,
     LLAMA3,
     MARKED,
@@ -204,6 +205,13 @@ def test_calls_written_as_text(tmp_path: Path) -> None:
     model = load_tokenizer(tmp_path, 2000), load_chat_template(tmp_path, None)
     messages = [_user("?"), call_message(), tool_message(), _says("Warm.")]
     assert _trained(model, messages) == ['weather {"city": "Paris"}<|im_end|>', "Warm.<|im_end|>"]
+
+
+def test_calls_written_where_the_content_is_null(tmp_path: Path) -> None:
+    byte_level_folder(tmp_path, CALLS_WITHOUT_CONTENT)
+    model = load_tokenizer(tmp_path, 2000), load_chat_template(tmp_path, None)
+    messages = [_user("?"), call_message(), tool_message(), _says("Warm.")]
+    assert _trained(model, messages) == ['weather\n{"city": "Paris"}<|im_end|>', "Warm.<|im_end|>"]
 
 
 def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:

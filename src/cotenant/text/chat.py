@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ class ChatTemplate:
     ) -> str:
         """The conversation as the model reads it. ``kwargs`` are further variables of the template.
 
+        Of the forms in which templates want calls of tools, the first that the template writes all calls of, else the
+        one with the most of them.
         InvalidInputError if there is no template, or if it refuses these messages.
         """
         template = self._choose(tools)
@@ -64,18 +67,25 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         plain = plain_messages(messages, self._knows_developer)
-        try:
-            return template.render(variables, messages=plain)
-        except Exception as error:  # a template is code of somebody else: whatever it raises is about its input
-            for other in _other_forms(plain):
-                try:
-                    return template.render(variables, messages=other)
-                except Exception:
-                    continue
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
-            raise InvalidInputError(
-                f"The model's chat template refuses these messages: {reason}", param="messages"
-            ) from error
+        refusal: Exception | None = None
+        best: tuple[int, str] | None = None
+        for form in _forms(plain):
+            try:
+                text = template.render(variables, messages=form)
+            except Exception as error:  # a template is code of somebody else: whatever it raises is about its input
+                refusal = refusal or error
+                continue
+            num_unwritten = _num_unwritten_calls(template, variables, form, text)
+            if best is None or num_unwritten < best[0]:
+                best = (num_unwritten, text)
+            if not num_unwritten:
+                break
+        if best is not None:
+            return best[1]
+        reason = str(refusal) if isinstance(refusal, jinja2.TemplateError) else f"{type(refusal).__name__}: {refusal}"
+        raise InvalidInputError(
+            f"The model's chat template refuses these messages: {reason}", param="messages"
+        ) from refusal
 
     def encode(
         self,
@@ -165,9 +175,7 @@ def _plain_message(message: Message, index: int, knows_developer: bool) -> dict[
         plain["role"] = "system"
     if isinstance(plain.get("content"), (list, tuple)):
         plain["content"] = "\n".join(_part_text(part, index) for part in plain["content"])
-    if isinstance(plain.get("tool_calls"), (list, tuple)):
-        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
-    return plain
+    return _with_each_call(plain, _plain_tool_call)
 
 
 def _part_text(part: Any, index: int) -> str:
@@ -195,23 +203,72 @@ def _plain_tool_call(call: Any) -> Any:
     return {**call, "function": function}
 
 
-def _other_forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Calls of tools as some templates want them: with an empty content, or with none and the arguments as text."""
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages, then calls of tools as some templates want them: with an empty content, or with a null one, and
+    then with the arguments as text."""
+    yield messages
     if any("tool_calls" in message for message in messages):
         yield [{"content": "", **message} for message in messages]
-        yield [{"content": None, **_with_text_arguments(message)} for message in messages]
+        bare = [_with_null_content(message) for message in messages]
+        for written in (_JsonObject, _json_text):
+            yield [_with_each_call(message, partial(_with_arguments, written=written)) for message in bare]
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    if "tool_calls" not in message:
+def _with_null_content(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": (content or None) if "tool_calls" in message else content}
+
+
+def _with_each_call(message: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(message.get("tool_calls"), (list, tuple)):
         return message
-    return {**message, "tool_calls": [_text_tool_call(call) for call in message["tool_calls"]]}
+    return {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
 
 
-def _text_tool_call(call: Any) -> Any:
+def _with_arguments(call: Any, written: Callable[[Mapping[str, Any]], Any]) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
     arguments = call["function"].get("arguments")
     if not isinstance(arguments, Mapping):
         return call
-    return {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
+    return {**call, "function": {**call["function"], "arguments": written(arguments)}}
+
+
+def _json_text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _JsonObject(dict[str, Any]):
+    """An object that prints as JSON, for templates that expect text and only print it."""
+
+    def __str__(self) -> str:
+        return _json_text(self)
+
+
+def _num_unwritten_calls(
+    template: jinja2.Template, variables: Mapping[str, Any], messages: list[dict[str, Any]], text: str
+) -> int:
+    """How many calls of ``messages`` are missing from ``text``, which the template made of them.
+
+    A function's name may stand in the text for another reason, so the messages are rendered once more with names that
+    occur nowhere else. No call is missing if the template refuses those names: it has looked at them.
+    """
+    word = "CalledFunction"
+    marks: list[str] = []
+    while word in text:
+        word += "X"
+
+    def mark(call: Any) -> Any:
+        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+            return call
+        marks.append(f"{word}{len(marks)}E")
+        return {**call, "function": {**call["function"], "name": marks[-1]}}
+
+    marked = [_with_each_call(message, mark) for message in messages]
+    if not marks:
+        return 0
+    try:
+        text = template.render(variables, messages=marked)
+    except Exception:
+        return 0
+    return sum(name not in text for name in marks)
