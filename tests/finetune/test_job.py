@@ -243,12 +243,15 @@ def test_tokenizer_files_are_exported(decoder: Decoder, tmp_path: Path) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     (tokenizer / "tokenizer_config.json").write_text('{"a": 1}')
     (tokenizer / "model.safetensors").write_text("not a tokenizer's file")
+    (tokenizer / "additional_chat_templates").mkdir()
+    (tokenizer / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
     job = TrainingJob(decoder, support.make_spec(tmp_path / "job", max_steps=1), support.TASKLET_TOKENS, tokenizer)
     support.run_to_end(job)
     job.close()
     for folder in (tmp_path / "job" / "adapter", tmp_path / "job" / "checkpoints" / "step-00000001"):
         assert json.loads((folder / "tokenizer_config.json").read_text()) == {"a": 1}
         assert (folder / "tokenizer.json").exists()
+        assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
         assert not (folder / "model.safetensors").exists()
 
 

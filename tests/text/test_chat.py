@@ -159,6 +159,22 @@ class TestWhereATemplateComesFrom:
         assert template.render([ASK]) == "plain"
         assert template.render([ASK], TOOLS) == "with tools"
 
+    def test_named_files_as_transformers_writes_them(self, tmp_path: Path) -> None:
+        named = {"default": "plain", "tool_use": "with tools"}
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(byte_level_folder(tmp_path / "model", "old"))
+        tokenizer.chat_template = named
+        tokenizer.save_pretrained(tmp_path / "saved")
+        assert (tmp_path / "saved" / "additional_chat_templates" / "tool_use.jinja").exists()
+        template = load_chat_template(tmp_path / "saved", None)
+        assert (template.render([ASK]), template.render([ASK], TOOLS)) == ("plain", "with tools")
+
+    def test_named_files_beside_a_default_in_the_configuration(self, tmp_path: Path) -> None:
+        folder = byte_level_folder(tmp_path, "plain")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+        template = load_chat_template(folder, None)
+        assert (template.render([ASK]), template.render([ASK], TOOLS)) == ("plain", "with tools")
+
     def test_the_operator_gives_a_file_or_the_text_itself(self, tmp_path: Path) -> None:
         folder = byte_level_folder(tmp_path / "model", "the model's")
         path = tmp_path / "mine.jinja"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from cotenant.durable import atomic_folder
@@ -22,6 +23,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_TEMPLATES = "additional_chat_templates"  # a folder of them beside the other files
 
 
 def write_adapter_files(adapter: LoraAdapter, folder: Path, base_model: str, tokenizer_folder: Path | None) -> None:
@@ -30,12 +32,8 @@ def write_adapter_files(adapter: LoraAdapter, folder: Path, base_model: str, tok
     vLLM applies one factor to all modules, whatever the configuration says of a single one, so the files have one.
     """
     save_adapter(adapter.with_one_scale(), folder, base_model)
-    if tokenizer_folder is None:
-        return
-    for name in TOKENIZER_FILES:
-        source = tokenizer_folder / name
-        if source.is_file():
-            shutil.copyfile(source, folder / name)
+    if tokenizer_folder is not None:
+        _copy_files(TOKENIZER_FILES, tokenizer_folder, folder)
 
 
 def export_adapter(adapter: LoraAdapter, target: Path, base_model: str, tokenizer_folder: Path | None) -> None:
@@ -49,10 +47,18 @@ def export_copy(source: Path, target: Path, best_step: int) -> None:
     """Make ``target`` from the adapter's and tokenizer's files in ``source``, in one atomic step. ``best_step``: the
     step whose they are."""
     with atomic_folder(target) as folder:
-        for name in (*ADAPTER_FILES, *TOKENIZER_FILES):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+        _copy_files((*ADAPTER_FILES, *TOKENIZER_FILES), source, folder)
         _write_best_step(folder, best_step)
+
+
+def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
+    """Those of ``names`` that are there, and the named chat templates."""
+    templates = [f"{_TEMPLATES}/{path.name}" for path in (source / _TEMPLATES).glob("*.jinja")]
+    if templates:
+        (target / _TEMPLATES).mkdir()
+    for name in (*names, *templates):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
 
 
 def is_exported(target: Path) -> bool:

@@ -89,7 +89,8 @@ ARCHITECTURES = {
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TEXT_FILES = ["*.json", "*.jinja", "merges.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
-_LEFT_OUT = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+# Other formats' copies of the same weights lie in folders; named chat templates do, too, and are no such copies.
+_LEFT_OUT = [*(f"*/{pattern}" for pattern in _TEXT_FILES + _WEIGHT_FILES if pattern != "*.jinja"), "consolidated*"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,13 +141,24 @@ def _read_override(override: str) -> tuple[str, str]:
 
 
 def _folder_sources(folder: Path) -> dict[str, str]:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return {_DEFAULT: path.read_text(encoding="utf-8")}
-        except (OSError, ValueError) as error:
-            raise InvalidInputError(f"Cannot read {path}: {error}", param="model") from error
-    declared = read_json(folder / "tokenizer_config.json").get("chat_template")
+    """The templates by name; one in a file goes before those of the configuration."""
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    main = folder / "chat_template.jinja"
+    if main.is_file():
+        sources = {_DEFAULT: _read_template(main)}
+    else:
+        sources = _declared_sources(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    return sources | {name: _read_template(path) for name, path in paths.items()}
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"Cannot read {path}: {error}", param="model") from error
+
+
+def _declared_sources(declared: Any) -> dict[str, str]:
     if isinstance(declared, str):
         return {_DEFAULT: declared}
     if isinstance(declared, list):
