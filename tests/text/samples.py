@@ -157,6 +157,15 @@ THINKING_PROMPT = """{{ bos_token }}
 {%- if add_generation_prompt %}{{ '[A]<think>\n' }}{% endif %}
 """
 
+# Thinking that comes in a field of its own.
+REASONING = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content is string %}{{ '<think>' + message.reasoning_content + '</think>' }}{% endif %}
+{{- message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
 MARKED = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' }}
 {%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}

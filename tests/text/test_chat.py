@@ -136,6 +136,17 @@ def test_a_template_without_calls_takes_them_as_before() -> None:
     assert load_chat_template(None, plain).render([{**ASK, "content": "Hi"}, call_message()]) == "[Hi][]"
 
 
+def test_reasoning_by_its_other_names() -> None:
+    """The first of the three counts; templates of gpt-oss's kind read ``thinking``."""
+    template = load_chat_template(None, "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}")
+    names = {"reasoning_content": "a", "thinking": "b", "reasoning": "c"}
+    assert template.render([{**ANSWER, **names}]) == "a b"
+    assert template.render([{**ANSWER, "reasoning": "c", "thinking": "b"}]) == "b b"
+    assert template.render([{**ANSWER, "reasoning": "c", "thinking": None}]) == "c c"
+    assert template.render([{**ANSWER, "reasoning_content": "a"}]) == "a a"
+    assert template.render([ANSWER]) == " "
+
+
 def test_an_empty_list_of_calls_is_none() -> None:
     template = load_chat_template(None, "{{ 'tool_calls' in messages[0] }}")
     assert template.render([{**ANSWER, "tool_calls": []}]) == "False"

@@ -25,6 +25,7 @@ from text.samples import (
     NEXT_MARK,
     NO_PROMPT,
     QWEN3,
+    REASONING,
     TEXT_ARGUMENTS,
     THINKING_PROMPT,
     TOOLS,
@@ -133,6 +134,14 @@ def test_thinking_of_past_turns_is_dropped_where_the_template_drops_it(tmp_path:
     thought = "<think>\nhm\n</think>\n\n"
     messages = [_user("Hi"), _says(thought + "one"), _user("And?"), _says(thought + "two")]
     assert _trained(model, messages) == ["one<|im_end|>", thought + "two<|im_end|>"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_thinking_in_a_field_of_its_own(tmp_path: Path, field: str) -> None:
+    byte_level_folder(tmp_path, REASONING)
+    model = load_tokenizer(tmp_path, 2000), load_chat_template(tmp_path, None)
+    messages = [_user("Hi"), _says("one", **{"reasoning_content": None, field: "hm"})]
+    assert _trained(model, messages) == ["<think>hm</think>one<|im_end|>"]
 
 
 def test_the_prompts_own_thinking_mark_is_not_trained_on(tmp_path: Path) -> None:

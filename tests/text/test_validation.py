@@ -49,13 +49,14 @@ def test_everything_that_is_allowed(tmp_path: Path) -> None:
         {"messages": [USER, call_message(), tool_message()], "tools": TOOLS, "parallel_tool_calls": False},
         {"messages": [USER, {"role": "assistant", "content": None, "weight": 0, **call_message()}, *answered]},
         {"messages": [USER, {**says, "weight": 0}, USER, {**says, "weight": 1}]},
+        {"messages": [USER, {**says, "thinking": "hm", "reasoning": None, "refusal": None, "annotations": []}]},
         {"messages": answered, "tools": None},
         GOOD,
         GOOD,
         b"",
         b"  ",
     ]  # fmt: skip
-    assert len(_validate(_file(tmp_path, *lines))) == 10
+    assert len(_validate(_file(tmp_path, *lines))) == 11
 
 
 @pytest.mark.parametrize("num_examples", [0, 3, 9])
@@ -109,6 +110,7 @@ BROKEN: list[tuple[Any, str]] = [
     (_with({"role": "assistant", "content": "x", "weight": True}), "'weight' must be 0 or 1, not true"),
     (_with({"role": "assistant", "content": "x", "weight": "1"}), "'weight' must be 0 or 1, not \"1\""),
     (_with({"role": "assistant", "content": "x", "weight": [1]}), "'weight' must be 0 or 1, not [1]"),
+    (_with({"role": "assistant", "content": "x", "thinking": ["hm"]}), "'thinking' must be a string, not [\"hm\"]"),
     (_with({"role": "user", "content": "x", "weight": 1}), "message 2 (user): 'weight' belongs to messages of the"),
     (_with({"role": "assistant", "content": "x", "weight": 0}), "nothing to train on: every message of the assistant"),
     (_with({"role": "assistant", "function_call": {"name": "f"}}), "'function_call' and the role 'function' are"),

@@ -12,6 +12,7 @@ import jinja2
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.text.byte_tokenizer import BOS, BYTE_CHAT_TEMPLATE, EOS
+from cotenant.text.example_format import REASONING_FIELDS
 from cotenant.text.folder import read_json, special_tokens
 from cotenant.text.template_environment import create_environment
 from cotenant.text.tokenizer import Tokenizer
@@ -172,7 +173,8 @@ def _declared_sources(declared: Any) -> dict[str, str]:
 
 def plain_messages(messages: Sequence[Message], knows_developer: bool = True) -> list[dict[str, Any]]:
     """The messages as templates expect them: no empty keys, text parts joined by line breaks, the arguments of tool
-    calls as objects, and ``developer``, where the template has never heard of it, called ``system``."""
+    calls as objects, reasoning by the name that templates know, and ``developer``, where the template has never heard
+    of it, called ``system``."""
     if not messages:
         raise InvalidInputError("There are no messages", param="messages")
     return [_plain_message(message, index, knows_developer) for index, message in enumerate(messages)]
@@ -184,6 +186,9 @@ def _plain_message(message: Message, index: int, knows_developer: bool) -> dict[
         del plain["tool_calls"]
     if plain.get("role") == "developer" and not knows_developer:
         plain["role"] = "system"
+    reasoning = next((plain[name] for name in REASONING_FIELDS if name in plain), None)
+    if reasoning is not None:  # as transformers does it: templates read the first name, gpt-oss's the second
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     if isinstance(plain.get("content"), (list, tuple)):
         plain["content"] = "\n".join(_part_text(part, index) for part in plain["content"])
     return _with_each_call(plain, _plain_tool_call)

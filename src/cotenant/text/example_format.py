@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# The names under which a message may carry its reasoning; the first that is given counts.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 _OTHER_FORMATS = (
     (("input", "preferred_output"), "it is a preference example, which is for method.type 'dpo'"),
@@ -71,6 +73,9 @@ def message_problem(message: Any) -> str | None:
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str):
             return f"'{key}' must be a string"
+    for key in REASONING_FIELDS:
+        if not isinstance(message.get(key), str | None):
+            return f"'{key}' must be a string, not {_shown(message[key])}"
     return _assistant_problem(message) if role == "assistant" else _listener_problem(message)
 
 
