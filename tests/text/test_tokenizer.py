@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -73,6 +75,85 @@ def test_the_text_of_one_token_keeps_its_space_and_its_bytes(byte_level: Path, s
         assert tokenizer.token_text(tokenizer.encode("in the wind", False)[-1]).endswith("d")
         assert tokenizer.token_text(tokenizer.eos_token_ids[0]) == tokenizer.eos_texts[0]
         assert tokenizer.token_text(1999) == ""
+
+
+def _with_plain_token(folder: Path, text: str, **config: Any) -> Path:
+    """A model whose tokenizer.json has ``text`` as a token that is not special."""
+    byte_level_folder(folder, **config)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_tokens([tokenizers.AddedToken(text, special=False)])
+    inner.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class TestTokensThatOnlyTheConfigurationNames:
+    MARKS = "The <x1> river <x2> is wide<x3>."
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"eos_token": "<x1>"},
+            {"eos_token": {"content": "<x1>", "lstrip": True, "__type": "AddedToken"}},
+            {"additional_special_tokens": ["<x1>", {"content": "<x2>", "special": True, "__type": "AddedToken"}]},
+            {"additional_special_tokens": ["<x1>"], "extra_special_tokens": ["<x2>"]},
+            {"additional_special_tokens": ["<x1>"], "extra_special_tokens": {"mark_token": "<x2>"}},
+            {"added_tokens_decoder": {"503": {"content": "<x2>"}, "502": {"content": "<x1>", "special": True}}},
+            {"added_tokens_decoder": {"502": {"content": "<x1>"}}, "pad_token": "<x1>", "eos_token": "<x2>"},
+            {"mark_token": "<x3>", "pad_token": "<x2>", "eos_token": "<x1>"},
+        ],
+    )
+    def test_they_are_added_as_by_transformers(self, tmp_path: Path, config: dict[str, Any]) -> None:
+        folder = byte_level_folder(tmp_path, **config)
+        ours, theirs = load_tokenizer(folder, 2000), PreTrainedTokenizerFast.from_pretrained(folder)
+        ids = ours.encode(self.MARKS)
+        assert ids == theirs.encode(self.MARKS)
+        assert max(ids) >= 502
+        for skip in (True, False):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+        assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+    @pytest.mark.parametrize("name", ["eos_token", "pad_token"])
+    def test_a_named_token_is_special_whatever_tokenizer_json_says(self, tmp_path: Path, name: str) -> None:
+        folder = _with_plain_token(tmp_path, "<x1>", **{name: "<x1>"})
+        ours, theirs = load_tokenizer(folder, 2000), PreTrainedTokenizerFast.from_pretrained(folder)
+        ids = ours.encode("wide<x1> river")
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "wide river"
+        assert 502 in ours.special_token_ids
+
+    def test_the_properties_of_a_token_are_the_configurations(self, tmp_path: Path) -> None:
+        declared = {"502": {"content": "<x1>", "special": True, "lstrip": True}}
+        folder = _with_plain_token(tmp_path, "<x1>", added_tokens_decoder=declared)
+        ours, theirs = load_tokenizer(folder, 2000), PreTrainedTokenizerFast.from_pretrained(folder)
+        ids = ours.encode("wide  <x1> river")
+        assert ids == theirs.encode("wide  <x1> river")
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "wide river"
+
+    def test_an_additional_token_is_as_special_as_tokenizer_json_says(self, tmp_path: Path) -> None:
+        folder = _with_plain_token(tmp_path, "<x1>", additional_special_tokens=["<x1>"])
+        ours, theirs = load_tokenizer(folder, 2000), PreTrainedTokenizerFast.from_pretrained(folder)
+        ids = ours.encode("wide<x1> river")
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "wide<x1> river"
+
+    def test_one_beyond_the_models_vocabulary_is_text(self, tmp_path: Path) -> None:
+        plain = load_tokenizer(byte_level_folder(tmp_path / "plain"), 502)
+        declared = {"700": {"content": "<x3>"}}
+        folder = byte_level_folder(tmp_path / "named", pad_token="<x1>", added_tokens_decoder=declared)
+        assert load_tokenizer(folder, 502).encode(self.MARKS) == plain.encode(self.MARKS)
+
+    @pytest.mark.parametrize(
+        ("declared", "words"),
+        [
+            ({"3": {"content": "<x1>"}}, "'<x1>' the id 3, but that is the id of '<|start_header_id|>'"),
+            ({"600": {"content": "<x1>"}}, "'<x1>' the id 600, but the next free one is 502"),
+            ({"one": {"content": "<x1>"}}, "'added_tokens_decoder' must be tokens by their ids"),
+            (["<x1>"], "'added_tokens_decoder' must be tokens by their ids"),
+        ],
+    )
+    def test_an_id_that_cannot_be_given_is_refused(self, tmp_path: Path, declared: Any, words: str) -> None:
+        folder = byte_level_folder(tmp_path, added_tokens_decoder=declared)
+        with pytest.raises(InvalidInputError, match=re.escape(words)) as caught:
+            load_tokenizer(folder, 2000)
+        assert str(tmp_path / "tokenizer_config.json") in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """The texts of the special tokens by their name (``bos_token`` …), from the files that transformers reads."""
-    found: dict[str, str] = {}
+    entries = special_token_entries(folder).items()
+    return {name: entry["content"] if isinstance(entry, dict) else entry for name, entry in entries}
+
+
+def special_token_entries(folder: Path) -> dict[str, str | dict[str, Any]]:
+    """The same as the files have them: texts, or objects with a text in ``content``. In transformers' order."""
+    found: dict[str, str | dict[str, Any]] = dict.fromkeys(SPECIAL_TOKEN_KEYS, "")
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         config = read_json(folder / name)
-        entries = {key: config.get(key) for key in SPECIAL_TOKEN_KEYS}
+        entries = {key: value for key, value in config.items() if key.endswith("_token")}
         extra = config.get("extra_special_tokens")
         if isinstance(extra, dict):
             entries.update(extra)
         for key, value in entries.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[key] = text
-    return found
+            if isinstance(value.get("content") if isinstance(value, dict) else value, str):
+                found[key] = value
+    return {name: entry for name, entry in found.items() if entry}

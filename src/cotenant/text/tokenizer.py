@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import tokenizers
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.text.added_tokens import add_named_tokens
 from cotenant.text.byte_tokenizer import ByteTokenizer
 from cotenant.text.folder import read_json, special_tokens
 from cotenant.text.unicode import check_encodable
@@ -102,6 +103,7 @@ class HuggingFaceTokenizer:
             raise InvalidInputError(f"Cannot read {path}: {error}", param="model") from error
         self._inner.no_truncation()
         self._inner.no_padding()
+        add_named_tokens(self._inner, folder, vocab_size)
         added = self._inner.get_added_tokens_decoder()
         names = special_tokens(folder)
         self._vocab_size = vocab_size
