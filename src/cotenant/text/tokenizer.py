@@ -86,9 +86,11 @@ def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """``tokenizer.json`` through the ``tokenizers`` library, with the special tokens that the files beside it name.
+    """``tokenizer.json`` through the ``tokenizers`` library, with the tokens that the files beside it name.
 
     Whether a start token is added is decided by the post-processor in ``tokenizer.json`` alone, as in transformers.
+    How text is split, and where a space is put before it, is that file's alone, too: transformers 5 rebuilds that for
+    the class ``LlamaTokenizer`` from ``legacy`` and ``add_prefix_space`` in ``tokenizer_config.json``.
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
