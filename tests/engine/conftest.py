@@ -147,6 +147,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallModel:
     return make_small(tmp_path_factory.mktemp("small-model"))
 
 
+@pytest.fixture(scope="module")
+def refs(small: SmallModel, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef]:
+    """Four adapters of the small model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return [small.make_adapter(folder, f"adapter-{seed}", seed) for seed in range(4)]
+
+
 def make_small(folder: Path) -> SmallModel:
     from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, which who has the folder already need not
 

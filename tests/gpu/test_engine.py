@@ -94,6 +94,7 @@ def test_few_rows_with_adapters_compile_nothing(model: Model, rounding: float, t
     one_of_five = [replace(request(prompt(9, 40 + seed), 8), adapter=ref if seed == 2 else None) for seed in range(5)]
     outputs: Outputs = {one.request_id: [] for one in (*alone, *all_of_it, *one_of_five)}
     compiled: list[str] = []
+    num_small = 0
     knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
     try:
         for several in (alone, one_of_five, all_of_it):
@@ -104,9 +105,11 @@ def test_few_rows_with_adapters_compile_nothing(model: Model, rounding: float, t
                 num_steps = len(online.steps)
                 _keep(online.iterate(), outputs)
                 if len(online.steps) > num_steps and online.steps[-1].host.num_tokens <= 64:
+                    num_small += 1
                     assert not compiled
     finally:
         knobs.runtime.jit_post_compile_hook = None
+    assert num_small > 20, "of 24 steps and some prompts"
     reference = type(model.reference).from_pretrained(model.folder).to(DEVICE).eval()
     tuned = Model(model.folder, PeftModel.from_pretrained(reference, tmp_path))
     _assert_near_greedy(tuned, [*alone, *all_of_it, one_of_five[2]], outputs, 2 * rounding)

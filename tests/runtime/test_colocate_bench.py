@@ -184,12 +184,13 @@ def test_an_answer_is_judged_by_its_tokens_until_the_end_if_they_are_enough(num_
     if num_inside >= 32:
         assert (cell.num_attained, cell.tpot_ms) == (0, [pytest.approx(100)])
     else:
+        # A first token may take 10 s here: without one until the end it is late by nothing that it has had.
         assert (cell.num_attained, len(cell.itl_ms)) == (num_inside == 0, 31), "as many as are enough"
     assert cell.output_tokens_per_s == pytest.approx(min(num_inside, 20) / 2.0)
     assert len(judge("temporal", Slo(1e4, 50), [answer], 0.0, 2.0, with_ttft=True).itl_ms) == num_inside + 139
 
 
-@given(st.lists(st.floats(0.0, 1.0), min_size=2, max_size=31), st.integers(0, 300), st.floats(0.0, 2.0))
+@given(st.lists(st.floats(0.0, 1.0), max_size=31), st.integers(0, 300), st.floats(0.0, 2.0))
 def test_who_lacks_tokens_at_the_end_is_late_however_fast_the_rest_comes(
     under_policy: list[float], num_alone: int, due_s: float
 ) -> None:
@@ -200,7 +201,7 @@ def test_who_lacks_tokens_at_the_end_is_late_however_fast_the_rest_comes(
     token_s += [until_s + 1e-6 * (index + 1) for index in range(num_alone)]
     answer = Answer(Arrival(due_s, 4, len(under_policy) + num_alone), token_s)
     cell = judge("adaptive", slo, [answer], 0.0, duration_s, with_ttft=True, until_s=until_s)
-    assert cell.num_failed == 0
+    assert cell.num_failed == (not token_s)
     if num_alone:
         assert cell.num_attained == 0
 

@@ -43,8 +43,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A LoRA adapter by its served name and the folder that holds it in PEFT's format. ``generation``: not 0 of weights
-    that are served under the name no more, but to those who run on them."""
+    """A LoRA adapter by its served name and the folder that holds it in PEFT's format. ``generation``: 0 while the name
+    serves these weights; afterwards a number of their own, known to those alone who hold them."""
 
     name: str
     path: str

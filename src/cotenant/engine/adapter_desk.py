@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 from cotenant.core.errors import InvalidInputError
@@ -66,11 +65,16 @@ class AdapterDesk:
         refs = dict.fromkeys(sequence.adapter_ref for sequence in waiting) if self.is_used else {}
         failures: dict[AdapterRef, InvalidInputError] = {}
         all_ready, some_left = True, False
-        for ref in itertools.islice(refs, self.cache.max_read_ahead):
-            error = None if ref is None else self.cache.failure(ref)
-            if ref is not None and error is not None:
+        num_left = self.cache.max_read_ahead
+        for ref in refs:
+            is_held = ref is not None and self.cache.is_held(ref)  # nothing pushes it out
+            if ref is None or not (is_held or num_left):
+                continue
+            num_left -= not is_held
+            error = self.cache.failure(ref)
+            if error is not None:
                 failures[ref] = error
-            elif ref is not None:
+            else:
                 some_left |= self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
                 all_ready &= self.cache.is_ready(ref)
         has_changed = some_left or not (all_ready and self._all_were_ready)

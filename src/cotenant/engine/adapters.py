@@ -46,8 +46,8 @@ class _Slot(NamedTuple):
 
 
 class Hold:
-    """A sequence's claim on the weights that it has begun with. ``ref`` is what they go by: another, once others are
-    served under their name."""
+    """A sequence's claim on weights. ``ref`` is what they go by: a reference that nobody else asks for, once their
+    name was dropped or given to others."""
 
     __slots__ = ("ref",)
 
@@ -97,8 +97,8 @@ class AdapterCache:
 
     @property
     def max_cpu_loras(self) -> int:
-        """Adapters in host memory: those in slots, and at least one that was read ahead. What preempted sequences hold
-        comes on top."""
+        """Adapters in host memory: those in slots, and at least one that was read ahead. On top comes what is held and
+        in no slot: by preempted sequences, and by those that waited for it when its name was dropped."""
         wanted = self._config.max_cpu_loras
         return max(4 * self.max_loras, _MIN_CPU_LORAS) if wanted is None else max(wanted, self.max_loras + 1)
 
@@ -114,8 +114,8 @@ class AdapterCache:
         have left host memory for what was read meanwhile.
 
         What is read later may push out what was read ahead and not used yet. To keep it, call this again in every
-        iteration, for the first ``max_read_ahead`` adapters that are waited for. A failure that ``failure`` has told is
-        forgotten.
+        iteration, for the first ``max_read_ahead`` adapters that are waited for and not held. A failure that
+        ``failure`` has told is forgotten.
         """
         some_left = self._settle()
         self._touch(ref)
@@ -195,6 +195,9 @@ class AdapterCache:
         hold = Hold(ref)
         self._holds.setdefault(ref, set()).add(hold)
         return hold
+
+    def is_held(self, ref: AdapterRef) -> bool:
+        return ref in self._holds
 
     def let_go(self, hold: Hold) -> None:
         """Once for each hold. What is served under its name no more leaves with the last one."""

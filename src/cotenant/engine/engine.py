@@ -304,7 +304,8 @@ class OnlineEngine:
         return loaded
 
     def drop_adapter(self, name: str) -> None:
-        """Forget the adapter of this name. Requests that run on it, or wait for it, keep it until they end."""
+        """Forget the adapter of this name. Requests that run on it keep it until they end, and those that wait for it,
+        if it is in host memory or being read."""
         self._live.hold_waiting(name)
         self._adapters.drop(name)
         self._plan = None

@@ -53,7 +53,7 @@ def export_copy(source: Path, target: Path, best_step: int) -> None:
 
 def _copy_files(names: Sequence[str], source: Path, target: Path) -> None:
     """Those of ``names`` that are there, and the named chat templates."""
-    templates = [f"{_TEMPLATES}/{path.name}" for path in (source / _TEMPLATES).glob("*.jinja")]
+    templates = [f"{_TEMPLATES}/{path.name}" for path in (source / _TEMPLATES).glob("*.jinja") if path.is_file()]
     if templates:
         (target / _TEMPLATES).mkdir()
     for name in (*names, *templates):

@@ -133,7 +133,8 @@ def _check_tied(head: _Stored, embedding: _Stored, dtype: torch.dtype) -> None:
         shape, other_shape = (matrix.get_shape() for matrix in matrices)
         starts = range(0, shape[0], _COMPARED_ROWS) if shape else ()
         is_same = shape == other_shape and all(
-            torch.equal(*(matrix[start : start + _COMPARED_ROWS].to(dtype) for matrix in matrices)) for start in starts
+            torch.equal(*(matrix[start : start + _COMPARED_ROWS].to(dtype).view(torch.uint8) for matrix in matrices))
+            for start in starts
         )
     if not is_same:
         raise InvalidInputError(

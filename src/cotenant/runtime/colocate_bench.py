@@ -199,8 +199,8 @@ class ColocateBench:
 
     def trace(self, policy: str, slo: Slo, arrivals: Sequence[Arrival], duration_s: float, seed: int = 0) -> Cell:
         """These requests, open loop, for ``duration_s``. The policy goes on until each could have a first token and
-        enough others to be judged by; who lacks some then is late, and gets them without training, which takes less
-        time."""
+        enough others to be judged by, or for ``ANSWERED_WITHIN_S``; who lacks some then is late, but for targets that
+        leave longer than that, and gets them without training, which takes less time."""
         self._warm_up(self._partitions_of(policy))
         load = self._load(arrivals, seed)
         watch, loop = self._begin(load, policy, slo)

@@ -54,7 +54,7 @@ class Timeline:
         self._progress.append((at_s, trained_tokens))
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Of training in this time, which begins between two iterations."""
+        """Of training in this time. ``start_s`` lies between two iterations."""
         return self._trained(start_s, end_s, 1)[-1] / (end_s - start_s)
 
     def _trained(self, start_s: float, end_s: float, num_points: int) -> list[float]:

@@ -168,8 +168,9 @@ class Trace:
             self._buffer += b",\n"
 
     def _write(self) -> None:
-        begin, num_written = self._file.tell(), 0
+        begin = num_written = 0
         try:
+            begin = self._file.tell()
             while num_written < len(self._buffer):  # a disk that is nearly full takes a part
                 num_written += self._file.write(self._buffer[num_written:])
         except OSError as error:

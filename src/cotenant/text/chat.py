@@ -34,6 +34,7 @@ class ChatTemplate:
         environment = create_environment()
         self._special_token_texts = dict(special_token_texts)
         self._knows_developer = any("developer" in source for source in sources.values())
+        self._knows_calls = any("tool_calls" in source for source in sources.values())
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
@@ -76,7 +77,7 @@ class ChatTemplate:
             except Exception as error:  # a template is code of somebody else: whatever it raises is about its input
                 refusal = refusal or error
                 continue
-            num_unwritten = _num_unwritten_calls(template, variables, form, text)
+            num_unwritten = _num_unwritten_calls(template, variables, form, text) if self._knows_calls else 0
             if best is None or num_unwritten < best[0]:
                 best = (num_unwritten, text)
             if not num_unwritten:

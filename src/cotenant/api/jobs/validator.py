@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 TRAINING_EXAMPLES = "train.safetensors"
 VALIDATION_EXAMPLES = "valid.safetensors"
+_KILL_TIMEOUT_S = 10.0
 
 
 def limits_of(ready: Ready, config: ServerConfig) -> Limits:
@@ -44,8 +45,8 @@ class Validator:
         on_queued: Callable[[], None],
         deciding: asyncio.Lock,
     ) -> None:
-        """``model_facts``: what the worker has said of the model, once it has. ``deciding``: held by whoever changes a
-        job's status, until ``abandon`` has returned."""
+        """``model_facts``: what the worker has said of the model, once it has. ``deciding``: held by whoever else
+        changes a job's status, until ``abandon`` has returned; what is validated changes its own by comparing first."""
         self._store = store
         self._config = config
         self._base_folder = base_folder
@@ -70,12 +71,15 @@ class Validator:
     async def abandon(self, job_id: str) -> None:
         """The job's status has changed: if its files are being validated, stop that. Call it with ``deciding`` held.
 
-        When it returns nothing writes into the job's folder any more: a job that has ended may be deleted next.
+        When it returns nothing writes into the job's folder any more, unless the system cannot kill the process: a job
+        that has ended may be deleted next.
         """
         if self._current is not None and self._current[0] == job_id:
             preparing = self._current[1]
             preparing.cancel()
-            await asyncio.wait([preparing])
+            done, _ = await asyncio.wait([preparing], timeout=_KILL_TIMEOUT_S)
+            if not done:
+                logger.warning("job %s: the process that validates its files does not end", job_id)
 
     async def _validate_next(self) -> bool:
         ready = self._model_facts()
