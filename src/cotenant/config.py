@@ -141,7 +141,7 @@ class BatchConfig:
         _require(
             0 <= self.max_num_seqs <= _MOST_SEQS,
             "max-num-seqs",
-            f"must be 1 to {_MOST_SEQS}, or 0 for the device's default",
+            f"must be at least 1 and at most {_MOST_SEQS}, or 0 for the device's default",
         )
         _require(
             self.max_num_batched_tokens >= 0,
