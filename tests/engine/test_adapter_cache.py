@@ -270,9 +270,12 @@ def test_whatever_comes_and_goes_who_has_begun_keeps_its_adapter(
         for _, adapter, number in running:
             assert number_of(adapter) == number
         cache.check_integrity({hold.ref for hold, _, _ in running})
-    for hold in [hold for hold, *_ in (*running, *preempted)]:
+    holds = [hold for hold, *_ in (*running, *preempted)]
+    retired = [hold.ref for hold in holds if hold.ref not in tiny_refs]
+    assert all(cache.is_ready(ref) for ref in retired)
+    for hold in holds:
         cache.let_go(hold)
-    assert not any(ref.generation for ref in (*cache._host, *cache._slots, *cache._recency))
+    assert not any(cache.is_ready(ref) for ref in retired)
     cache.close()
 
 

@@ -67,16 +67,19 @@ class AdapterDesk:
         all_ready, some_left = True, False
         num_left = self.cache.max_read_ahead
         for ref in refs:
-            is_held = ref is not None and self.cache.is_held(ref)  # nothing pushes it out
-            if ref is None or not (is_held or num_left):
+            if ref is None:
+                continue
+            is_held = self.cache.is_held(ref)  # nothing pushes it out
+            if not is_held and num_left == 0:
                 continue
             num_left -= not is_held
             error = self.cache.failure(ref)
             if error is not None:
                 failures[ref] = error
-            else:
+                continue
+            if not is_held:
                 some_left |= self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
-                all_ready &= self.cache.is_ready(ref)
+            all_ready &= self.cache.is_ready(ref)
         has_changed = some_left or not (all_ready and self._all_were_ready)
         self._all_were_ready = all_ready
         return failures, has_changed

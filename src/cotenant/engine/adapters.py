@@ -186,7 +186,7 @@ class AdapterCache:
         assert not isinstance(prepared, InvalidInputError), f"adapter {ref.name} could not be read"
         return prepared.fingerprint
 
-    # Who has begun.
+    # What is kept for sequences.
 
     def hold(self, ref: AdapterRef) -> Hold | None:
         """Keep the weights that are at hand as ``ref``, or are being read, until ``let_go``. None: there are none."""
@@ -277,9 +277,12 @@ class AdapterCache:
             if reading.done() and not isinstance(prepared := reading.result(), InvalidInputError):
                 self._host[ref] = prepared
                 del self._readings[ref]
-        idle = [ref for ref in self._recency if ref in self._host and ref not in self._slots and ref not in self._holds]
-        num_over = max(0, len(self._slots) + len(idle) - self.max_cpu_loras)
-        leaving = idle[:num_over]
+        num_over = len(self._host) - self.max_cpu_loras
+        if num_over <= 0:  # as it is in most iterations
+            return False
+        num_over -= sum(ref in self._host and ref not in self._slots for ref in self._holds)
+        idle = (ref for ref in self._recency if ref in self._host and not (ref in self._slots or ref in self._holds))
+        leaving = list(itertools.islice(idle, max(0, num_over)))
         for ref in leaving:
             del self._host[ref], self._recency[ref]
         return bool(leaving)

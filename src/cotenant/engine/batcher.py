@@ -186,8 +186,8 @@ class _Planner:
             else:
                 self._victims.append(sequence)
                 num_decoding += sequence.is_decoding
-            if sequence.adapter_ref is not None:
-                self._adapters.add(sequence.adapter_ref)
+            if sequence.request.adapter is not None and (ref := sequence.adapter_ref) is not None:
+                self._adapters.add(ref)
         self._budget = limits.max_num_batched_tokens - num_decoding
 
     def plan(self, running: SequenceQueue, waiting: SequenceQueue) -> BatchPlan:
