@@ -168,14 +168,15 @@ class Trace:
             self._buffer += b",\n"
 
     def _write(self) -> None:
-        begin = num_written = 0
+        num_written = 0
         try:
-            begin = self._file.tell()
-            while num_written < len(self._buffer):  # a disk that is nearly full takes a part
-                num_written += self._file.write(self._buffer[num_written:])
+            with memoryview(self._buffer) as content:
+                while num_written < len(content):  # a disk that is nearly full takes a part
+                    num_written += self._file.write(content[num_written:])
         except OSError as error:
             logger.error("the trace ends here, its file cannot be written: %s", error)
             self._is_over = True
+            num_of_a_line = num_written - (self._buffer.rfind(b"\n", 0, num_written) + 1)
             with contextlib.suppress(OSError):  # each event is a line, and a part of one makes the file unreadable
-                self._file.truncate(begin + self._buffer.rfind(b"\n", 0, num_written) + 1)
+                self._file.truncate(self._file.tell() - num_of_a_line)
         self._buffer.clear()
