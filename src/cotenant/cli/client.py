@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from cotenant.core.errors import CotenantError
 if TYPE_CHECKING:
     import httpx
 
+_PAGE = 100  # of a list, at once
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 60.0
 
@@ -48,6 +49,16 @@ class ApiClient:
         given = {name: value for name, value in parameters.items() if value is not None}
         return self._call("GET", path, params=given)
 
+    def all_of(self, path: str) -> Iterator[dict[str, Any]]:
+        """What a list holds, in its order, page after page as far as it is asked for."""
+        after: str | None = None
+        while True:
+            page = self.get(path, limit=_PAGE, after=after)
+            yield from page["data"]
+            if not page.get("has_more") or not page["data"]:
+                return
+            after = page["data"][-1]["id"]
+
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return self._call("POST", path, json=body)
 
@@ -72,7 +83,7 @@ class ApiClient:
         except UnicodeEncodeError as error:
             part = error.object[error.start : error.end]
             raise CotenantError(f"{part!r} in what was given is no text that can be sent: give UTF-8") from error
-        except (ValueError, httpx.InvalidURL) as error:
+        except (UnicodeError, httpx.InvalidURL) as error:
             raise CotenantError(f"--url: {self.url}{path} is not a URL: {error}") from error
         except httpx.TransportError as error:
             raise ServerAwayError(f"cannot reach a server at {self.url}: {error}") from error

@@ -34,7 +34,6 @@ _SHOWN = ("n_epochs", "max_steps", "batch_size", "learning_rate", "lr_scheduler_
           "lora_alpha", "target_modules", "beta")  # fmt: skip
 _DEFAULTS = asdict(Hyperparameters())
 _LATEST_EVENTS = 20
-_PAGE = 1000
 _COLUMNS = ("job", "status", "model", "created", "trained tokens", "result")
 _DROPPED_FIRST = ("created", "trained tokens", "result")  # where the terminal is narrow
 
@@ -69,7 +68,7 @@ def show(job_id: JobId, as_json: AsJson = False, url: Url = _DEFAULT_URL, api_ke
         if as_json:
             _print_json(job)
             return
-        checkpoints = _all_checkpoints(client, job_id)
+        checkpoints = list(client.all_of(f"{JOBS_PATH}/{job_id}/checkpoints"))
         events = client.get(f"{JOBS_PATH}/{job_id}/events", limit=_LATEST_EVENTS)["data"]
     console = open_console()
     console.print(_job_table(job, _latest_metrics(events)))
@@ -192,17 +191,6 @@ def _create(client: ApiClient, body: dict[str, Any], files: dict[str, Path]) -> 
             with suppress(CotenantError):
                 client.delete(f"/v1/files/{file_id}")
         raise
-
-
-def _all_checkpoints(client: ApiClient, job_id: str) -> list[dict[str, Any]]:
-    """However many there are, newest first."""
-    found: list[dict[str, Any]] = []
-    while True:
-        after = found[-1]["id"] if found else None
-        page = client.get(f"{JOBS_PATH}/{job_id}/checkpoints", limit=_PAGE, after=after)
-        found += page["data"]
-        if not page.get("has_more") or not page["data"]:
-            return found
 
 
 def _latest_metrics(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -15,7 +16,6 @@ from cotenant.cli.output import duration, local_time
 from cotenant.core.errors import CotenantError
 
 _ENDED = ("succeeded", "failed", "cancelled")
-_PAGE = 100
 PATIENCE_S = 300.0  # a server that is started again loads its model first
 _GOES_ON = "{}; the job goes on when the server is back"
 
@@ -83,17 +83,8 @@ def watch_job(
 
 def _events_after(client: ApiClient, path: str, last_event: str | None) -> list[dict[str, Any]]:
     """The events that are newer than ``last_event``, oldest first. The server lists the newest first."""
-    found: list[dict[str, Any]] = []
-    after: str | None = None
-    while True:
-        page = client.get(f"{path}/events", limit=_PAGE, after=after)
-        for event in page["data"]:
-            if event["id"] == last_event:
-                return found[::-1]
-            found.append(event)
-        if not page.get("has_more") or not page["data"]:
-            return found[::-1]
-        after = page["data"][-1]["id"]
+    newer = itertools.takewhile(lambda event: event["id"] != last_event, client.all_of(f"{path}/events"))
+    return list(newer)[::-1]
 
 
 def progress_line(job: dict[str, Any], metrics: dict[str, Any], now_s: float) -> str:
