@@ -23,7 +23,8 @@ def load_name(cell: Cell) -> str:
 
 def trace_name(cell: Cell) -> str:
     """Of a trace, with its part where there are others (``with_parts``)."""
-    return f"{cell.get('trace') or cell['format']}{f' ({part})' if (part := cell.get('part')) else ''}"
+    name, part = cell.get("trace") or cell["format"], cell.get("part")
+    return f"{name} ({part})" if part else str(name)
 
 
 def with_parts(cells: Sequence[Cell]) -> list[dict[str, Any]]:

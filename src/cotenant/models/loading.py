@@ -20,7 +20,7 @@ from cotenant.models.quantization import require_support
 from cotenant.models.registry import ResolvedModel
 from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
-from cotenant.models.weights import DecoderWeights, Target, allocate, targets, with_compressed
+from cotenant.models.weights import EMBEDDING, HEAD, DecoderWeights, Target, allocate, targets, with_compressed
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ _INIT_STD = 0.02
 _NUM_READERS = 4
 _PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
 _COMPARED_ROWS = 4096  # at once, of two matrices
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_decoder(
@@ -108,7 +107,7 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                         header = shard.get_slice(name)
                         _check(path, name, tuple(header.get_shape()), header.get_dtype(), places[name])
                         stored[name] = _Stored(path, shard)
-                    elif name == _HEAD and spec.tie_word_embeddings:
+                    elif name == HEAD and spec.tie_word_embeddings:
                         tied_head = _Stored(path, shard)
                     elif not name.endswith("rotary_emb.inv_freq"):  # of old checkpoints: it follows from config.json
                         unexpected.append(name)
@@ -121,7 +120,7 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                 param="model",
             )
         if tied_head is not None:
-            _check_tied(tied_head, stored[_EMBEDDING], places[_EMBEDDING].dtype)
+            _check_tied(tied_head, stored[EMBEDDING], places[EMBEDDING].dtype)
         _copy_all(stored, places, device)
 
 
@@ -129,7 +128,7 @@ def _check_tied(head: _Stored, embedding: _Stored, dtype: torch.dtype) -> None:
     """A head of its own is not dropped for the embedding: transformers would not tie the two. It is not loaded either,
     since memory is planned by what config.json says."""
     with _reading(head.path):
-        matrices = head.shard.get_slice(_HEAD), embedding.shard.get_slice(_EMBEDDING)
+        matrices = head.shard.get_slice(HEAD), embedding.shard.get_slice(EMBEDDING)
         shape, other_shape = (matrix.get_shape() for matrix in matrices)
         starts = range(0, shape[0], _COMPARED_ROWS) if shape else ()
         is_same = shape == other_shape and all(
@@ -138,8 +137,8 @@ def _check_tied(head: _Stored, embedding: _Stored, dtype: torch.dtype) -> None:
         )
     if not is_same:
         raise InvalidInputError(
-            f"{head.path}: {_HEAD} is not {_EMBEDDING}, though config.json says tie_word_embeddings true: set that to "
-            f"false to use this head, or take {_HEAD} out of the checkpoint",
+            f"{head.path}: {HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings true: set that to "
+            f"false to use this head, or take {HEAD} out of the checkpoint",
             param="model",
         )
 

@@ -14,6 +14,8 @@ from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.quantization import FP8, Fp8Linear, quantize_rows
 from cotenant.models.spec import ModelSpec
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in checkpoints
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -139,7 +141,7 @@ def targets(spec: ModelSpec, weights: DecoderWeights) -> dict[str, Target]:
 
 def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torch.Tensor | Target]]:
     dtype = weights.embedding.dtype
-    yield "model.embed_tokens.weight", weights.embedding
+    yield EMBEDDING, weights.embedding
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         yield f"{prefix}.input_layernorm.weight", layer.input_norm
@@ -157,4 +159,4 @@ def _named(spec: ModelSpec, weights: DecoderWeights) -> Iterator[tuple[str, torc
             yield f"{prefix}.self_attn.k_norm.weight", Target((spec.head_dim,), k_norm, dtype)
     yield "model.norm.weight", weights.final_norm
     if not spec.tie_word_embeddings:
-        yield "lm_head.weight", weights.head
+        yield HEAD, weights.head

@@ -58,7 +58,7 @@ def step_limit_ms(
     ``AnswerLengths``. ``ahead_ms``: what passes of the same slack before, with ``num_ahead`` batches in flight, which
     bring each a token, or its first. ``prompts_ms``: what the prompts that are there take beside decode steps of
     ``step_ms``; 0 if they have no time."""
-    least_ms, limit_ms, token_ms = always_ms(slo, step_ms), slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
+    least_ms, limit_ms, token_ms = _always_ms(slo, step_ms), slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
     counts_from = _counts_from(short)
     for request in requests:
         num_generated, max_tokens, first_token_s = request.num_generated, request.max_tokens, request.first_token_s
@@ -88,7 +88,7 @@ def step_limit_ms(
     return max(least_ms, limit_ms)
 
 
-def always_ms(slo: Slo, step_ms: float) -> float:
+def _always_ms(slo: Slo, step_ms: float) -> float:
     """How long a step may take whatever the slack is, where one of decodes alone takes ``step_ms``."""
     late_ms = step_ms - _MEAN_SHARE * slo.tpot_ms
     return _STEP_SHARE * slo.tpot_ms if late_ms <= 0.0 else step_ms + min(late_ms, _SHARE_OF_LATE * step_ms)
@@ -164,7 +164,7 @@ def prompt_budget(
     # Where nobody knows: as long as its tokens may take.
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     step_ms = predictor.batch_ms(decodes) or 0.0
-    least_ms = always_ms(slo, step_ms)
+    least_ms = _always_ms(slo, step_ms)
     prompts = [request for request in requests if request.num_prompt_tokens_left]
     first = prompts[0] if prompts else None
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
