@@ -196,7 +196,7 @@ def answers_here(serving: Serving, prompts: Tokens, adapter: AdapterRef | None) 
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     answers: dict[str, list[int]] = {f"{adapter}-{index}": [] for index in range(len(prompts))}
     for name, prompt in zip(answers, prompts, strict=True):
-        engine.add(Request(name, tuple(prompt), sampling, time.time(), adapter))
+        engine.add(Request(name, tuple(prompt), sampling, time.monotonic(), adapter))
     while engine.has_work:
         with device.online():
             outputs = engine.iterate(num_ahead=int(device.overlaps)).outputs

@@ -298,10 +298,13 @@ def test_version_and_health(http: httpx.Client) -> None:
 
 def test_metrics_count_what_happened(client: openai.OpenAI, http: httpx.Client) -> None:
     names = ("generation_tokens_total", "slo_requests_total", "time_to_first_token_seconds_count")
-    before = [figure(http, name) for name in names]
+    times = ("request_queue_time_seconds_sum", "time_to_first_token_seconds_sum")
+    before, before_s = ([figure(http, name) for name in each] for each in (names, times))
     client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=7, extra_body={"ignore_eos": True})
-    after = [figure(http, name) for name in names]
+    after, after_s = ([figure(http, name) for name in each] for each in (names, times))
     assert [new - old for old, new in zip(before, after, strict=True)] == [7, 1, 1]
+    queue_s, first_token_s = (new - old for old, new in zip(before_s, after_s, strict=True))
+    assert 0.0 < queue_s < first_token_s, "by the clock that both processes share"
     assert figure(http, "slo_attained_total") <= after[1]
     assert figure(http, "slo_target_ms") > 0
 

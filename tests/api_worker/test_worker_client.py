@@ -62,7 +62,7 @@ async def running(client: WorkerClient, ready: bool = True) -> AsyncIterator[Wor
 
 
 def make_request(behaviour: int, request_id: str = "r", max_tokens: int = 3) -> Request:
-    return Request(request_id, (behaviour, 9), SamplingParams(max_tokens=max_tokens), arrival_s=time.time())
+    return Request(request_id, (behaviour, 9), SamplingParams(max_tokens=max_tokens), arrival_s=time.monotonic())
 
 
 async def outputs_of(client: WorkerClient, request: Request) -> list[SequenceOutput]:

@@ -53,7 +53,7 @@ class SmallModel:
         max_loras: int = 2,
         max_cpu_loras: int | None = None,
         eos_token_ids: Iterable[int] = (),
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         max_pages: int | None = None,
         device: Device | None = None,
     ) -> OnlineEngine:

@@ -56,7 +56,7 @@ def run(decoder: Decoder, device_name: str, job_folder: Path | None, fuse: bool)
         iteration += 1
         if iteration % 4 == 0 and iteration < 40:
             engine.add(request(f"r{iteration}", [3 + (iteration + 7 * i) % 200 for i in range(5 + iteration % 9)], 20))
-        snapshot = Snapshot(time.time(), Slo(1e6, 1e6), engine.next_shape(), engine.views(), training.view(), fuse)
+        snapshot = Snapshot(time.monotonic(), Slo(1e6, 1e6), engine.next_shape(), engine.views(), training.view(), fuse)
         plan = executor.begun or policy.plan(snapshot)
 
         def emit(outputs: list) -> None:  # type: ignore[type-arg]

@@ -35,7 +35,7 @@ class Outcome:
 
 def request(name: str, prompt: list[int], max_tokens: int) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Request(name, tuple(prompt), sampling, time.time())
+    return Request(name, tuple(prompt), sampling, time.monotonic())
 
 
 def run(
@@ -79,9 +79,9 @@ def run(
     iteration, last_arrival = 0, max(arrivals, default=-1)
     while iteration <= last_arrival or engine.has_work or _job_runs(outcome, spec):
         if iteration in arrivals:
-            engine.add(replace(arrivals[iteration], arrival_s=time.time()))  # not when it was made
+            engine.add(replace(arrivals[iteration], arrival_s=time.monotonic()))  # not when it was made
         slo = Slo(ttft_ms, tpot_ms)
-        snapshot = Snapshot(time.time(), slo, engine.next_shape(), engine.views(), training.view(), fuse)
+        snapshot = Snapshot(time.monotonic(), slo, engine.next_shape(), engine.views(), training.view(), fuse)
         record = executor.execute(chosen.plan(snapshot), emit, interrupted)
         predictor.observe(record)
         training.publish()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -42,11 +41,10 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence of an HTTP request that arrived at ``arrival_s`` (``time.monotonic``)."""
+    """One sequence of an HTTP request."""
 
     request: Request
     options: TextOptions
-    arrival_s: float
 
 
 def make_choices(
@@ -63,20 +61,18 @@ def make_choices(
     first_index: int = 0,
 ) -> list[Choice]:
     """``num_choices`` sequences that answer the same prompt, each with a seed of its own if one was given."""
-    wall_arrival_s = time.time() - (time.monotonic() - arrival_s)
     return [
         Choice(
             Request(
                 request_id=f"{answer_id}-{first_index + number}",
                 prompt=tuple(prompt),
                 sampling=for_choice(sampling, number),
-                arrival_s=wall_arrival_s,
+                arrival_s=arrival_s,
                 adapter=adapter,
                 priority=priority,
                 cache_salt=cache_salt,
             ),
             options,
-            arrival_s,
         )
         for number in range(num_choices)
     ]
@@ -180,7 +176,7 @@ async def stream_choice(state: AppState, choice: Choice, index: int = 0) -> Asyn
 
     Raises what ``WorkerClient.generate`` raises, before the first piece unless the worker dies in between.
     """
-    clock = state.metrics.clock(choice.arrival_s)
+    clock = state.metrics.clock(choice.request.arrival_s)
     text = ChoiceText(state.tokenizer, choice.request, choice.options)
     reason: str | None = FinishReason.ABORT.value
     is_first = True

@@ -139,7 +139,7 @@ class Snapshot:
     ``batch`` can have. ``in_flight``: the batch before it, if that has not landed: this one begins as it ends.
     ``wait_ms``: until tasklets on all SMs have ended that the batch in flight waits for or, if there is none, this one;
     as far as is known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known. ``since_tokens_ms``:
-    since tokens went out the last time. ``now_s``: of ``time.time``, like the requests' times."""
+    since tokens went out the last time. ``now_s``: of ``time.monotonic``, like the requests' times."""
 
     now_s: float
     slo: Slo

@@ -53,8 +53,9 @@ class AdapterRef:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s`` is on the wall clock.
-    ``uses_prefix_cache``: finds KV pages there, and leaves its own, for requests with the same ``cache_salt`` alone."""
+    """One sequence to generate. ``priority``: lower runs earlier. ``arrival_s``: of ``time.monotonic``, which all
+    processes of a machine share, and nobody sets. ``uses_prefix_cache``: finds KV pages there, and leaves its own, for
+    requests with the same ``cache_salt`` alone."""
 
     request_id: str
     prompt: tuple[int, ...]

@@ -54,7 +54,7 @@ class OnlineEngine:
     """Generates for all live requests together.
 
     ``max_model_len`` is cut to what ``num_pages`` can hold, so that every sequence that is taken fits when it is alone.
-    ``clock`` is the wall clock that ``Request.arrival_s`` is on. ``max_pages``: what the cache may grow to.
+    ``clock`` is the one that ``Request.arrival_s`` is on. ``max_pages``: what the cache may grow to.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OnlineEngine:
         device: Device | None = None,
         max_pages: int | None = None,
         enable_prefix_caching: bool = True,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         spec = decoder.spec
         device = device or create_device(decoder.device.type)

@@ -27,7 +27,7 @@ class LiveSequences:
     """From ``add`` to ``remove`` a sequence is in one of the two queues: without a seat, a page or an adapter in
     ``waiting``, with them in ``running``. Only this class moves it from one to the other.
 
-    ``clock`` is the wall clock that ``Request.arrival_s`` is on.
+    ``clock`` is the one that ``Request.arrival_s`` is on.
     """
 
     def __init__(

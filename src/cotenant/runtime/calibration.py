@@ -32,7 +32,7 @@ def calibrate(
             prompt = tuple((7 * number + 13 * index + 3 * i + 1) % vocab_size for i in range(prompt_tokens))
             sampling = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0.0, ignore_eos=True)
             name = f"calibration-{number}-{index}"
-            engine.add(Request(name, prompt, sampling, time.time(), uses_prefix_cache=False))
+            engine.add(Request(name, prompt, sampling, time.monotonic(), uses_prefix_cache=False))
             ttfts_ms.append(_run_until_first_token(engine, executor, predictor, steps_ms))
         while engine.has_work:
             record = _step(executor, predictor)

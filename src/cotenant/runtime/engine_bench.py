@@ -181,7 +181,7 @@ class EngineBench:
         vocab_size = self._serving.resolved.spec.vocab_size
         prompt = tuple(torch.randint(0, vocab_size, (num_tokens,), generator=self._random).tolist())
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return Request(f"bench-{next(self._names)}", prompt, sampling, time.time(), adapter)
+        return Request(f"bench-{next(self._names)}", prompt, sampling, time.monotonic(), adapter)
 
     def _iterate(self) -> Collected | None:
         """One iteration without best-effort work; the last batch that was collected in it."""

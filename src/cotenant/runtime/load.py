@@ -55,13 +55,12 @@ class Load:
         ]
         self._messages = list(first_messages)
         self._num_sent = 0
-        self._begun_s = time.perf_counter()
-        self._begun_at = time.time()
+        self._begun_s = time.monotonic()
 
     @property
     def now_s(self) -> float:
         """Seconds since the beginning."""
-        return time.perf_counter() - self._begun_s
+        return time.monotonic() - self._begun_s
 
     @property
     def done(self) -> bool:
@@ -89,7 +88,7 @@ class Load:
         while self.pending():
             answer, prompt = self.answers[self._num_sent], self._prompts[self._num_sent]
             sampling = SamplingParams(max_tokens=answer.arrival.output_len, temperature=0.0, ignore_eos=True)
-            due_at = self._begun_at + answer.arrival.due_s
+            due_at = self._begun_s + answer.arrival.due_s
             messages.append(AddRequest(Request(_name(self._num_sent), prompt, sampling, due_at)))
             self._num_sent += 1
         return messages

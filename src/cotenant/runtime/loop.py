@@ -106,7 +106,6 @@ class WorkerLoop:
         self._executor = executor
         self._predictor = predictor
         self._slo = slo
-        self._begin_s = time.time()  # of day; who has waited for longer waited for the worker
         self._can_fuse = can_fuse
         self._partitions = partitions
         self._sizes_chunks = sizes_chunks
@@ -115,10 +114,12 @@ class WorkerLoop:
         self._save_part = save_part
         self._self_profile = self_profile
         self._lanes = lanes
-        # By time.monotonic:
+        # By time.monotonic, like requests' times:
+        self._begin_s = time.monotonic()  # who has waited for longer waited for the worker
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         self._busy_s = time.monotonic()  # when there was something to do, the last time
         self._idle_since_s = -math.inf
+        self._last_tokens_s = -math.inf  # when some went out
         self._next_stats_s = 0.0
         self._has_learned = False  # since the last time
         self._stats = LoopStats(predictor)
@@ -126,14 +127,12 @@ class WorkerLoop:
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
-        clocks_s = time.perf_counter() - time.time()
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:
-                self._margin.resume(view.request_id, view.first_token_s + clocks_s, view.num_generated)
+                self._margin.resume(view.request_id, view.first_token_s, view.num_generated)
         self._seen: tuple[RequestView, ...] = ()  # by the last plan
-        # By time.perf_counter:
-        self._last_batch_s: float | None = None  # when the one before ended, if requests were live ever since
-        self._last_tokens_s = -math.inf  # when some went out
+        # When the one before ended, if requests were live ever since; by time.perf_counter.
+        self._last_batch_s: float | None = None
         self._largest_gap_s = 0.0
         self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
         self._parent_pid = os.getppid()
@@ -143,7 +142,7 @@ class WorkerLoop:
     @property
     def margin(self) -> float:
         """The share of the TPOT target that is aimed at now."""
-        return self._margin.aim(time.perf_counter())
+        return self._margin.aim(time.monotonic())
 
     def take_over_margin(self, other: WorkerLoop) -> None:
         """Aim as close to the targets as another loop's requests have taught that one."""
@@ -209,7 +208,7 @@ class WorkerLoop:
                 self._self_profile.stop()
             self._handle(message)
         self._training.start_prepared()
-        now_s, requests, is_profiling = time.time(), self._engine.views(), self._active_profile is not None
+        now_s, requests, is_profiling = time.monotonic(), self._engine.views(), self._active_profile is not None
         in_flight = self._executor.in_flight
         if not is_profiling and any(request.num_prompt_tokens_left for request in requests):
             self._arrange_prompts(requests, now_s, in_flight)
@@ -236,7 +235,7 @@ class WorkerLoop:
             in_flight=in_flight,
             wait_ms=self._executor.wait_ms,
             least_answer=self._answers.least,
-            since_tokens_ms=(time.perf_counter() - self._last_tokens_s) * 1e3,
+            since_tokens_ms=(now_s - self._last_tokens_s) * 1e3,
         )
 
     def _arrange_prompts(self, requests: tuple[RequestView, ...], now_s: float, in_flight: InFlight | None) -> None:
@@ -265,19 +264,19 @@ class WorkerLoop:
         if not self._margin.has_learned:
             self._margin.begin_at(self._policy.first_margin(self._slo, step_ms))
         if comes_in:
-            self._margin.expect_prompts(most_margin(self._slo, step_ms), time.perf_counter(), step_ms)
+            self._margin.expect_prompts(most_margin(self._slo, step_ms), time.monotonic(), step_ms)
 
     def _publish(self, record: IterationRecord, snapshot: Snapshot, plan: Plan) -> None:
         self._margin.has_job = snapshot.job is not None
         if record.mode is not Mode.NONE and snapshot.requests:
             step_ms = self._predictor.batch_ms(record.batch, behind_tasklets=record.behind_tasklets)
             trained_ms = max(0.0, record.total_ms - (step_ms or 0.0))
-            self._margin.trained(trained_ms, time.perf_counter())
+            self._margin.trained(trained_ms, time.monotonic())
         self._predictor.observe(record)
         is_wanted = self._self_profile is None or not self._self_profile.note(record)
         if is_wanted:
             if self._sizes_chunks and record.batch.prefill_tokens:
-                self._margin.prompts_took(prompts_ms(self._predictor, record.batch), time.perf_counter())
+                self._margin.prompts_took(prompts_ms(self._predictor, record.batch), time.monotonic())
             self._stats.count(record, time.perf_counter(), has_job=self._training.job_id is not None)
             self._reach.note(record)
         else:
@@ -372,7 +371,7 @@ class WorkerLoop:
     def _emit(self, outputs: list[SequenceOutput]) -> None:
         if outputs and self._active_profile is None:
             self._channel.send(Outputs(tuple(outputs)))
-            now_s = self._last_tokens_s = time.perf_counter()
+            now_s = self._last_tokens_s = time.monotonic()
             for output in outputs:
                 reason = output.finish_reason
                 num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)
@@ -385,8 +384,8 @@ class WorkerLoop:
             case AddRequest(request):
                 try:
                     self._engine.add(request)
-                    waited_s = max(0.0, time.time() - max(request.arrival_s, self._begin_s))
-                    self._margin.arrived(request.request_id, time.perf_counter() - waited_s)
+                    arrival_s = min(time.monotonic(), max(request.arrival_s, self._begin_s))
+                    self._margin.arrived(request.request_id, arrival_s)
                 except CotenantError as error:
                     self._channel.send(RequestFailed(request.request_id, error.message, error.code, error.param))
             case AbortRequests(request_ids):

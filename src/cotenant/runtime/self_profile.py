@@ -82,7 +82,7 @@ class SelfProfile:
         for index in range(shape.size):
             prompt = tuple(self._random.choices(range(self._vocab_size), k=shape.context))
             name = f"self-profile-{shape.size}-{shape.context}-{index}"
-            self._engine.add(Request(name, prompt, sampling, time.time(), uses_prefix_cache=False))
+            self._engine.add(Request(name, prompt, sampling, time.monotonic(), uses_prefix_cache=False))
             self._requests.add(name)
         return True
 
