@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +139,6 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
     worker = SimpleNamespace(generate=generate, failed=failed)
     state: Any = SimpleNamespace(metrics=metrics, tokenizer=TOKENIZER, worker=worker)
     with pytest.raises(WorkerLostError) as caught:
-        asyncio.run(collect_choice(state, Choice(request(), TextOptions(), time.monotonic())))
+        asyncio.run(collect_choice(state, Choice(request(), TextOptions())))
     assert len(set(runs)) == len(runs) == num_runs
     assert ("begun 2 times" in caught.value.message) == (num_runs == 2)
