@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 import forked
 from cotenant.core.errors import ConflictError
@@ -260,6 +262,20 @@ def test_a_damaged_checkpoint_is_passed_over(
     support.run_to_end(job)
     job.close()
     assert _checkpoints(tmp_path) == [2, 4, 5, 6, 8, 10]
+
+
+def test_what_was_read_of_a_checkpoint_outlives_its_file(decoder: Decoder, tmp_path: Path) -> None:
+    _train(decoder, support.make_spec(tmp_path, save_steps=2), 2)
+    store = CheckpointStore(tmp_path / "checkpoints", "base", None)
+    path = store.path(2) / TENSOR_FILE
+    expected = safetensors.torch.load(path.read_bytes())
+    newest = store.newest()
+    assert newest is not None
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    _, tensors = newest
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def test_damaged_checkpoints_of_later_steps_cost_none_that_is_written_after_them(

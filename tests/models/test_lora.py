@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
+from cotenant.models import adapter_files
 from cotenant.models.lora import LoraAdapter, read_adapter, save_adapter
 from cotenant.models.peft_config import read_config
 from cotenant.models.spec import ModelSpec
@@ -266,6 +268,21 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config-a-list": (lambda f: (f / CONFIG).write_text("[]"), f"{CONFIG} does not hold"),
     "no-weights": (lambda f: (f / WEIGHTS).unlink(), f"holds no {WEIGHTS}"),
     "torn-weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]), f"{WEIGHTS} is not"),
+    "cut-weights": (
+        lambda f: os.truncate(f / WEIGHTS, 4000),
+        f"{WEIGHTS} is not a readable safetensors file: it is cut short",
+    ),
+    "headless-weights": (lambda f: os.truncate(f / WEIGHTS, 100), f"{WEIGHTS} is not.*it ends within its header"),
+    "longer-weights": (lambda f: os.truncate(f / WEIGHTS, 10**6), f"{WEIGHTS} is not.*more than its header names"),
+    "nested-header": (
+        lambda f: (f / WEIGHTS).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5),
+        f"{WEIGHTS} is not.*its header is not one of tensors",
+    ),
+    "strange-header": (
+        lambda f: (f / WEIGHTS).write_bytes((12).to_bytes(8, "little") + b'{"a": [1, 2]}'[:12]),
+        f"{WEIGHTS} is not.*its header is not one of tensors",
+    ),
+    "endless-header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 9), f"{WEIGHTS} is not.*its header is too long"),
     "empty-weights": (lambda f: (f / WEIGHTS).write_bytes(b""), f"{WEIGHTS} is not"),
     "missing-tensor": (lambda f: _edit_weights(f, lambda t: t.pop(f"{_Q0}.lora_B.weight")), f"lacks {_Q0}.lora_B"),
     "extra-tensor": (
@@ -288,6 +305,51 @@ def test_bad_folders_are_refused(llama: Pair, tmp_path: Path, name: str) -> None
     with pytest.raises(InvalidInputError, match=message) as caught:
         _load(tmp_path, llama.decoder.spec)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_what_was_read_of_an_adapter_outlives_its_file(llama: Pair, tmp_path: Path) -> None:
+    """A file that is mapped is as its disk has it, and whoever looks beyond its end is killed."""
+    save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
+    adapter = _load(tmp_path, llama.decoder.spec)
+    with (tmp_path / WEIGHTS).open("r+b") as file:
+        file.write(bytes((tmp_path / WEIGHTS).stat().st_size))
+    expected = support.random_adapter(llama.decoder, 0)
+    for key, pair in adapter.weights.items():
+        assert torch.equal(pair.a, expected.weights[key].a)
+        assert torch.equal(pair.b, expected.weights[key].b)
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
+    read = adapter_files.read_whole
+
+    def cut(*arguments: Any) -> bytes:
+        os.truncate(tmp_path / WEIGHTS, 4000)
+        return read(*arguments)
+
+    monkeypatch.setattr(adapter_files, "read_whole", cut)
+    with pytest.raises(InvalidInputError, match=f"{WEIGHTS} is not.*it holds 4000 of the [0-9]+ bytes"):
+        _load(tmp_path, llama.decoder.spec)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_gives_the_one_or_the_other(
+    llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (support.random_adapter(llama.decoder, 0, r=r) for r in (4, 2))
+    save_adapter(first, tmp_path / "first", "base")
+    save_adapter(second, tmp_path / "second", "base")
+    read = adapter_files.read_whole
+
+    def replaced(*arguments: Any) -> bytes:
+        os.replace(tmp_path / "second" / WEIGHTS, tmp_path / "first" / WEIGHTS)
+        return read(*arguments)
+
+    monkeypatch.setattr(adapter_files, "read_whole", replaced)
+    adapter = _load(tmp_path / "first", llama.decoder.spec)
+    for key, pair in adapter.weights.items():
+        assert torch.equal(pair.a, first.weights[key].a)
 
 
 def test_an_adapter_of_another_model_is_refused(llama: Pair, pair_of: Callable[[str], Pair], tmp_path: Path) -> None:

@@ -305,7 +305,6 @@ class AdapterCache:
                 packed = self.stacks.pack(adapter)
             else:
                 packed = adapter.for_serving(torch.device("cpu"), self._dtype)
-            # Of the copy that is served: what was read may still be the file's own pages, which change with the file.
             return _Prepared(packed, packed.fingerprint())
         except InvalidInputError as error:
             return InvalidInputError(error.message, code="invalid_adapter", param="model")

@@ -123,10 +123,13 @@ class CheckpointStore:
         for path in self._newest_first():
             try:
                 state = read_state(path)
+                # Read, not mapped: what was found whole stays so, whatever becomes of the file.
+                content = (path / TENSOR_FILE).read_bytes()
+                found = {ADAPTER_FILE: _digest(path / ADAPTER_FILE), TENSOR_FILE: hashlib.sha256(content).hexdigest()}
                 for name, digest in state.digests.items():
-                    if _digest(path / name) != digest:
+                    if found[name] != digest:
                         raise CheckpointError(f"{name} is damaged")
-                return state, safetensors.torch.load_file(path / TENSOR_FILE)
+                return state, safetensors.torch.load(content)
             except (CheckpointError, OSError, safetensors.SafetensorError) as error:
                 logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
         return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from typing import BinaryIO
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.module_pattern import module_name
 from cotenant.models.peft_config import CONFIG_FILE, AdapterConfig, read_config
+from cotenant.models.safetensors_file import Header, read_header, read_whole
 from cotenant.models.spec import ModelSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -40,14 +42,39 @@ def check_adapter(folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFiles:
     of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most.
     """
     config, path = read_config(folder), folder / WEIGHTS_FILE
-    shapes = _read_shapes(path)
-    alphas = {}
+    with _opened(path) as file:
+        return _check(config, path, read_header(file), spec, max_rank)
+
+
+def read_adapter_files(folder: Path, spec: ModelSpec, max_rank: int) -> tuple[AdapterFiles, bytes]:
+    """As ``check_adapter``, with the content of the weights' file: of the one that was checked, if it is replaced
+    meanwhile."""
+    config, path = read_config(folder), folder / WEIGHTS_FILE
+    with _opened(path) as file:
+        header = read_header(file)
+        files = _check(config, path, header, spec, max_rank)
+        return files, read_whole(file, header)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    if not path.is_file():
+        raise InvalidInputError(f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format")
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (ValueError, OSError) as error:
+        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _check(config: AdapterConfig, path: Path, header: Header, spec: ModelSpec, max_rank: int) -> AdapterFiles:
+    shapes, alphas = dict(header.shapes), {}
     for layer, module in config.targets(spec):
         name = module_name(layer, module)
         rank = config.rank_of(name)
         if rank > max_rank:
             raise InvalidInputError(
-                f"{folder / CONFIG_FILE}: rank {rank} of {name} is over --max-lora-rank, which is {max_rank}"
+                f"{config.path}: rank {rank} of {name} is over --max-lora-rank, which is {max_rank}"
             )
         num_out, num_in = spec.module_shape(module)
         a_name, b_name = tensor_names(layer, module)
@@ -57,16 +84,6 @@ def check_adapter(folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFiles:
     if shapes:
         raise InvalidInputError(f"{path}: {min(shapes)} is no part of the adapter that {CONFIG_FILE} describes")
     return AdapterFiles(config, path, alphas)
-
-
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    if not path.is_file():
-        raise InvalidInputError(f"{path.parent} holds no {path.name}, so it is not an adapter in PEFT's format")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise InvalidInputError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _take(shapes: dict[str, tuple[int, ...]], path: Path, name: str, wanted: tuple[int, int]) -> None:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.core.module_pattern import check_pattern, module_name
-from cotenant.models.adapter_files import WEIGHTS_FILE, check_adapter, tensor_names
+from cotenant.models.adapter_files import WEIGHTS_FILE, read_adapter_files, tensor_names
 from cotenant.models.dropout import DropoutMasks
 from cotenant.models.peft_config import CONFIG_FILE, matched, written_config
 from cotenant.models.spec import ModelSpec
@@ -292,11 +292,11 @@ def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdap
     Raises InvalidInputError as ``check_adapter`` does.
     """
     folder = Path(folder)
-    files = check_adapter(folder, spec, max_rank)
+    files, content = read_adapter_files(folder, spec, max_rank)
     config = files.config
     try:
-        tensors = load_file(files.weights_path)
-    except (SafetensorError, OSError) as error:
+        tensors = load(content)
+    except SafetensorError as error:
         raise InvalidInputError(f"{files.weights_path} is not a readable safetensors file: {error}") from error
     weights = {}
     for key in files.alphas:

@@ -1,0 +1,62 @@
+"""Files in safetensors that others may change meanwhile: read, not mapped. Who reads a mapped file that is cut short is
+killed by SIGBUS. No torch."""
+
+from __future__ import annotations
+
+import json
+from typing import BinaryIO, NamedTuple
+
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # as the format has it
+
+
+class Header(NamedTuple):
+    """``raw``: as it stands in the file, with its length before it. ``size_bytes``: of the whole file."""
+
+    raw: bytes
+    shapes: dict[str, tuple[int, ...]]
+    size_bytes: int
+
+
+def read_header(file: BinaryIO) -> Header:
+    """From the beginning of a file. Raises ValueError for what is no header, or for a file that is shorter than its
+    header says; OSError."""
+    raw = _read(file, _LENGTH_BYTES)
+    num_bytes = int.from_bytes(raw, "little")
+    if num_bytes > _MAX_HEADER_BYTES:
+        raise ValueError("its header is too long")
+    raw += _read(file, num_bytes)
+    try:
+        entries = json.loads(raw[_LENGTH_BYTES:])
+        tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"its header is not one of tensors ({error!r:.200})") from error
+    size_bytes = len(raw) + max(ends, default=0)
+    _check_size(file.seek(0, 2), size_bytes)
+    return Header(raw, shapes, size_bytes)
+
+
+def read_whole(file: BinaryIO, header: Header) -> bytes:
+    """All of a file whose header was read. Raises ValueError if it has changed since, OSError."""
+    file.seek(0)
+    content = file.read(header.size_bytes + 1)
+    _check_size(len(content), header.size_bytes)
+    if not content.startswith(header.raw):
+        raise ValueError("it has changed while it was read")
+    return content
+
+
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    part = file.read(num_bytes)
+    if len(part) < num_bytes:
+        raise ValueError("it is cut short: it ends within its header")
+    return part
+
+
+def _check_size(size_bytes: int, wanted_bytes: int) -> None:
+    if size_bytes < wanted_bytes:
+        raise ValueError(f"it is cut short: it holds {size_bytes} of the {wanted_bytes} bytes that its header names")
+    if size_bytes > wanted_bytes:
+        raise ValueError("it holds more than its header names")
