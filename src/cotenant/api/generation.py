@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from cotenant.api.schemas.sampling import for_choice
-from cotenant.core.errors import CotenantError, OverloadedError, WorkerLostError
+from cotenant.core.errors import INVALID_ADAPTER, CotenantError, OverloadedError, WorkerLostError
 from cotenant.core.request import AdapterRef, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cotenant.text.detokenizer import IncrementalDetokenizer
 from cotenant.text.stop import StopChecker
@@ -202,8 +202,10 @@ async def stream_choice(state: AppState, choice: Choice, index: int = 0) -> Asyn
     except OverloadedError:
         reason = None  # it never began
         raise
-    except Exception:
+    except Exception as error:
         reason = "error"
+        if isinstance(error, CotenantError) and error.code == INVALID_ADAPTER and choice.request.adapter is not None:
+            await state.models.check_served(choice.request.adapter)
         raise
     finally:
         if reason is not None:

@@ -103,6 +103,11 @@ class ModelNames:
             raise _of_another_base(adapter)
         return ResolvedName(name, AdapterRef(adapter.name, adapter.path))
 
+    async def check_served(self, adapter: AdapterRef) -> None:
+        """Raises NotFoundError if this adapter is served no more, as one that was deleted since a request named it."""
+        if (await self.resolve(adapter.name)).adapter != adapter:
+            raise unknown_model(adapter.name)
+
     async def cards(self) -> list[ModelCard]:
         """All models, the base model first."""
         base = self._config.model.name

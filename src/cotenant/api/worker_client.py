@@ -17,6 +17,7 @@ from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.supervisor import CrashWindow, Supervisor
 from cotenant.config import ServerConfig
 from cotenant.core.errors import (
+    INVALID_ADAPTER,
     ConflictError,
     CotenantError,
     InvalidInputError,
@@ -288,7 +289,7 @@ class WorkerClient:
             case AdapterLoaded():
                 self._on_adapter(message.name, None)
             case AdapterFailed():
-                error = InvalidInputError(message.message, code="invalid_adapter", param="lora_path")
+                error = InvalidInputError(message.message, code=INVALID_ADAPTER, param="lora_path")
                 self._on_adapter(message.name, error)
             case Ready():
                 self._on_ready(message)

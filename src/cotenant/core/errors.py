@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+INVALID_ADAPTER = "invalid_adapter"  # the code of an adapter that cannot be read
+
 
 class CotenantError(Exception):
     """Base of all errors whose text is meant for the user: what is wrong, where, and what to do.

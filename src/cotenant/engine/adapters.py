@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cotenant.config import LoraConfig
-from cotenant.core.errors import InvalidInputError
+from cotenant.core.errors import INVALID_ADAPTER, InvalidInputError
 from cotenant.core.request import AdapterRef
 from cotenant.models.lora import LoraAdapter, read_adapter
 from cotenant.models.lora_stacks import HostAdapter, LoraStacks
@@ -307,7 +307,7 @@ class AdapterCache:
                 packed = adapter.for_serving(torch.device("cpu"), self._dtype)
             return _Prepared(packed, packed.fingerprint())
         except InvalidInputError as error:
-            return InvalidInputError(error.message, code="invalid_adapter", param="model")
+            return InvalidInputError(error.message, code=INVALID_ADAPTER, param="model")
         except Exception as error:  # whatever lies in the user's folder, only requests for it may fail
             message = f"adapter '{ref.name}' cannot be loaded from {ref.path}: {error}"
-            return InvalidInputError(message, code="invalid_adapter", param="model")
+            return InvalidInputError(message, code=INVALID_ADAPTER, param="model")
