@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef, FinishReason
 from cotenant.models.lora import read_adapter
 from engine.adapter_runs import alone, fails, load, run, until, warm
@@ -198,3 +199,57 @@ def test_who_waits_for_what_is_not_at_hand_as_it_is_deleted_is_told_so(small, tm
     ended = {output.request_id for output in outputs if output.finish_reason is FinishReason.LENGTH}
     assert ended == {request.request_id for request in requests[:2]}
     assert {request_id for request_id, _ in engine.take_failures()} == {each.request_id for each in requests[2:]}
+
+
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["told", "untold"])
+def test_who_comes_after_a_folder_was_mended_does_not_hear_that_it_was_broken(
+    small, refs, tmp_path, is_stepped: bool
+) -> None:
+    """Though another waits for the seat, and for host memory, before those who want it."""
+    ref = small.make_adapter(tmp_path, "mended", 7)
+    weights = Path(ref.path) / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(b"")
+    engine = small.engine(max_num_seqs=1, max_loras=1, max_cpu_loras=2)
+    engine.add(small.request(small.prompt(9), 60, adapter=refs[0]))
+    until(engine, lambda: engine.num_running == 1)
+    engine.add(small.request(small.prompt(9), 20, adapter=refs[1]))
+    early, late = (small.request(small.prompt(9, seed), 5, adapter=ref) for seed in (1, 2))
+    engine.add(early)
+    engine._adapters.cache.wait(ref)
+    told = []
+    if is_stepped:
+        engine.step()
+        told += engine.take_failures()
+        assert [request_id for request_id, _ in told] == [early.request_id], "it waited for nothing any more"
+    weights.write_bytes(content)
+    engine.add(late)
+    outputs = until(engine, lambda: not engine.has_work)
+    told += engine.take_failures()
+    assert [request_id for request_id, _ in told] == [early.request_id]
+    assert small.tokens([each for each in outputs if each.request_id == late.request_id]) == alone(
+        small, late.prompt, ref, 5
+    )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_two_that_are_loaded_at_once_each_hears_of_its_own(small, tmp_path, is_first: bool) -> None:
+    broken, whole = (small.make_adapter(tmp_path, name, 1) for name in ("broken", "whole"))
+    (Path(broken.path) / "adapter_config.json").write_text("{")
+    engine = small.engine()
+    refs = (broken, whole) if is_first else (whole, broken)
+    for ref in refs:
+        engine.load_adapter(ref)
+    loaded: dict[AdapterRef, InvalidInputError | None] = {}
+
+    def both() -> bool:
+        loaded.update(engine.take_loaded())
+        return len(loaded) == 2
+
+    until(engine, both)
+    assert loaded[whole] is None
+    assert broken.path in str(loaded[broken])
+    requests = {ref: small.request(small.prompt(5), 3, adapter=ref) for ref in refs}
+    outputs = run(small, engine, requests.values())
+    assert [request_id for request_id, _ in engine.take_failures()] == [requests[broken].request_id]
+    assert list(outputs) == [requests[whole].request_id]

@@ -69,14 +69,14 @@ class AdapterDesk:
         for ref in refs:
             if ref is None:
                 continue
-            is_held = self.cache.is_held(ref)  # nothing pushes it out
-            if not is_held and num_left == 0:
-                continue
-            num_left -= not is_held
             error = self.cache.failure(ref)
             if error is not None:
                 failures[ref] = error
                 continue
+            is_held = self.cache.is_held(ref)  # nothing pushes it out
+            if not is_held and num_left == 0:
+                continue
+            num_left -= not is_held
             if not is_held:
                 some_left |= self.cache.prefetch(ref)  # one that is there is only kept from being pushed out
             all_ready &= self.cache.is_ready(ref)

@@ -131,6 +131,11 @@ class AdapterCache:
         reading = self._readings.get(ref)
         return reading is not None and reading.done() and not isinstance(reading.result(), InvalidInputError)
 
+    def has_failed(self, ref: AdapterRef) -> bool:
+        """Whether a reading has failed and ``failure`` has not told so."""
+        reading = self._readings.get(ref)
+        return reading is not None and reading.done() and isinstance(reading.result(), InvalidInputError)
+
     def failure(self, ref: AdapterRef) -> InvalidInputError | None:
         """Why the last reading failed; told until ``drop`` or a new ``prefetch``."""
         reading = self._readings.get(ref)
@@ -212,10 +217,14 @@ class AdapterCache:
         """Serve nothing under this name any more, but to those who hold it; and forget why it could not be read."""
         refs = (*self._host, *self._readings, *self._failures)
         for ref in [ref for ref in refs if ref.name == name and not ref.generation]:
-            if ref in self._holds:
-                self._retire(ref)
-            else:
-                self._forget(ref)
+            self.set_apart(ref)
+
+    def set_apart(self, ref: AdapterRef) -> None:
+        """Leave what goes by this reference, weights or a failed reading, to those who hold it."""
+        if ref in self._holds:
+            self._retire(ref)
+        else:
+            self._forget(ref)
 
     def _retire(self, ref: AdapterRef) -> None:
         """Give what is held a reference that nobody else asks for."""

@@ -252,7 +252,7 @@ class OnlineEngine:
             raise InvalidInputError(f"request id '{request.request_id}' is in use", param="request_id")
         check_request(request, self._decoder.spec.vocab_size, self.max_model_len)
         if request.adapter is not None:
-            self._adapters.want(request.adapter)
+            self._want(request.adapter)
         sequence = Sequence(
             request=request,
             number=self._num_added,
@@ -306,9 +306,17 @@ class OnlineEngine:
     def drop_adapter(self, name: str) -> None:
         """Forget the adapter of this name. Requests that run on it keep it until they end, and those that wait for it,
         if it is in host memory or being read."""
-        self._live.hold_waiting(name)
+        self._live.hold_waiting(lambda ref: ref.name == name)
         self._adapters.drop(name)
         self._plan = None
+
+    def _want(self, ref: AdapterRef) -> None:
+        """Have an adapter read for a request that has come. Of a reading that failed before, who waited for it hears:
+        the folder may have been mended since."""
+        if self._adapters.cache.has_failed(ref):
+            self._live.hold_waiting(lambda other: other == ref)
+            self._adapters.cache.set_apart(ref)
+        self._adapters.want(ref)
 
     def _look_for_adapters(self) -> None:
         """Have the adapters read that waiting sequences want; end the requests of those that cannot be."""

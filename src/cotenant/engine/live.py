@@ -155,10 +155,10 @@ class LiveSequences:
         if sequence.hold is not None:
             self._adapters.cache.let_go(sequence.hold)
 
-    def hold_waiting(self, name: str) -> None:
-        """Let those who wait for the adapter of this name have it as it is, or is being read."""
+    def hold_waiting(self, is_meant: Callable[[AdapterRef], bool]) -> None:
+        """Let those who wait for the adapters that are meant have them as they are, or are being read."""
         for sequence in self.waiting:
-            if sequence.adapter_ref is not None and sequence.adapter_ref.name == name:
+            if sequence.adapter_ref is not None and is_meant(sequence.adapter_ref):
                 self._hold(sequence)
 
     def _hold(self, sequence: Sequence) -> None:
