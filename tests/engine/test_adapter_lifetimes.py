@@ -232,6 +232,27 @@ def test_who_comes_after_a_folder_was_mended_does_not_hear_that_it_was_broken(
     )
 
 
+def test_who_waits_for_an_adapter_keeps_it_when_its_name_is_given_to_another_folder(small, refs, tmp_path) -> None:
+    old, new = small.make_adapter(tmp_path, "old", 1), small.make_adapter(tmp_path, "new", 2)
+    old, new = AdapterRef("name", old.path), AdapterRef("name", new.path)
+    engine = small.engine(max_num_seqs=1)
+    engine.add(small.request(small.prompt(9), 60, adapter=refs[0]))
+    until(engine, lambda: engine.num_running == 1)
+    before = small.request(small.prompt(9, 1), 5, adapter=old)
+    expected = alone(small, before.prompt, old, 5)
+    engine.add(before)
+    engine.wait_for_adapters([old])
+    error, outputs = load(engine, new)
+    assert error is None
+    shutil.rmtree(old.path)
+    after = small.request(small.prompt(9, 2), 5, adapter=new)
+    engine.add(after)
+    outputs += until(engine, lambda: not engine.has_work)
+    assert engine.take_failures() == []
+    tokens = [small.tokens([each for each in outputs if each.request_id == of.request_id]) for of in (before, after)]
+    assert tokens == [expected, alone(small, after.prompt, new, 5)]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_of_two_that_are_loaded_at_once_each_hears_of_its_own(small, tmp_path, is_first: bool) -> None:
     broken, whole = (small.make_adapter(tmp_path, name, 1) for name in ("broken", "whole"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef
@@ -45,9 +45,11 @@ class AdapterDesk:
         until then. ``take_loaded`` says when that has happened."""
         self._loading.append((ref, self.cache.read(ref)))
 
-    def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
+    def take_loaded(
+        self, before_replacing: Callable[[AdapterRef], None]
+    ) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Adapters that ``load`` asked for and that serve since this call, or why they cannot: then the one before goes
-        on."""
+        on. ``before_replacing`` is told of each before it takes the place of others of its name."""
         ended: list[tuple[AdapterRef, InvalidInputError | None]] = []
         while self._loading and self._loading[0][1].done():  # they are read one after the other
             ref, reading = self._loading.pop(0)
@@ -55,6 +57,7 @@ class AdapterDesk:
             if isinstance(result, InvalidInputError):
                 ended.append((ref, result))
             else:
+                before_replacing(ref)
                 self.cache.replace(ref, reading)
                 ended.append((ref, None))
         return ended

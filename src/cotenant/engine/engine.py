@@ -297,8 +297,9 @@ class OnlineEngine:
 
     def take_loaded(self) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Put in place what ``load_adapter`` asked for and was read since the last call: each adapter with None, or
-        with the reason why the one before goes on serving. Requests that have begun keep theirs until they end."""
-        loaded = self._adapters.take_loaded()
+        with the reason why the one before goes on serving. Requests that have begun keep theirs until they end, and so
+        do those that wait for one of another folder, if it is in host memory or being read."""
+        loaded = self._adapters.take_loaded(self._before_replacing)
         if any(error is None for _, error in loaded):
             self._plan = None
         return loaded
@@ -317,6 +318,9 @@ class OnlineEngine:
             self._live.hold_waiting(lambda other: other == ref)
             self._adapters.cache.set_apart(ref)
         self._adapters.want(ref)
+
+    def _before_replacing(self, ref: AdapterRef) -> None:
+        self._live.hold_waiting(lambda other: other.name == ref.name and other != ref)
 
     def _look_for_adapters(self) -> None:
         """Have the adapters read that waiting sequences want; end the requests of those that cannot be."""
