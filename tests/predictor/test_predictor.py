@@ -461,6 +461,8 @@ def test_a_pause_teaches_the_model_of_batches_little() -> None:
     [
         ("records", [[[], ["tasklet", ["forward", 1, {"a": 1}]], 1.0, 0.0, 5]]),
         ("records", [[[{"a": 1}], ["batch", [1, 1, 1, 1]], 1.0, 0.0, 5]]),
+        ("records", [[[[1]], ["batch", [1, 1, 1, 1]], 1.0, 0.0, 5]]),
+        ("records", [[[], ["batch", [1, 1, 1, 1]], 1.0, 0.0, 10**30]]),
         ("records", [[[], ["tasklet", ["forward", 1, 1]], -1.0, 0.0, 5]]),
         ("records", [[[], ["tasklet", ["forward", 1, 1]], 1.0, 0.0, -1]]),
         ("batches", [[[1e308, 0, 0, 0, 0], [0.0] * 25, 5], [[0.0] * 9, [0.0] * 81, 0], {}, []]),
@@ -472,7 +474,7 @@ def test_a_pause_teaches_the_model_of_batches_little() -> None:
 def test_what_no_predictor_has_written_is_refused_whole(key: str, broken: object) -> None:
     content = json.loads(taught_predictor(2.0, 1.0, 3.0).export())
     predictor = LatencyPredictor("test hardware", "test model")
-    with pytest.raises(ValueError, match=r"never measured|unhashable"):
+    with pytest.raises(ValueError, match=r"never measured|unhashable|Expected `int \| str`"):
         predictor.restore(json.dumps({**content, key: broken}).encode())
     assert predictor.num_records == 0
     assert predictor.batch_ms(DECODE) is None

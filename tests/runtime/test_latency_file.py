@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cotenant.config import BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.plan import BatchShape, IterationRecord, Mode
@@ -17,6 +23,7 @@ from cotenant.wire.messages import AddRequest
 from runtime.cotenancy import request
 from runtime.test_loop import Channel, small_loop
 from small_model import CONFIG
+from taught import FORWARD, taught_predictor
 
 NUM_SHAPES = 1000
 
@@ -62,6 +69,87 @@ def test_that_it_cannot_be_written_is_told_and_harms_nobody(tmp_path: Path, capl
         pass
     file.wait()
     assert [record.message for record in caplog.records if "latencies cannot be kept" in record.message]
+
+
+def _ways(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """To all that a JSON document holds."""
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in pairs:
+        yield (*way, key)
+        yield from _ways(value, (*way, key))
+
+
+EXPORTED = taught_predictor(2.0, 1.0, 3.0).export().decode()
+WAYS = sorted(_ways(json.loads(EXPORTED)), key=str)
+NUMBERS = st.sampled_from([0, -1, -0.0, 5e-324, 1e-300, 9e11, 1e12, 1e308, 2**63, 10**30, 10**400]) | st.integers()
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(WAYS), VALUES), min_size=1, max_size=3))
+def test_nothing_that_the_file_may_hold_keeps_a_worker_from_starting(
+    tmp_path: Path, changes: list[tuple[tuple[Any, ...], Any]]
+) -> None:
+    content = json.loads(EXPORTED)
+    for way, value in changes:
+        node = content
+        with suppress(KeyError, IndexError, TypeError):  # another change has taken it away
+            for key in way[:-1]:
+                node = node[key]
+            node[way[-1]] = value
+    file, predictor = _file_of(tmp_path, json.dumps(content)), LatencyPredictor("test hardware", "test model")
+    file.load(predictor)
+    for num_decode in (1, 4, 8):
+        predictor.batch_ms(BatchShape(num_decode, 100 * num_decode))
+        predictor.tasklet_ms(FORWARD, with_batch=BatchShape(num_decode, 100 * num_decode))
+        _learn(predictor, num_decode)
+    file.write(predictor)
+    assert file.load(LatencyPredictor("test hardware", "test model")) == predictor.num_records
+
+
+def _file_of(folder: Path, content: str | None = None) -> LatencyFile:
+    file = LatencyFile(folder, "test hardware", "test model")
+    file.path.parent.mkdir(exist_ok=True)
+    if content is not None:
+        file.path.write_text(content)
+    return file
+
+
+def _holding(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        _holding(""),
+        _holding("[" * 100_000),
+        _holding(EXPORTED.replace('"records":[', f'"more":{"[" * 5000 + "]" * 5000},"records":[')),
+        _holding(EXPORTED.replace('"records":[', '"records":[[[[1]],["batch",[1,1,1,1]],1.0,0.0,5],')),
+        _holding(EXPORTED.replace("2.0", "NaN")),
+        _holding(EXPORTED.replace("2.0", "1e999")),
+        lambda path: path.write_bytes(b"\xff\x00"),
+        lambda path: path.write_bytes(b"") or os.truncate(path, 1 << 40),
+        Path.mkdir,
+        os.mkfifo,
+        lambda path: path.symlink_to(path),
+    ],
+    ids=["empty", "nested", "deep", "list", "nan", "infinite", "bytes", "endless", "folder", "pipe", "loop"],
+)
+def test_what_was_never_saved_is_passed_over_with_a_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, put: Callable[[Path], object]
+) -> None:
+    file, predictor = _file_of(tmp_path), LatencyPredictor("test hardware", "test model")
+    put(file.path)
+    assert file.load(predictor) == 0
+    (record,) = caplog.records
+    assert str(file.path) in record.message
+    assert "\n" not in record.message
+    assert predictor.num_records == 0
 
 
 @pytest.mark.parametrize("is_long", [False, True])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 logger = logging.getLogger(__name__)
 
 LATENCY_FOLDER = "latencies"  # in the data folder
+_MOST_BYTES = 1 << 30  # thousands of times what is saved
 _PART_RECORDS = 128  # encoded at a time, between two batches
 
 
@@ -32,7 +36,7 @@ class LatencyFile:
     def load(self, predictor: LatencyPredictor) -> int:
         """Take over what is there: how many records."""
         try:
-            exported = self.path.read_bytes()
+            exported = self._read()
         except FileNotFoundError:
             return 0
         except OSError as error:
@@ -43,6 +47,14 @@ class LatencyFile:
         except ValueError as error:
             logger.warning("measured latencies in %s are passed over: %s", self.path, error)
             return 0
+
+    def _read(self) -> bytes:
+        """Raises OSError, also for what is no file of ours: to read a pipe would be to wait for ever."""
+        with open(self.path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+                raise OSError(errno.EINVAL, "no file that was saved here", str(self.path))
+            return file.read()
 
     def save(self, predictor: LatencyPredictor) -> None:
         with _telling():
