@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
@@ -174,6 +175,27 @@ def test_a_worker_without_enough_memory_to_start_says_so_once(
     failed = start_server(tmp_path / "data", *more, model=str(folder), wait=False)
     assert failed.wait_exit() == 2
     assert re.search(r"^error: there is not enough memory .*lower --max-model-len, --max-num-seqs", failed.log, re.M)
+    assert failed.log.count("started") == 1
+    assert "Traceback" not in failed.log
+
+
+def broken_model(folder: Path, name: str) -> str:
+    """A copy of the built-in model in which a tensor has become NaN."""
+    shutil.copytree(model_path("tiny"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {each: tensor.clone() for each, tensor in tensors.items()}
+    tensors[name][...] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.input_layernorm.weight"])
+def test_a_model_that_says_nothing_finite_is_refused_at_start(tmp_path: Path, name: str) -> None:
+    failed = start_server(tmp_path / "data", *FLAGS, model=broken_model(tmp_path / "model", name), wait=False)
+    assert failed.wait_exit() == 2
+    (said,) = re.findall(r"^error: (.*)$", failed.log, re.MULTILINE)
+    assert "logits are not finite" in said
+    assert "--dtype float32" in said
     assert failed.log.count("started") == 1
     assert "Traceback" not in failed.log
 
