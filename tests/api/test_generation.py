@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from api.test_metrics import figures
 from cotenant.api.generation import Choice, ChoiceText, Piece, TextOptions, collect_choice
 from cotenant.api.metrics import Metrics
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.errors import WorkerLostError
+from cotenant.core.plan import Slo
 from cotenant.core.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cotenant.text.byte_tokenizer import EOS, ByteTokenizer
+from cotenant.wire.messages import Ready
 
 TOKENIZER = ByteTokenizer(300)
 EOS_ID = TOKENIZER.eos_token_ids[0]
@@ -141,4 +145,37 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
     with pytest.raises(WorkerLostError) as caught:
         asyncio.run(collect_choice(state, Choice(request(), TextOptions())))
     assert len(set(runs)) == len(runs) == num_runs
+    seen = figures(metrics)
+    assert seen['cotenant:request_success_total{finished_reason="error",model_name="m"}'] == 1
+    assert seen['cotenant:prompt_tokens_total{model_name="m"}'] == num_before
     assert ("begun 2 times" in caught.value.message) == (num_runs == 2)
+
+
+def test_a_request_that_is_run_again_counts_once() -> None:
+    runs: list[str] = []
+
+    async def generate(asked: Request) -> AsyncIterator[SequenceOutput]:
+        runs.append(asked.request_id)
+        whole = outputs(singles("abcd"), FinishReason.LENGTH)
+        yield structs.replace(whole[0], queue_s=0.5)
+        for output in whole[1:2] if len(runs) == 1 else whole[1:]:
+            yield output
+        if len(runs) == 1:
+            raise WorkerLostError("The model's worker was killed.")
+
+    client = WorkerClient(ServerConfig(ModelConfig("tiny")))
+    client.on_message(Ready(256, 2, 300, 8, 16, "cpu", "float32", "multitask", Slo(100, 10), 0.1))
+    metrics = Metrics("m", client)
+    state: Any = SimpleNamespace(
+        metrics=metrics, tokenizer=TOKENIZER, worker=SimpleNamespace(generate=generate, failed=None)
+    )
+    assert text_of(asyncio.run(collect_choice(state, Choice(request(), TextOptions())))) == "abcd"
+    assert len(runs) == 2
+    seen, label = figures(metrics), '{model_name="m"}'
+    ends = {name: count for name, count in seen.items() if "request_success_total" in name}
+    assert ends == {'cotenant:request_success_total{finished_reason="length",model_name="m"}': 1}
+    for name in ("time_to_first_token_seconds", "request_queue_time_seconds", "e2e_request_latency_seconds"):
+        assert seen[f"cotenant:{name}_count{label}"] == 1, name
+    assert seen[f"cotenant:prompt_tokens_total{label}"] == 1
+    assert seen[f"cotenant:generation_tokens_total{label}"] == 4
+    assert seen[f"cotenant:slo_requests_total{label}"] == 1

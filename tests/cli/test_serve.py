@@ -24,6 +24,7 @@ from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.models.registry import model_path, resolve_model
 from forked import run_command
+from online import figure_in
 from serving import RunningServer, free_port, running_server, start_server
 from small_model import CONFIG
 
@@ -103,6 +104,13 @@ def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: 
 
 
 def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: RunningServer) -> None:
+    counted = ("request_success_total", "prompt_tokens_total", "time_to_first_token_seconds_count")
+
+    def counts() -> list[float]:
+        metrics = httpx.get(f"{server.base_url}/metrics").text
+        return [figure_in(metrics, name) for name in counted]
+
+    before = counts()
     stream = Stream(server, max_tokens=900)
     stream.wait_first()
     answers: list[httpx.Response] = []
@@ -113,7 +121,7 @@ def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: Ru
 
     asking = threading.Thread(target=ask)
     asking.start()
-    time.sleep(0.1)
+    wait_until(lambda: counts()[2] == before[2] + 2)  # both have begun
     server.kill_worker()
     stream.join()
     asking.join(60)
@@ -122,6 +130,8 @@ def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: Ru
     assert stream.events[-1] != "[DONE]"
     assert "error" in json.loads(stream.events[-1])
     server.wait_ready()
+    num_prompt = answers[0].json()["usage"]["prompt_tokens"]
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 2 * num_prompt, 2]
 
 
 def test_a_port_in_use_is_exit_code_1_and_says_so(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cotenant.text.stop import StopChecker
 from cotenant.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from cotenant.api.metrics import RequestClock
     from cotenant.api.state import AppState
 
 logger = logging.getLogger(__name__)
@@ -170,15 +171,16 @@ class ChoiceText:
         return output.finish_reason.value, output.stop_token_id if is_asked_for else None
 
 
-async def stream_choice(state: AppState, choice: Choice, index: int = 0) -> AsyncGenerator[tuple[int, Piece], None]:
+async def stream_choice(
+    state: AppState, choice: Choice, index: int = 0, shared_clock: RequestClock | None = None
+) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of one choice as they come, each with the choice's index. Closing the generator, or a stop string,
-    frees the sequence at once.
+    frees the sequence at once. ``shared_clock``: of a choice that may be run again, whose end the caller counts.
 
     Raises what ``WorkerClient.generate`` raises, before the first piece unless the worker dies in between.
     """
-    clock = state.metrics.clock(choice.request.arrival_s)
+    clock = state.metrics.clock(choice.request.arrival_s) if shared_clock is None else shared_clock
     text = ChoiceText(state.tokenizer, choice.request, choice.options)
-    reason: str | None = FinishReason.ABORT.value
     is_first = True
     try:
         async with aclosing(state.worker.generate(choice.request)) as outputs:  # type: ignore[type-var]
@@ -188,28 +190,26 @@ async def stream_choice(state: AppState, choice: Choice, index: int = 0) -> Asyn
                 clock.tokens(len(output.token_ids))
                 if is_first:
                     is_first = False
-                    state.metrics.prompt_tokens.value += len(choice.request.prompt)
-                    if output.queue_s is not None:
-                        state.metrics.queue_time.observe(output.queue_s)
+                    clock.begin(len(choice.request.prompt), output.queue_s)
                 piece = text.add(output)
                 if piece.finish_reason is None:
                     yield index, piece
                     continue
-                reason = piece.finish_reason
+                clock.reason = piece.finish_reason
                 clock.finish()
                 yield index, piece
                 return
     except OverloadedError:
-        reason = None  # it never began
+        clock.reason = "error" if clock.has_begun else None
         raise
     except Exception as error:
-        reason = "error"
+        clock.reason = "error"
         if isinstance(error, CotenantError) and error.code == INVALID_ADAPTER and choice.request.adapter is not None:
             await state.models.check_served(choice.request.adapter)
         raise
     finally:
-        if reason is not None:
-            state.metrics.count_end(reason)
+        if shared_clock is None:
+            clock.count_end()
 
 
 def stream_choices(state: AppState, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
@@ -254,10 +254,18 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
 
     Not if it died before the first piece: then the worker's client has run the request often enough.
     """
+    clock = state.metrics.clock(choice.request.arrival_s)
+    try:
+        return await _collect(state, choice, clock)
+    finally:
+        clock.count_end()
+
+
+async def _collect(state: AppState, choice: Choice, clock: RequestClock) -> list[Piece]:
     for run in range(1, MAX_COLLECT_RUNS + 1):
         collected: list[Piece] = []
         try:
-            async with aclosing(stream_choice(state, choice)) as pieces:
+            async with aclosing(stream_choice(state, choice, shared_clock=clock)) as pieces:
                 async for _, piece in pieces:
                     collected.append(piece)
             return collected
@@ -268,6 +276,7 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
                 tried = f"The request was begun {run} times and is not run again."
                 raise WorkerLostError(f"{error.message} {tried}", code=error.code) from error
             logger.debug("%s: the worker died, running the request again", choice.request.request_id)
+            clock.begin_again()
             choice = replace(choice, request=replace(choice.request, request_id=f"{choice.request.request_id}-again"))
     raise AssertionError("unreachable")
 

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from cotenant.api.tallies import LatencyTally, Tally, cumulative
 from cotenant.core.plan import Mode, Slo
+from cotenant.core.request import FinishReason
 from cotenant.wire.messages import ERROR_BOUNDS
 
 if TYPE_CHECKING:
@@ -116,12 +117,24 @@ class Metrics:
 
 
 class RequestClock:
-    """The clock of one sequence, from its request's arrival. ``tokens`` for each output, ``finish`` at its end.
+    """The clock of one sequence, from its request's arrival. ``begin`` once something of it has come, ``tokens`` for
+    each output, ``finish`` at its end, and ``count_end`` when it will not be run again.
 
-    A sequence that ends without ``finish`` (its client left, its worker died) counts in no latency.
+    A sequence that ends without ``finish`` (its client left, its worker died) counts in no latency. ``reason``: why it
+    ended; None if it never began.
     """
 
-    __slots__ = ("_arrival_s", "_first_token_s", "_last_token_s", "_metrics", "_num_tokens", "_slo")
+    __slots__ = (
+        "_arrival_s",
+        "_first_token_s",
+        "_last_token_s",
+        "_metrics",
+        "_num_counted",
+        "_num_tokens",
+        "_slo",
+        "has_begun",
+        "reason",
+    )
 
     def __init__(self, metrics: Metrics, slo: Slo | None, arrival_s: float) -> None:
         self._metrics = metrics
@@ -130,6 +143,28 @@ class RequestClock:
         self._first_token_s: float | None = None
         self._last_token_s = self._arrival_s
         self._num_tokens = 0
+        self._num_counted = 0  # of all runs
+        self.has_begun = False
+        self.reason: str | None = FinishReason.ABORT.value
+
+    def begin(self, num_prompt_tokens: int, queue_s: float | None) -> None:
+        """Something has come of it; counts once, however often it is run."""
+        if self.has_begun:
+            return
+        self.has_begun = True
+        self._metrics.prompt_tokens.value += num_prompt_tokens
+        if queue_s is not None:
+            self._metrics.queue_time.observe(queue_s)
+
+    def begin_again(self) -> None:
+        """All that has come is lost, and the sequence is run anew."""
+        self._num_tokens = 0
+        self.reason = FinishReason.ABORT.value
+
+    def count_end(self) -> None:
+        """The sequence has ended for ``reason``."""
+        if self.reason is not None:
+            self._metrics.count_end(self.reason)
 
     def tokens(self, count: int) -> None:
         """``count`` tokens came now."""
@@ -139,11 +174,13 @@ class RequestClock:
         if self._first_token_s is None:
             self._first_token_s = now_s
             self._metrics.time_to_first_token.observe(now_s - self._arrival_s)
-        else:
+        elif self._num_tokens:  # else it is run anew
             self._metrics.inter_token_latency.observe((now_s - self._last_token_s) / count, count)
         self._last_token_s = now_s
         self._num_tokens += count
-        self._metrics.generation_tokens.value += count
+        if self._num_tokens > self._num_counted:
+            self._metrics.generation_tokens.value += self._num_tokens - self._num_counted
+            self._num_counted = self._num_tokens
 
     def finish(self) -> None:
         """The sequence ended as it should."""
