@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from api_jobs.support import (
+    JOBS,
     RecordingWorker,
     queue_of,
     report,
@@ -150,6 +151,28 @@ def test_a_job_that_ends_without_a_result_keeps_its_checkpoints_as_models(tmp_pa
                 assert checkpoint.metrics is not None
                 assert checkpoint.metrics["step"] == checkpoint.step
                 assert there.store.find_adapter(checkpoint.name) is not None
+
+    run(scenario)
+
+
+def test_checkpoints_are_listed_by_their_steps_whenever_they_were_made_known(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            await there.say(report(job_id, 1, 2, 3, 4))
+            for step in (1, 2, 3, 4):
+                path = write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+                if step in (1, 3):  # of the others, the best one and the last one, is said when the job has ended
+                    await there.say(CheckpointSaved(job_id, step, path, None))
+            await there.post(job_id, "cancel")
+            pages, after = [], {}
+            while True:
+                page = (await there.http.get(f"{JOBS}/{job_id}/checkpoints", params={"limit": 2, **after})).json()
+                pages.append([checkpoint["step_number"] for checkpoint in page["data"]])
+                if not page["has_more"]:
+                    break
+                after = {"after": page["last_id"]}
+            assert pages == [[4, 3], [2, 1]]
 
     run(scenario)
 

@@ -155,12 +155,20 @@ class EventStore:
         return [checkpoint for checkpoint in checkpoints if not Path(checkpoint.path).is_dir()]
 
     def checkpoint_page(self, job_id: str, *, after: str | None = None, limit: int = 10) -> Page[CheckpointRecord]:
-        """A page of a job's checkpoints, newest first. Raises InvalidInputError for an unknown ``after``."""
+        """A page of a job's checkpoints, the last step's first. Raises InvalidInputError for an unknown ``after``."""
+        # Not by when they were stored: a job that ends lists earlier steps of which nothing was said while it ran.
         owner = _CHECKPOINTS.job_id == job_id
         query = select(schema.checkpoints).where(owner)
         return self._database.read(
             lambda connection: read_page(
-                connection, query, schema.checkpoints, self._checkpoint_of, after=after, limit=limit, owner=owner
+                connection,
+                query,
+                schema.checkpoints,
+                self._checkpoint_of,
+                after=after,
+                limit=limit,
+                owner=owner,
+                place=_CHECKPOINTS.step,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, select, true
+from sqlalchemy import Column, ColumnElement, Connection, Row, Select, Table, select, true
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.store.records import Page
@@ -23,19 +23,22 @@ def read_page(
     limit: int,
     ascending: bool = False,
     owner: ColumnElement[bool] | None = None,
+    place: Column[int] | None = None,
 ) -> Page[T]:
-    """Up to ``limit`` rows of ``query`` by ``table``'s sequence, newest first unless ``ascending``.
+    """Up to ``limit`` rows of ``query`` by ``place``, which no two of them share (None: ``table``'s sequence), highest
+    first unless ``ascending``.
 
     Raises InvalidInputError if no row of ``table`` has the id ``after``, of those that ``owner`` says.
     """
+    place = table.c.sequence if place is None else place
     if after is not None:
-        last = select(table.c.sequence).where(table.c.id == after, true() if owner is None else owner)
-        sequence = connection.execute(last).scalar_one_or_none()
-        if sequence is None:
+        last = select(place).where(table.c.id == after, true() if owner is None else owner)
+        reached = connection.execute(last).scalar_one_or_none()
+        if reached is None:
             raise InvalidInputError(
                 f"Invalid 'after': there is no '{after[:100]}'.", code="invalid_value", param="after"
             )
-        query = query.where(table.c.sequence > sequence if ascending else table.c.sequence < sequence)
-    order = table.c.sequence.asc() if ascending else table.c.sequence.desc()
+        query = query.where(place > reached if ascending else place < reached)
+    order = place.asc() if ascending else place.desc()
     rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
     return Page([make(row) for row in rows[:limit]], len(rows) > limit)

@@ -90,7 +90,7 @@ async def list_events(request: Request, job_id: str, after: After = None, limit:
 
 @router.get(JOBS + "/{job_id}/checkpoints", responses=answers(CheckpointList, 400, 401, 404))
 async def list_checkpoints(request: Request, job_id: str, after: After = None, limit: Limit = 10) -> Response:
-    """A job's checkpoints, newest first."""
+    """A job's checkpoints, the last step's first."""
     store = state_of(request).store
     job = await asyncio.to_thread(store.jobs.get, job_id)
     page = await asyncio.to_thread(store.events.checkpoint_page, job.id, after=after, limit=limit)
