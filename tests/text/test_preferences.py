@@ -56,6 +56,29 @@ def _text(example: EncodedExample, *, trained: bool) -> str:
     return tokenizer.decode(ids)
 
 
+def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(("name", "tool_calls", "function_call", "weight"))
+    prompt, good, bad = (
+        [{**message, **nothing} for message in messages] for messages in (EARLIER, _says("a"), _says("b"))
+    )
+    formats: list[dict[str, Any]] = [
+        {
+            "input": {"messages": prompt, "tools": None, "functions": None, "parallel_tool_calls": None},
+            "preferred_output": good,
+            "non_preferred_output": bad,
+            "chosen": None,
+            "messages": None,
+        },
+        {"prompt": prompt, "chosen": good, "rejected": bad, "tools": None, "input": None, "preferred_output": None},
+        openai(EARLIER, "a", "b"),
+    ]
+    encoded = _encode(_file(tmp_path, *formats), min_examples=3)
+    assert len({_text(example, trained=False) for example in encoded}) == 1
+    assert [_text(example, trained=True) for example in encoded] == [
+        _text(example, trained=True) for example in encoded[-2:] * 3
+    ]
+
+
 def test_only_the_answers_count(tmp_path: Path) -> None:
     chosen, rejected = _encode(_file(tmp_path, openai(EARLIER)), min_examples=1)
     assert _text(chosen, trained=True).startswith("Red!")

@@ -59,6 +59,22 @@ def test_everything_that_is_allowed(tmp_path: Path) -> None:
     assert len(_validate(_file(tmp_path, *lines))) == 11
 
 
+def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
+    """OpenAI's client writes them all when it is asked for what it was answered."""
+    nothing = dict.fromkeys(("name", "tool_calls", "tool_call_id", "function_call", "weight", "refusal", "audio"))
+    given = [*GOOD["messages"], USER, call_message(), tool_message()]
+    written = [{**nothing, **message} for message in given]
+    for call in written[3]["tool_calls"]:
+        call["index"] = None
+    line = {"messages": written, "tools": TOOLS, **dict.fromkeys(("functions", "parallel_tool_calls", "input"))}
+    plain = {"messages": given, "tools": TOOLS}
+    written_out, left_out = _validate(_file(tmp_path, line, plain), min_examples=2)
+    assert written_out.token_ids.tolist() == left_out.token_ids.tolist()
+    assert written_out.weights.tolist() == left_out.weights.tolist()
+    empty = {"messages": [USER, {**nothing, "role": "assistant", "content": None}]}
+    assert "message 2 (assistant): it has neither 'content' nor 'tool_calls'" in _error(_file(tmp_path, empty)).message
+
+
 @pytest.mark.parametrize("num_examples", [0, 3, 9])
 def test_too_few_examples(tmp_path: Path, num_examples: int) -> None:
     error = _error(_file(tmp_path, *[GOOD] * num_examples))

@@ -1,4 +1,7 @@
-"""The shape of one training example in OpenAI's chat format, and the words for what is wrong with it."""
+"""The shape of one training example in OpenAI's chat format, and the words for what is wrong with it.
+
+A field that is null counts as one that is not there: clients that write what an API has answered write all fields.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def example_problems(example: dict[str, Any]) -> list[str]:
     """What is wrong with an example, in the words that follow 'Line 57'; empty if nothing is."""
     messages = example.get("messages")
     if messages is None:
-        known = [f": {hint}" for keys, hint in _OTHER_FORMATS if all(key in example for key in keys)]
+        known = [f": {hint}" for keys, hint in _OTHER_FORMATS if all(example.get(key) is not None for key in keys)]
         return known or [" has no 'messages'"]
     if not isinstance(messages, list) or not messages:
         return [": 'messages' must be a list with at least one message"]
@@ -40,12 +43,12 @@ def example_problems(example: dict[str, Any]) -> list[str]:
 def tools_problems(example: Mapping[str, Any]) -> list[str]:
     """What is wrong with the fields beside an example's messages."""
     problems = []
-    if "functions" in example:
+    if example.get("functions") is not None:
         problems.append("'functions' is the old form; use 'tools'")
     tools = example.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(_is_function(tool) for tool in tools)):
         problems.append('\'tools\' must be a list of {"type": "function", "function": {"name": …}}')
-    if not isinstance(example.get("parallel_tool_calls", True), bool):
+    if not isinstance(example.get("parallel_tool_calls"), bool | None):
         problems.append("'parallel_tool_calls' must be true or false")
     return problems
 
@@ -63,6 +66,7 @@ def message_problem(message: Any) -> str | None:
     """What is wrong with a message, in words that follow 'message 2: '; None if nothing is."""
     if not isinstance(message, dict):
         return "a message must be a dictionary"
+    message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
     if role is None:
         return "it has no 'role'"
@@ -74,7 +78,7 @@ def message_problem(message: Any) -> str | None:
         if not isinstance(message.get(key, ""), str):
             return f"'{key}' must be a string"
     for key in REASONING_FIELDS:
-        if not isinstance(message.get(key), str | None):
+        if not isinstance(message.get(key, ""), str):
             return f"'{key}' must be a string, not {_shown(message[key])}"
     return _assistant_problem(message) if role == "assistant" else _listener_problem(message)
 
@@ -84,14 +88,14 @@ def _listener_problem(message: dict[str, Any]) -> str | None:
         return "'weight' belongs to messages of the assistant only"
     if "tool_calls" in message:
         return "'tool_calls' belongs to messages of the assistant only"
-    if message.get("content") is None:
+    if "content" not in message:
         return "it has no 'content'"
     return _content_problem(message["content"])
 
 
 def _assistant_problem(message: dict[str, Any]) -> str | None:
-    weight = message.get("weight")
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or weight not in (0, 1):
         return f"'weight' must be 0 or 1, not {_shown(weight)}"
     calls = message.get("tool_calls")
     if calls is not None:
@@ -137,7 +141,7 @@ def _call_problem(call: Any) -> str | None:
 
 
 def _is_function(value: Any) -> bool:
-    if not isinstance(value, dict) or value.get("type", "function") != "function":
+    if not isinstance(value, dict) or value.get("type") not in (None, "function"):
         return False
     function = value.get("function")
     return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])

@@ -37,12 +37,13 @@ class Preference:
 
 def read_preference(example: Mapping[str, Any]) -> Preference:
     """The example in one form. Raises PreferenceError with all that is wrong."""
-    if any(name in example for name in _OPENAI_FIELDS):
+    given = {name for name, value in example.items() if value is not None}
+    if not given.isdisjoint(_OPENAI_FIELDS):
         preference, problems = _openai(example)
-    elif any(name in example for name in _TRL_FIELDS):
+    elif not given.isdisjoint(_TRL_FIELDS):
         preference, problems = _trl(example)
     else:
-        hint = "it has 'messages', which is for method.type 'supervised'; " if "messages" in example else ""
+        hint = "it has 'messages', which is for method.type 'supervised'; " if "messages" in given else ""
         raise PreferenceError(
             f": {hint}a preference example needs 'input', 'preferred_output' and 'non_preferred_output' "
             "(or 'prompt', 'chosen' and 'rejected')"
@@ -58,7 +59,7 @@ def _openai(example: Mapping[str, Any]) -> tuple[Preference | None, list[str]]:
     prompt: Any = None
     tools = None
     if isinstance(given, dict):
-        if "messages" not in given:
+        if given.get("messages") is None:
             problems.append(", 'input': it has no 'messages'")
         else:
             prompt = given["messages"]
