@@ -111,6 +111,49 @@ def test_a_process_that_dies_before_it_is_told_its_task(tmp_path: Path, monkeypa
     run(scenario)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["start", "work"])
+def test_a_signal_to_all_processes_is_the_servers_to_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, moment: str
+) -> None:
+    start = asyncio.create_subprocess_exec
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start_and_tell(*args: object, **options: object) -> asyncio.subprocess.Process:
+        process = await start(*args, **options)  # type: ignore[arg-type]
+        if moment == "start" and not started:
+            process.send_signal(number)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_and_tell)
+
+    async def scenario() -> None:
+        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
+        source = await asyncio.to_thread(open_once_read, tmp_path / "source")
+        if moment == "work":
+            started[-1].send_signal(number)
+        with os.fdopen(source, "wb") as file:
+            file.write(examples(12))
+        (prepared,) = await preparing
+        assert prepared.num_examples == 12
+
+    run(scenario)
+
+
+def open_once_read(pipe: Path) -> int:
+    """The writing end of a named pipe that somebody reads, or soon does."""
+    found: list[int] = []
+
+    def is_read() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(found)
+
+    until(is_read)
+    return found[0]
+
+
 def test_cancelling_kills_the_process(tmp_path: Path) -> None:
     async def scenario() -> None:
         preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
@@ -171,16 +214,45 @@ def test_cancelling_twice_leaves_no_process_alive(
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
     """The parent's end of the pipe closes however the parent ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", prepare_main.__name__], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
+    process = start_child()
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(slow_task(tmp_path)) + b"\n")
     process.stdin.flush()
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.5)
+    assert_ends_quietly(process)
+
+
+@pytest.mark.parametrize("said", [b"", b'{"files": ['])
+def test_a_parent_that_is_gone_before_it_has_given_the_task(said: bytes) -> None:
+    process = start_child()
+    assert process.stdin is not None
+    process.stdin.write(said)
+    assert_ends_quietly(process)
+
+
+def test_a_parent_that_is_gone_when_the_task_is_done(tmp_path: Path) -> None:
+    process = start_child()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdin.write(msgspec.json.encode(make_task(tmp_path, examples(12))) + b"\n")
+    process.stdin.flush()
+    assert process.wait(60) == 1
+    assert_ends_quietly(process)
+
+
+def start_child() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", prepare_main.__name__]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def assert_ends_quietly(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stderr is not None
     process.stdin.close()
-    assert process.wait(10) == 1
+    assert process.wait(20) == 1
+    assert process.stderr.read() == b""
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:

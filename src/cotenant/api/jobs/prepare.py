@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import signal
 import sys
 from contextlib import suppress
 
@@ -16,12 +18,33 @@ from cotenant.processes import start_process
 from cotenant.store.errors import store_error
 from cotenant.text.prepared_file import PreparedFile
 
+logger = logging.getLogger(__name__)
+
 
 async def prepare(task: Task) -> tuple[PreparedFile, ...]:
     """Run ``task`` in a child process, which is killed if this is cancelled.
 
     Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
     """
+    exit_code, output = await _run(task)
+    while -exit_code in (signal.SIGTERM, signal.SIGINT):
+        # Sent to all processes of the server at once, before the child could say that it leaves them to its parent.
+        logger.info("the process that validates files was told to end while it started; starting it again")
+        exit_code, output = await _run(task)
+    if exit_code != 0:
+        ended = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        raise CotenantError(
+            f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
+            code="validation_failed",
+        )
+    reply = msgspec.json.decode(output, type=Reply)
+    if reply.failure is not None:
+        raise _error_of(reply.failure)
+    return reply.files
+
+
+async def _run(task: Task) -> tuple[int, bytes]:
+    """The child's exit code, negative if a signal ended it, and what it has written."""
     process = await start_process(
         sys.executable,
         "-m",
@@ -39,22 +62,12 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
                 process.stdin.write(msgspec.json.encode(task) + b"\n")
                 await process.stdin.drain()
         output = await process.stdout.read()
-        exit_code = await process.wait()
+        return await process.wait(), output
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
         process.stdin.close()
-    if exit_code != 0:
-        ended = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
-        raise CotenantError(
-            f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
-            code="validation_failed",
-        )
-    reply = msgspec.json.decode(output, type=Reply)
-    if reply.failure is not None:
-        raise _error_of(reply.failure)
-    return reply.files
 
 
 def _error_of(failure: Failure) -> CotenantError:

@@ -1,13 +1,15 @@
 """The child process that validates and tokenises training files: ``python -m cotenant.api.jobs.prepare_main``.
 
 It reads one ``Task`` as a line of JSON from standard input, which its parent then keeps open: when that ends, the
-parent is gone, and so should the child be. It answers with one ``Reply`` on standard output.
+parent is gone, and so should the child be. It answers with one ``Reply`` on standard output. Signals that tell the
+whole server to end are its parent's to handle.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 from contextlib import suppress
@@ -100,14 +102,23 @@ def _exit_with_parent() -> None:
 
 
 def main() -> None:
-    """The child process."""
+    """The child process. Exit code 1: its parent is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with suppress(OSError):
         os.nice(_NICENESS)
-    task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        os._exit(1)
+    task = msgspec.json.decode(line, type=Task)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    sys.stdout.buffer.write(msgspec.json.encode(run(task)))
-    sys.stdout.buffer.flush()
+    reply = msgspec.json.encode(run(task))
+    try:
+        sys.stdout.buffer.write(reply)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(1)
 
 
 if __name__ == "__main__":
