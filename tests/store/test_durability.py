@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sqlite3
@@ -105,6 +106,29 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (broken / "cotenant.db").write_bytes(b"this is no database" * 1000)
     with pytest.raises(StoreError, match="not a database"):
         open_store(broken)
+
+
+@pytest.mark.parametrize("name", ["files", "jobs"])
+def test_something_else_in_the_place_of_a_folder_is_named(tmp_path: Path, name: str) -> None:
+    place = tmp_path / name
+    spoiled: dict[str, Callable[[], object]] = {
+        "is no folder": lambda: place.write_text("mine"),
+        "is a link to nothing": lambda: place.symlink_to(tmp_path / "gone" / "away"),
+    }
+    for complaint, spoil in spoiled.items():
+        spoil()
+        with pytest.raises(InvalidInputError, match=rf"{place} cannot be used: .*{complaint}.*--data-dir"):
+            open_store(tmp_path)
+        place.unlink()
+    open_store(tmp_path).close()  # the lock was given back
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("name", ["files", "jobs"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(mode=0o500)
+    with pytest.raises(InvalidInputError, match=rf"{name} cannot be used: it cannot be read and written.*--data-dir"):
+        open_store(tmp_path)
 
 
 def test_a_moved_folder_keeps_serving_its_adapters(tmp_path: Path) -> None:

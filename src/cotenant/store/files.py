@@ -108,14 +108,13 @@ class FileStore:
     """The files of a data folder."""
 
     def __init__(self, folder: Path, database: Database, ballast: Ballast) -> None:
-        """Creates ``folder/files``, and removes content that has no row: of an upload or a deletion cut short.
+        """Removes content of ``folder/files`` that has no row: of an upload or a deletion cut short.
 
         What others keep there (any folder may be named as the data folder) is left alone.
         """
         self._folder = folder / FILES_FOLDER
         self._database = database
         self._ballast = ballast
-        self._folder.mkdir(exist_ok=True)
         known = set(database.read(lambda connection: connection.execute(select(schema.files.c.id)).scalars().all()))
         for path in self._folder.iterdir():
             if is_id(path.name, _ID_PREFIX) and path.name not in known and path.is_file():

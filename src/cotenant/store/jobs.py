@@ -33,7 +33,6 @@ class JobStore:
     def __init__(self, folder: Path, database: Database) -> None:
         self._data_folder = folder
         self._database = database
-        (folder / JOBS_FOLDER).mkdir(exist_ok=True)
 
     def folder(self, job_id: str) -> Path:
         """Where a stored job keeps its examples, checkpoints and adapter. ``job_id`` must be one of ours."""

@@ -13,6 +13,7 @@ from cotenant.store.events import EventStore
 from cotenant.store.files import FILES_FOLDER, FileStore
 from cotenant.store.jobs import JOBS_FOLDER, JobStore
 from cotenant.store.lock import FolderLock, lock_folder
+from cotenant.store.paths import make_usable
 from cotenant.store.records import ServedAdapter
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def open_store(folder: Path) -> Store:
     folder = folder.absolute()
     lock = lock_folder(folder, "a server")
     try:
+        for name in (FILES_FOLDER, JOBS_FOLDER):
+            make_usable(folder / name)
         _remove_leftovers(folder)
         ballast = Ballast(folder)
         database = Database(folder / DATABASE_NAME, ballast)
