@@ -131,6 +131,18 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> 
         open_store(tmp_path)
 
 
+@pytest.mark.parametrize("said", [[], [2, 2], ["two"], [-1]])
+def test_a_database_that_does_not_tell_its_version_is_refused(tmp_path: Path, said: list[int | str]) -> None:
+    open_store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "cotenant.db") as connection:
+        connection.execute("DELETE FROM schema_version")
+        connection.executemany("INSERT INTO schema_version VALUES (?)", [(version,) for version in said])
+    connection.close()
+    shown = ", ".join(map(repr, said)) or "nothing"
+    with pytest.raises(InvalidInputError, match=f"cotenant.db is damaged: .*schema_version holds {shown} in place"):
+        open_store(tmp_path)
+
+
 def test_a_moved_folder_keeps_serving_its_adapters(tmp_path: Path) -> None:
     store = open_store(tmp_path / "old")
     job = add_running_job(store)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from cotenant.core.errors import ConflictError
+from cotenant.core.errors import ConflictError, InvalidInputError
 from cotenant.store import schema
 from cotenant.store.ballast import Ballast
 from cotenant.store.errors import store_error
@@ -30,7 +30,7 @@ class Database:
 
     def __init__(self, path: Path, ballast: Ballast) -> None:
         """Opens or creates the file, or brings it up to date. Raises ConflictError if a newer version of this program
-        wrote it."""
+        wrote it, InvalidInputError if it does not say which one did."""
         self._ballast = ballast
         # Writers wait for each other here and not in SQLite, which would let them fail after a timeout.
         self._writing = threading.Lock()
@@ -89,7 +89,7 @@ def _prepare(connection: Connection, path: Path) -> None:
         schema.metadata.create_all(connection)
         connection.execute(insert(schema.schema_version).values(version=schema.SCHEMA_VERSION))
         return
-    version = connection.execute(select(schema.schema_version.c.version)).scalar_one()
+    version = _version(connection, path)
     if version > schema.SCHEMA_VERSION:
         raise ConflictError(
             f"{path} was written by a newer version of cotenant (schema {version}; this one knows up to "
@@ -101,3 +101,17 @@ def _prepare(connection: Connection, path: Path) -> None:
         for statement in schema.MIGRATIONS[newer]:
             connection.exec_driver_sql(statement)
         connection.execute(update(schema.schema_version).values(version=newer))
+
+
+def _version(connection: Connection, path: Path) -> int:
+    """The version of the schema that the file has. Raises InvalidInputError if it does not say."""
+    versions = connection.execute(select(schema.schema_version.c.version)).scalars().all()
+    if len(versions) != 1 or not isinstance(versions[0], int) or versions[0] < 1:
+        said = ", ".join(repr(version) for version in versions[:2]) or "nothing"
+        raise InvalidInputError(
+            f"{path} is damaged: its table schema_version holds {said[:60]} in place of one version. Put a copy of the "
+            "data folder in its place, or choose another folder with --data-dir.",
+            code="bad_data_dir",
+            param="data-dir",
+        )
+    return int(versions[0])
