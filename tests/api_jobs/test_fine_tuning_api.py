@@ -351,6 +351,30 @@ def test_a_fine_tuned_model_is_no_base(tmp_path: Path) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("param", ["training_file", "validation_file"])
+def test_a_file_that_is_deleted_while_its_job_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, param: str
+) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            body = {"training_file": await there.upload(examples()), "validation_file": await there.upload(examples())}
+            create = there.store.jobs.create
+
+            def delete_and_create(*arguments: Any) -> Any:
+                there.store.files.delete(body[param])
+                return create(*arguments)
+
+            monkeypatch.setattr(there.store.jobs, "create", delete_and_create)
+            answers = [await there.http.post(JOBS, json={"model": "tiny", **body}) for _ in range(2)]
+            for answer in answers:  # the second time it is gone before
+                assert answer.status_code == 400
+                assert answer.json()["error"] == answers[0].json()["error"]
+                assert (answer.json()["error"]["param"], answer.json()["error"]["code"]) == (param, "file_not_found")
+            assert there.store.jobs.page().items == []
+
+    run(scenario)
+
+
 def test_lists_and_filters(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(tmp_path, RecordingWorker(ready=None)) as there:

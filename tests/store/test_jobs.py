@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cotenant.core.errors import NotFoundError
+from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import Hyperparameters
 from cotenant.store import JobError, JobStatus, NewEvent, Pending, Store
 from store.rows import add_file, add_job, add_running_job, make_adapter, metrics_event
@@ -28,8 +28,9 @@ def test_a_job_comes_back_as_it_was_stored(store: Store) -> None:
 def test_a_job_whose_file_is_gone_is_not_created(store: Store) -> None:
     file = add_file(store)
     store.files.delete(file.id)
-    with pytest.raises(NotFoundError, match=file.id):
+    with pytest.raises(InvalidInputError, match=file.id) as refused:
         add_job(store, file)
+    assert (refused.value.code, refused.value.param) == ("file_not_found", "training_file")
     assert store.jobs.page().items == []
 
 

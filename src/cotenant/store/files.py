@@ -228,5 +228,12 @@ def _file_of(row: Row[Any]) -> FileRecord:
     return FileRecord(row.id, row.created_at, row.filename, row.purpose, row.size_bytes)
 
 
+def missing_file(param: str, file_id: str) -> InvalidInputError:
+    """What a request is told whose parameter ``param`` names a file that is not there."""
+    return InvalidInputError(
+        f"Invalid '{param}': there is no file '{file_id[:100]}'.", code="file_not_found", param=param
+    )
+
+
 def _no_such_file(file_id: str) -> NotFoundError:
     return NotFoundError(f"No such File object: {file_id[:100]}", code="file_not_found", param="file_id")

@@ -17,7 +17,7 @@ from cotenant.store import schema
 from cotenant.store.database import Database
 from cotenant.store.errors import store_error
 from cotenant.store.events import insert_events
-from cotenant.store.files import insert_file
+from cotenant.store.files import insert_file, missing_file
 from cotenant.store.paging import read_page
 from cotenant.store.paths import relative_path
 from cotenant.store.records import FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
@@ -49,7 +49,8 @@ class JobStore:
         return folder
 
     def create(self, job: NewJob, events: Sequence[NewEvent]) -> JobRecord:
-        """Store a job as ``validating_files``. Raises NotFoundError if one of its files is gone, StoreError."""
+        """Store a job as ``validating_files``. Raises InvalidInputError if one of its files is gone,
+        StoreError."""
 
         def work(connection: Connection) -> JobRecord:
             _require_files(connection, job)
@@ -212,9 +213,9 @@ class JobStore:
 
 def _require_files(connection: Connection, job: NewJob) -> None:
     """No deletion can come between this and the job's row, because both are in one transaction."""
-    for file_id in (job.training_file, job.validation_file):
+    for param, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
         if file_id is not None and connection.execute(_file_id(file_id)).one_or_none() is None:
-            raise NotFoundError(f"No such File object: {file_id[:100]}", code="file_not_found")
+            raise missing_file(param, file_id)
 
 
 def _file_id(file_id: str) -> Select[Any]:

@@ -16,6 +16,7 @@ from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, NotFoundError
 from cotenant.core.job import METHODS, SUPERVISED
 from cotenant.store import NewJob, Store
+from cotenant.store.files import missing_file
 from cotenant.store.ids import new_id, short_id
 
 TRAINING_PURPOSE = "fine-tune"
@@ -202,9 +203,7 @@ def _check_file(file_id: str, param: str, store: Store) -> None:
     try:
         record = store.files.get(file_id)
     except NotFoundError:
-        raise InvalidInputError(
-            f"Invalid '{param}': there is no file '{file_id[:100]}'.", code="file_not_found", param=param
-        ) from None
+        raise missing_file(param, file_id) from None
     if record.purpose != TRAINING_PURPOSE:
         raise InvalidInputError(
             f"Invalid '{param}': file '{file_id}' has purpose '{record.purpose}', but '{TRAINING_PURPOSE}' is needed.",
