@@ -201,6 +201,34 @@ def test_what_a_kill_left_over_the_limit_goes_at_the_next_start(
     job.close()
 
 
+def test_what_a_kill_left_behind_the_last_checkpoint_goes_at_the_next_start(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is none to come that would take it away: only the result is to be written."""
+    spec = support.make_spec(tmp_path, save_steps=3)
+    job = support.make_job(decoder, spec)
+    for _ in range(7):
+        support.run_step(job)
+    job.checkpoint()
+    assert _checkpoints(tmp_path) == [3, 5, 6, 7]
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointStore, "_remove_superfluous", lambda *_: None)
+        while job.step < 10:
+            support.run_step(job)
+        job.wait_for_writes()
+        job.close()
+    shutil.rmtree(tmp_path / "adapter", ignore_errors=True)
+    assert _checkpoints(tmp_path) == [3, 5, 6, 7, 9, 10]
+    job = support.make_job(decoder, spec)
+    assert job.upcoming() == ()
+    announced = [update.step for update in job.start_updates() if isinstance(update, CheckpointSaved)]
+    assert announced == _checkpoints(tmp_path) == [3, 5, 6, 9, 10]
+    resumable = [path.parent.name for path in sorted(tmp_path.glob(f"checkpoints/*/{TENSOR_FILE}"))]
+    assert resumable == ["step-00000009", "step-00000010"]
+    support.run_to_end(job)
+    job.close()
+
+
 @pytest.mark.parametrize("limit", [1, 2, 3])
 def test_the_best_checkpoint_is_kept_within_the_limit(decoder: Decoder, tmp_path: Path, limit: int) -> None:
     settings = {"learning_rate": 0.05, "n_epochs": 4, "load_best_model_at_end": True, "save_total_limit": limit}

@@ -82,8 +82,7 @@ class CheckpointStore:
         return self._folder / f"step-{step:08d}"
 
     def write(self, snapshot: Snapshot, best_step: int | None) -> Path:
-        """Write a checkpoint atomically. Then remove those that are neither announced nor ``best_step``'s, and from all
-        but the newest ``_NUM_RESUMABLE`` what only training needs: they stay to be served. With an announced one,
+        """Write a checkpoint atomically. Then remove what it makes superfluous, and with an announced one,
         ``keep_newest``."""
         target = self.path(snapshot.state.step)
         with atomic_folder(target) as folder:
@@ -92,19 +91,31 @@ class CheckpointStore:
             digests = {name: _digest(folder / name) for name in (ADAPTER_FILE, TENSOR_FILE)}
             state = msgspec.structs.replace(snapshot.state, digests=digests)
             (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
-        kept_paths = {target} if best_step is None else {target, self.path(best_step)}
+        self._remove_superfluous(state.step, best_step)
+        if state.announced:
+            self.keep_newest(state.step, best_step)
+        return target
+
+    def tidy(self, step: int, best_step: int | None) -> None:
+        """Remove what a kill behind the last ``write`` has left, where training goes on from ``step``'s checkpoint: it
+        may be long until the next one is written, or there may be none."""
+        self._remove_superfluous(step, best_step)
+        self.keep_newest(step, best_step)
+
+    def _remove_superfluous(self, step: int, best_step: int | None) -> None:
+        """Remove the checkpoints before ``step``'s that are neither announced nor ``best_step``'s, and from all but the
+        newest ``_NUM_RESUMABLE`` what only training needs: they stay to be served."""
+        newest = self.path(step)
+        kept_paths = {newest} if best_step is None else {newest, self.path(best_step)}
         kept = 0
         # Those of later steps are damaged, or training would have gone on from there: they do not count.
-        for path in [path for path in self._newest_first() if path.name <= target.name]:
+        for path in [path for path in self._newest_first() if path.name <= newest.name]:
             if path not in kept_paths and not _announced(path):
                 remove_folder(path)  # not piece by piece: what is left of one would be listed when the job ends
                 continue
             kept += 1
             if kept > _NUM_RESUMABLE:
                 (path / TENSOR_FILE).unlink(missing_ok=True)
-        if state.announced:
-            self.keep_newest(state.step, best_step)
-        return target
 
     def keep_newest(self, step: int, best_step: int | None) -> None:
         """Remove what is over the limit of the checkpoints up to ``step``, oldest first, as transformers does: never

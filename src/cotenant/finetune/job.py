@@ -117,7 +117,7 @@ class TrainingJob:
             for step in self._recorded:
                 self._selection.add(step)
             if self._training is not None:
-                self._files.keep_newest_checkpoints(self._resumed_step, self._best_step)  # a kill may have come before
+                self._files.tidy_checkpoints(self._resumed_step, self._best_step)  # a kill may have come before
                 self._begin(self._training)
         except OSError as error:
             self.close()

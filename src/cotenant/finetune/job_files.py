@@ -62,9 +62,9 @@ class JobFiles:
         """See ``CheckpointStore.newest``."""
         return self._checkpoints.newest()
 
-    def keep_newest_checkpoints(self, step: int, best_step: int | None) -> None:
-        """See ``CheckpointStore.keep_newest``. Call before anything is written."""
-        self._checkpoints.keep_newest(step, best_step)
+    def tidy_checkpoints(self, step: int, best_step: int | None) -> None:
+        """See ``CheckpointStore.tidy``. Call before anything is written."""
+        self._checkpoints.tidy(step, best_step)
 
     def announced(self, up_to_step: int) -> list[CheckpointSaved]:
         """What was or should have been said of the checkpoints up to this step."""
