@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from cotenant.text.strict_json import parse_json
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The names under which a message may carry its reasoning; the first that is given counts.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -132,7 +134,7 @@ def _call_problem(call: Any) -> str | None:
     arguments = call["function"].get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError:
             return "its 'arguments' are not valid JSON"
         except RecursionError:

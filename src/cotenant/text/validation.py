@@ -15,6 +15,7 @@ from cotenant.text.example_format import example_problems
 from cotenant.text.examples import EncodedExample, encode_example, encode_preference, write_examples
 from cotenant.text.preference_format import PreferenceError, read_preference
 from cotenant.text.prepared_file import MIN_EXAMPLES, PreparedFile
+from cotenant.text.strict_json import parse_json
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_PROBLEMS = 5
@@ -195,7 +196,7 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
     if isinstance(line, _LineError):
         raise line
     try:
-        value = json.loads(line.rstrip().decode("utf-8"), parse_int=_whole_number, parse_constant=_refuse_constant)
+        value = parse_json(line.rstrip().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise _LineError(
             f"Line {number} is not UTF-8: byte 0x{line[error.start]:02X} at position {error.start + 1} of the line"
@@ -205,20 +206,9 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
         raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}") from error
     except RecursionError as error:
         raise _LineError(f"Line {number} is nested too deeply") from error
-    except ValueError as error:  # of the two below
+    except ValueError as error:
         raise _LineError(f"Line {number} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         hint = " (one JSON object a line is expected, not one list)" if isinstance(value, list) else ""
         raise _LineError(f"Line {number} is not a dictionary{hint}")
     return value
-
-
-def _whole_number(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError as error:  # Python's limit
-        raise ValueError(f"a number of {len(digits)} digits is too long") from error
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
