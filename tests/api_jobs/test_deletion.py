@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from api_jobs.support import JOBS, Server, examples, run, server, success, write_adapter
+from api_jobs.support import JOBS, Server, examples, queue_of, run, server, success, write_adapter
 from cotenant import durable
 from cotenant.api.jobs import validator
 from cotenant.api.jobs.prepare_main import Task
@@ -303,3 +304,59 @@ def test_checkpoints_that_the_worker_removed_leave_the_lists(tmp_path: Path) -> 
             assert (await there.messages(job_id))[-1] == "The checkpoint of step 6 was deleted"
 
     run(scenario)
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_files_may_be_deleted_while_they_are_paged_through(tmp_path: Path, order: str) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            ids = [await there.upload(b"x") for _ in range(5)]
+            seen = await delete_all(there, "/v1/files", lambda file: f"/v1/files/{file['id']}", order=order)
+            assert seen == (ids if order == "asc" else ids[::-1])
+            assert (await there.http.get("/v1/files", params={"after": "file-none"})).status_code == 400
+
+    run(scenario)
+
+
+def test_jobs_may_be_deleted_while_they_are_paged_through(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            ids = await queue_of(there, 5)
+            for job_id in ids:
+                await there.post(job_id, "cancel")
+            assert await delete_all(there, JOBS, lambda job: f"{JOBS}/{job['id']}") == ids[::-1]
+
+    run(scenario)
+
+
+def test_checkpoints_may_be_deleted_while_they_are_paged_through(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id, other = await with_checkpoints(there, 3, 6, 9, 12, 15), str((await there.create())["id"])
+            await there.post(job_id, "cancel")
+            names = await there.checkpoints(job_id)
+            path = f"{JOBS}/{job_id}/checkpoints"
+            gone = (await there.http.get(path, params={"limit": 1})).json()["last_id"]
+            await delete_all(there, path, lambda checkpoint: f"/v1/models/{checkpoint['fine_tuned_model_checkpoint']}")
+            assert unloaded(there)[-5:] == names
+            assert (await there.http.get(path, params={"after": gone})).json()["data"] == []
+            # It stood in another list than this one.
+            elsewhere = await there.http.get(f"{JOBS}/{other}/checkpoints", params={"after": gone})
+            assert (elsewhere.status_code, elsewhere.json()["error"]["param"]) == (400, "after")
+
+    run(scenario)
+
+
+async def delete_all(there: Server, path: str, path_of: Callable[[dict[str, Any]], str], **params: str) -> list[str]:
+    """Page through a list as OpenAI's client does, and delete each item of a page before the next one is asked for.
+    Returns the ids in the order in which they came."""
+    seen: list[str] = []
+    more = True
+    while more:
+        answer = await there.http.get(path, params={"limit": 2, **params, **({"after": seen[-1]} if seen else {})})
+        assert answer.status_code == 200, answer.text
+        for item in answer.json()["data"]:
+            assert (await there.http.delete(path_of(item))).status_code == 200
+            seen.append(item["id"])
+        more = answer.json()["has_more"]
+    return seen

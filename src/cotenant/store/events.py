@@ -14,7 +14,7 @@ from sqlalchemy.dialects.sqlite import insert
 from cotenant.store import schema
 from cotenant.store.database import Database
 from cotenant.store.ids import new_id
-from cotenant.store.paging import read_page
+from cotenant.store.paging import DeletedPlaces, read_page
 from cotenant.store.paths import relative_path
 from cotenant.store.records import CheckpointRecord, EventRecord, NewEvent, Page
 
@@ -28,6 +28,7 @@ class EventStore:
     def __init__(self, folder: Path, database: Database) -> None:
         self._folder = folder
         self._database = database
+        self._deleted = DeletedPlaces()  # of checkpoints, by their jobs' ids and their own
 
     def add(self, job_id: str, events: Sequence[NewEvent]) -> None:
         """Append events of a stored job. Raises StoreError."""
@@ -118,11 +119,14 @@ class EventStore:
     def remove_checkpoint(self, job_id: str, step: int, event: NewEvent) -> bool:
         """Take a checkpoint off the list, so that it is served no more, and store an event that says so. False, and
         nothing changes, if there is none of that step. Its files stay. Raises StoreError."""
-        statement = delete(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id, _CHECKPOINTS.step == step)
+        of_step = delete(schema.checkpoints).where(_CHECKPOINTS.job_id == job_id, _CHECKPOINTS.step == step)
+        statement = of_step.returning(_CHECKPOINTS.id)
 
         def work(connection: Connection) -> bool:
-            if connection.execute(statement).rowcount == 0:
+            checkpoint_id = connection.execute(statement).scalar_one_or_none()
+            if checkpoint_id is None:
                 return False
+            self._deleted.add(f"{job_id} {checkpoint_id}", step)
             insert_events(connection, job_id, [event])
             return True
 
@@ -167,6 +171,7 @@ class EventStore:
                 self._checkpoint_of,
                 after=after,
                 limit=limit,
+                deleted=lambda checkpoint_id: self._deleted.find(f"{job_id} {checkpoint_id}"),
                 owner=owner,
                 place=_CHECKPOINTS.step,
             )

@@ -19,7 +19,7 @@ from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
 from cotenant.store.errors import store_error
 from cotenant.store.ids import is_id, new_id
-from cotenant.store.paging import read_page
+from cotenant.store.paging import DeletedPlaces, read_page
 from cotenant.store.records import UNFINISHED, FileRecord, Page
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class FileStore:
         self._folder = folder / FILES_FOLDER
         self._database = database
         self._ballast = ballast
+        self._deleted = DeletedPlaces()
         known = set(database.read(lambda connection: connection.execute(select(schema.files.c.id)).scalars().all()))
         for path in self._folder.iterdir():
             if is_id(path.name, _ID_PREFIX) and path.name not in known and path.is_file():
@@ -155,7 +156,14 @@ class FileStore:
             query = query.where(schema.files.c.purpose == purpose)
         return self._database.read(
             lambda connection: read_page(
-                connection, query, schema.files, _file_of, after=after, limit=limit, ascending=ascending
+                connection,
+                query,
+                schema.files,
+                _file_of,
+                after=after,
+                limit=limit,
+                deleted=self._deleted.find,
+                ascending=ascending,
             )
         )
 
@@ -175,7 +183,7 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         """Raises NotFoundError, or ConflictError while a job that has not ended uses the file."""
-        self._database.write(lambda connection: _delete_row(connection, file_id))
+        self._database.write(lambda connection: self._deleted.add(file_id, _delete_row(connection, file_id)))
         self.remove_content(file_id)
         self._ballast.restore()
 
@@ -206,7 +214,8 @@ def get_file(connection: Connection, file_id: str) -> FileRecord:
     return _file_of(row)
 
 
-def _delete_row(connection: Connection, file_id: str) -> None:
+def _delete_row(connection: Connection, file_id: str) -> int:
+    """Returns the row's sequence."""
     get_file(connection, file_id)
     jobs = schema.jobs.c
     user = connection.execute(
@@ -221,7 +230,9 @@ def _delete_row(connection: Connection, file_id: str) -> None:
             code="file_in_use",
             param="file_id",
         )
-    connection.execute(delete(schema.files).where(schema.files.c.id == file_id))
+    columns = schema.files.c
+    gone = delete(schema.files).where(columns.id == file_id).returning(columns.sequence)
+    return int(connection.execute(gone).scalar_one())
 
 
 def _file_of(row: Row[Any]) -> FileRecord:

@@ -18,7 +18,7 @@ from cotenant.store.database import Database
 from cotenant.store.errors import store_error
 from cotenant.store.events import insert_events
 from cotenant.store.files import insert_file, missing_file
-from cotenant.store.paging import read_page
+from cotenant.store.paging import DeletedPlaces, read_page
 from cotenant.store.paths import relative_path
 from cotenant.store.records import FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
 
@@ -33,6 +33,7 @@ class JobStore:
     def __init__(self, folder: Path, database: Database) -> None:
         self._data_folder = folder
         self._database = database
+        self._deleted = DeletedPlaces()
 
     def folder(self, job_id: str) -> Path:
         """Where a stored job keeps its examples, checkpoints and adapter. ``job_id`` must be one of ours."""
@@ -88,7 +89,9 @@ class JobStore:
         for key, value in (metadata or {}).items():
             query = query.where(_has_metadata(key, value))
         return self._database.read(
-            lambda connection: read_page(connection, query, schema.jobs, self._job_of, after=after, limit=limit)
+            lambda connection: read_page(
+                connection, query, schema.jobs, self._job_of, after=after, limit=limit, deleted=self._deleted.find
+            )
         )
 
     def first(self, status: JobStatus, base_fingerprint: str) -> JobRecord | None:
@@ -127,7 +130,10 @@ class JobStore:
         def work(connection: Connection) -> None:
             for table in (schema.events, schema.checkpoints):
                 connection.execute(delete(table).where(table.c.job_id == job_id))
-            connection.execute(delete(schema.jobs).where(_COLUMNS.id == job_id))
+            gone = delete(schema.jobs).where(_COLUMNS.id == job_id).returning(_COLUMNS.sequence)
+            sequence = connection.execute(gone).scalar_one_or_none()
+            if sequence is not None:
+                self._deleted.add(job_id, sequence)
 
         self._database.write(work)
 
