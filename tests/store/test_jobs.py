@@ -110,6 +110,10 @@ def test_jobs_are_found_by_metadata(store: Store) -> None:
     assert ids(**{"a\"b'c]": "xx"}) == []
     assert ids(team="blue", other="x") == []
 
+    odd = add_job(store, metadata={"part\0of": "two\0three"})
+    assert ids(**{"part\0of": "two\0three"}) == [odd.id]
+    assert ids(part="two") == ids(**{"part\0of": "two"}) == ids(part="two\0three") == []
+
 
 def test_served_adapters_are_results_and_checkpoints_that_are_on_disk(store: Store) -> None:
     done, cancelled, failed = (add_running_job(store) for _ in range(3))

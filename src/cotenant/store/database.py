@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
@@ -76,8 +77,14 @@ class Database:
 
 def _on_connect(connection: Any, _: object) -> None:
     connection.isolation_level = None  # transactions are ours to begin, so that reads have one too
+    connection.create_function("has_pair", 3, _has_pair, deterministic=True)
     for pragma in _PRAGMAS:
         connection.execute(f"PRAGMA {pragma}")
+
+
+def _has_pair(pairs: str | None, key: str, value: str) -> bool:
+    """``has_pair`` in SQL: whether a JSON object has this pair. SQLite's own functions read texts up to a NUL."""
+    return pairs is not None and msgspec.json.decode(pairs).get(key) == value
 
 
 def _on_begin(connection: Connection) -> None:

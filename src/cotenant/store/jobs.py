@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, Select, delete, exists, func, insert, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, select, update
 
 from cotenant.core.errors import NotFoundError
 from cotenant.core.job import Hyperparameters
@@ -87,7 +87,7 @@ class JobStore:
         ``after``."""
         query = select(schema.jobs)
         for key, value in (metadata or {}).items():
-            query = query.where(_has_metadata(key, value))
+            query = query.where(func.has_pair(_COLUMNS.metadata, key, value))
         return self._database.read(
             lambda connection: read_page(
                 connection, query, schema.jobs, self._job_of, after=after, limit=limit, deleted=self._deleted.find
@@ -231,11 +231,6 @@ def _file_id(file_id: str) -> Select[Any]:
 def _is_of_another(base_fingerprint: str) -> ColumnElement[bool]:
     """Of jobs that say which base model is theirs; those from before that was recorded belong to any."""
     return func.coalesce(_COLUMNS.base_fingerprint, base_fingerprint) != base_fingerprint
-
-
-def _has_metadata(key: str, value: str) -> ColumnElement[bool]:
-    entry = func.json_each(_COLUMNS.metadata).table_valued("key", "value")
-    return exists(select(literal(1)).select_from(entry).where(entry.c.key == key, entry.c.value == value))
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, Any]:
