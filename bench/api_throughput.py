@@ -36,6 +36,7 @@ from cotenant.wire.messages import AbortRequests, AddRequest, Drain, Drained, Ou
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1 << 20
+TEXT = b'"text":"', b'"content":"'  # whose quotes would be escaped within a string
 STATS_EVERY_S = 0.2
 WARM_UP_S = 2.0
 
@@ -53,7 +54,7 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         probe.close()
-        options = ("--port", str(port), "--data-dir", folder, "--step-ms", str(arguments.step_ms))
+        options: tuple[str, ...] = ("--port", str(port), "--data-dir", folder, "--step-ms", str(arguments.step_ms))
         if arguments.profile:
             options += ("--profile", arguments.profile)
         server = subprocess.Popen([sys.executable, __file__, "--role", "server", *options])
@@ -120,11 +121,13 @@ class Count:
 
 
 class Reader(asyncio.Protocol):
-    """One connection: asks again as soon as an answer has ended. Counts events that hold text."""
+    """One connection: asks again as soon as an answer has ended. Counts events that hold text, as neither an answer's
+    usage does nor, in a chat, its role and the reason of its end."""
 
     def __init__(self, request: bytes, count: Count) -> None:
         self._request = request
         self._count = count
+        self._rest = b""  # of an event that has not arrived whole
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -134,10 +137,14 @@ class Reader(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         assert self._transport is not None
-        self._count.num_events += data.count(b"data: {")
+        data = self._rest + data
+        whole, _, self._rest = data.rpartition(b"\n\n")
+        for begin in TEXT:
+            self._count.num_events += whole.count(begin) - whole.count(begin + b'"')
         if b'"error"' in data:
             self._count.num_failed += 1
         if data.endswith(b"0\r\n\r\n"):
+            self._rest = b""
             self._transport.write(self._request)
 
 
@@ -201,10 +208,13 @@ def worker() -> None:
     parser.add_argument("--parent-pid", type=int)
     arguments = parser.parse_args()
     config = msgspec.json.decode(arguments.config.read_bytes(), type=ServerConfig)
-    vocab_size = resolve_model(ModelConfig(MODEL)).spec.vocab_size
+    spec = resolve_model(ModelConfig(MODEL)).spec
     channel = WorkerChannel(arguments.address)
     policy = config.coexecution.policy
-    channel.send(Ready(MAX_MODEL_LEN, vocab_size, 16, 16, "none", "float32", policy, Slo(500.0, 40.0), 0.0))
+    slo = Slo(500.0, 40.0)
+    channel.send(
+        Ready(MAX_MODEL_LEN, spec.num_layers, spec.vocab_size, 16, 16, "none", "float32", policy, slo, load_s=0.0)
+    )
     work(channel, arguments.step_ms / 1e3)
     channel.close()
 

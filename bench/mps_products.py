@@ -6,6 +6,7 @@ an 8B Llama's matrices, the share of the elements that are wrong or were never w
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -66,12 +67,18 @@ def _here() -> None:
     print(json.dumps({"num_sms": torch.cuda.get_device_properties(device).multi_processor_count, "wrong": wrong}))
 
 
+def _share(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 100:
+        raise argparse.ArgumentTypeError(f"a share of the SMs is from 1 to 100, in percent, not {text}")
+    return int(text)
+
+
 def main() -> None:
     if sys.argv[1:] == [_HERE]:
         return _here()
-    shares = [int(each) for each in sys.argv[1:]]
-    if not shares or not all(0 < share <= 100 for share in shares):
-        raise SystemExit("which shares of the SMs, in percent? As: python bench/mps_products.py 100 80 60")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("share", type=_share, nargs="+", metavar="PERCENT", help="of the SMs")
+    shares = parser.parse_args().share
     print(f"{', '.join(machine()['gpus'])}, torch {versions()['torch']}, CUDA {torch.version.cuda}, bf16")
     print(
         "   %   SMs" + "".join(f"{rows:>10}" for rows in _ROWS) + "  rows: wrong elements, the worst of four matrices"

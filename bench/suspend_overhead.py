@@ -24,7 +24,8 @@ import torch
 from cotenant.config import ModelConfig
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.finetune.dataset import Dataset, load_dataset
-from cotenant.finetune.microbatch import build, split
+from cotenant.finetune.microbatch import build
+from cotenant.finetune.objective import CrossEntropy
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.progress import Progress
 from cotenant.finetune.state import TrainingState, fingerprint
@@ -157,18 +158,18 @@ def _cut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[[]
 def _uncut_steps(decoder: Decoder, spec: JobSpec, dataset: Dataset) -> Callable[[], None]:
     """A function that runs the next step, each micro-batch in one go."""
     state = _state(decoder, spec, dataset)
-    order = DataOrder(dataset.lengths, spec.hyperparameters)
+    order, objective = DataOrder(dataset.lengths, spec.hyperparameters), CrossEntropy()
 
     def run() -> None:
         examples = order.step(state.step)
-        total_weight = sum(dataset.loss_weights[example] for example in examples)
+        total_weight = objective.total_weight(dataset, examples)
         loss = accuracy = 0.0
-        for shape in split(dataset, examples, MICRO_BATCH_TOKENS):
+        for shape in objective.split(dataset, examples, MICRO_BATCH_TOKENS):
             micro_batch = build(dataset, shape, state.adapter, decoder.device)
             training = TrainingPass(decoder, micro_batch)
             for _ in range(decoder.spec.num_layers):
                 training.forward()
-            sums = training.loss(total_weight)
+            sums = training.loss(objective, total_weight)
             for _ in range(decoder.spec.num_layers):
                 training.backward()
             training.commit()
