@@ -4,7 +4,8 @@
 
 The model's name says how an answer goes: ``tiny`` is answered in full, the others as ``_Answer`` lists them. One timer
 feeds all streams, so that the server costs less than the client that it is there to measure. ``GET /seen`` gives the
-bodies of all completions so far, without the prompts' ids but with their lengths and first ids.
+bodies of all completions so far, without the prompts' ids but with their lengths and first ids, and with the number of
+the connection that each came by.
 """
 
 from __future__ import annotations
@@ -81,13 +82,14 @@ class _Answer:
 class _Server:
     def __init__(self, interval_s: float, tokens_per_chunk: int) -> None:
         self.seen: list[dict[str, Any]] = []
+        self.num_connections = 0
         self._answers: list[_Answer] = []
         self._interval_s = interval_s
         self._tokens_per_chunk = tokens_per_chunk
 
-    def answer(self, transport: Any, body: dict[str, Any]) -> None:
+    def answer(self, transport: Any, body: dict[str, Any], connection: int) -> None:
         prompt = body["prompt"]
-        self.seen.append({**body, "prompt": prompt[:1024], "prompt_len": len(prompt)})
+        self.seen.append({**body, "prompt": prompt[:1024], "prompt_len": len(prompt), "connection": connection})
         if body["model"] == "busy":
             transport.write(b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n%b" % (len(_BUSY), _BUSY))
         elif body["model"] == "hangs-up":
@@ -111,6 +113,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
+        self._server.num_connections += 1
+        self._number = self._server.num_connections
 
     def data_received(self, data: bytes) -> None:
         self._data += data
@@ -123,7 +127,7 @@ class _Connection(asyncio.Protocol):
             return
         self._data = rest[length:]
         if head.startswith(b"POST"):
-            self._server.answer(self._transport, json.loads(rest[:length]))
+            self._server.answer(self._transport, json.loads(rest[:length]), self._number)
             return
         path = head.split()[1]
         answers = {

@@ -18,8 +18,10 @@ import httpx
 import numpy as np
 import pytest
 
+from cotenant.bench.event_stream import EventStream
 from cotenant.bench.generator import Endpoint, Generator, Share, ShareResult
 from cotenant.bench.schedule import PlannedRequest
+from cotenant.bench.stream_client import ExchangeFailed, StreamClient
 from forked import run_command
 from serving import running_server
 
@@ -123,6 +125,30 @@ def test_a_failure_is_counted_by_its_kind(url: str, tmp_path: Path, model: str, 
     assert report["sustained"] is False
     assert all(failure in example and message in example for example in report["failure_examples"])
     assert failure in printed
+
+
+@pytest.mark.parametrize("model", ["busy", "error-event"])
+def test_a_refusal_leaves_its_connection_to_the_next_request(url: str, model: str) -> None:
+    async def ask(client: StreamClient, name: str) -> str | None:
+        try:
+            await client.post(json.dumps({"model": name, "prompt": [1], "max_tokens": 5}).encode(), EventStream())
+        except ExchangeFailed as error:
+            return error.kind
+        return None
+
+    async def ask_all() -> list[str | None]:
+        client = StreamClient(f"{url}/v1/completions", {}, 60.0)
+        found = [await ask(client, name) for name in ("tiny", model, model, "tiny", "hangs-up", "tiny")]
+        client.close()
+        return found
+
+    found = asyncio.run(ask_all())
+    assert found[0] is found[3] is found[5] is None
+    assert found[1] == found[2] in ("HTTP 503", "error event")
+    assert found[4] == "connection lost"
+    connections = [body["connection"] for body in seen_by(url)]
+    assert connections[:5] == [1] * 5
+    assert connections[-2] != connections[-1] != 1
 
 
 @pytest.mark.parametrize("model", ["split", "no-usage", "closes"])

@@ -200,12 +200,14 @@ class StreamClient:
         try:
             await connection.send(message, stream)
         except asyncio.CancelledError:
-            connection.close()
+            connection.is_usable = False  # the rest of the answer would be taken for the next one's
             raise
-        if connection.is_usable:
-            self._idle.append(connection)
-        else:
-            connection.close()
+        finally:
+            # A refusal is an answer too, and leaves the connection to the next request.
+            if connection.is_usable:
+                self._idle.append(connection)
+            else:
+                connection.close()
 
     def _take(self) -> _Connection | None:
         while self._idle:
