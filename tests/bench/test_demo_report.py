@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from cotenant.bench.demo import print_table
-from cotenant.bench.report import table_header, table_rows, write_html
+from cotenant.bench.report import table_header, table_rows, write_html, write_json
 from cotenant.bench.summary import RequestResult, Targets, summarize
 
 TARGETS = Targets(40.0, 10.0)
@@ -70,6 +72,25 @@ def test_the_table_has_a_column_for_each_policy_measured(beside: str, num_column
     for cell in [*HEADER[:num_columns], *(cell for cells in ROWS.values() for cell in cells[: num_columns - 1])]:
         assert cell in printed.getvalue()
     assert ("whole-step" in printed.getvalue()) == bool(beside)
+
+
+def test_where_no_request_came_nothing_stands(tmp_path: Path) -> None:
+    report = measured()
+    report["online"]["corun"] = summarize([], TARGETS, 5.0)
+    rows = {name: cells for name, *cells in table_rows(report)}
+    assert rows["TTFT (target 40 ms) p50 / p99, ms"] == ["10.0 / 10.0", "- / -"]
+    assert rows["SLO attainment"] == ["100.0%", "-"]
+    write_html(tmp_path / "report.html", report, ALONE, [], [(1, 5.5)])
+    assert not re.search(r"\bnan\b", (tmp_path / "report.html").read_text(), re.IGNORECASE)
+    write_json(tmp_path / "report.json", report)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)
+    assert written["online"]["corun"]["ttft_ms"] == dict.fromkeys(("p50", "p90", "p99", "mean"))
+    assert written["online"]["corun"]["slo_attainment"] is None
+    assert written["online"]["alone"] == report["online"]["alone"]
 
 
 @pytest.mark.parametrize(("beside", "results"), [("", ()), ("whole-step", BESIDE)])

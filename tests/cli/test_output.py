@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -73,3 +74,14 @@ def test_what_is_wrong_with_a_path_is_said(tmp_path: Path, path: str, complaint:
         check_outputs(html=tmp_path / path)
     assert complaint.format(tmp_path) in caught.value.message
     assert sorted(os.walk(tmp_path)) == before
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+def test_what_is_no_number_is_null(tmp_path: Path, is_compact: bool) -> None:
+    content = {"cells": ({"p50": math.nan, "p99": [math.inf, -math.inf, 1.5]}, "NaN"), "count": 3, "is": True}
+    write_json(tmp_path / "result.json", content, is_compact)
+    assert json.loads((tmp_path / "result.json").read_text()) == {
+        "cells": [{"p50": None, "p99": [None, None, 1.5]}, "NaN"],
+        "count": 3,
+        "is": True,
+    }

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import html
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cotenant.bench.charts import Marker, Series, cumulative, line_chart
+from cotenant.bench.json_text import json_text
 from cotenant.bench.page import page, table
 from cotenant.bench.summary import RequestResult, Targets
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """The report as JSON, indented for people."""
-    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(report, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def write_html(
@@ -71,7 +72,8 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     targets, loss = report["online"]["corun"]["targets"], job["loss"]
 
     def latencies(name: str, key: str) -> tuple[str, ...]:
-        return f"{name} p50 / p99, ms", *(f"{phase[key]['p50']:.1f} / {phase[key]['p99']:.1f}" for phase in phases)
+        spreads = [phase[key] for phase in phases]
+        return f"{name} p50 / p99, ms", *(f"{_figure(one['p50'])} / {_figure(one['p99'])}" for one in spreads)
 
     def speed(part: dict[str, float]) -> str:
         return f"{part['corun_tokens_per_s']:.0f} ({part['harvest']:.0%} of alone)"
@@ -80,7 +82,7 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("requests", *(str(phase["num_requests"]) for phase in phases)),
         latencies(f"TTFT (target {targets['ttft_ms']:.0f} ms)", "ttft_ms"),
         latencies(f"TPOT (target {targets['tpot_ms']:.1f} ms)", "tpot_ms"),
-        ("SLO attainment", *(f"{phase['slo_attainment']:.1%}" for phase in phases)),
+        ("SLO attainment", *(_figure(phase["slo_attainment"], ".1%") for phase in phases)),
         (
             "training, tokens/s (alone: no requests)",
             f"{job['alone_tokens_per_s']:.0f}",
@@ -90,6 +92,11 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("training loss, first → last", "", f"{loss[0]:.3f} → {loss[-1]:.3f}" if loss else "none"),
     ]
     return [(*row, *[""] * (2 + len(parts) - len(row))) for row in rows]
+
+
+def _figure(value: float, form: str = ".1f") -> str:
+    """A dash where nothing was measured."""
+    return "-" if math.isnan(value) else format(value, form)
 
 
 def _modes(iterations: dict[str, int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from typing import NoReturn
 
 import typer
 
+from cotenant.bench.json_text import json_text
 from cotenant.core.errors import InvalidInputError
 
 USER_ERROR_EXIT_CODE = 2
@@ -78,7 +78,7 @@ def check_folder(flag: str, folder: Path) -> None:
 
 def write_json(path: Path, content: object, is_compact: bool = False) -> None:
     """Write what ``--json`` asked for, or say why it cannot be and end the program. A file is replaced as a whole."""
-    write_text("json", path, json.dumps(content, indent=None if is_compact else 1) + "\n")
+    write_text("json", path, json_text(content, indent=None if is_compact else 1))
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
