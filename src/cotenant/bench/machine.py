@@ -32,19 +32,20 @@ def versions() -> dict[str, str | None]:
 
 
 def command_line(words: Sequence[str], secret_flags: Sequence[str] = ()) -> str:
-    """A command as it can be shown to others: absolute paths by their names alone, the values of these flags hidden.
-    ``python -m cotenant`` is the command `cotenant`."""
+    """A command as it can be shown to others: absolute paths by their names alone, ``--flag=/such/ones`` too, and the
+    values of these flags hidden."""
     shown: list[str] = []
     hide_next = False
     for word in words:
-        flag, has_value, _ = word.partition("=")
+        flag, has_value, value = word.partition("=")
         if hide_next:
             shown.append("***")
         elif flag in secret_flags and has_value:
             shown.append(f"{flag}=***")
+        elif flag.startswith("-") and value.startswith("/"):
+            shown.append(f"{flag}={Path(value).name}")
         else:
-            name = Path(word).name if word.startswith("/") else word
-            shown.append("cotenant" if name == "__main__.py" else name)
+            shown.append(Path(word).name if word.startswith("/") else word)
         hide_next = not hide_next and word in secret_flags
     return shlex.join(shown)
 

@@ -354,7 +354,7 @@ def _report(bench: ColocateBench, label: str) -> dict[str, Any]:
         **bench.description(),
         "machine": machine(),
         "versions": versions(),
-        "command": command_line(sys.argv),
+        "command": command_line(["cotenant", *sys.argv[1:]]),
     }
 
 

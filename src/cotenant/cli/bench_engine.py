@@ -151,7 +151,7 @@ def _report(
         "prefill": prefill,
         "machine": machine(),
         "versions": versions(),
-        "command": command_line(sys.argv),
+        "command": command_line(["cotenant", *sys.argv[1:]]),
     }
 
 

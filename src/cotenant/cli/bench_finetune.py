@@ -130,7 +130,7 @@ def finetune(
         **_measure(bench, num_steps or usual_steps, num_warmup_steps, num_samples or usual_samples),
         "machine": machine(),
         "versions": versions(),
-        "command": command_line(sys.argv),
+        "command": command_line(["cotenant", *sys.argv[1:]]),
     }
     bench.close()
     _print(report)
