@@ -97,10 +97,13 @@ def wait_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 def measure(
     label: str, command: list[str], environment: dict[str, str], gpu: str, port: int, arguments: argparse.Namespace
 ) -> None:
-    """Start a server, run the sweep against it, and append the figures to the result."""
+    """Start a server, and run the sweep against it; the figures go into ``result_file``. Raises SystemExit where there
+    are none."""
     url = f"http://127.0.0.1:{port}"
-    work = arguments.json.parent / label.replace(" ", "_")
+    result = result_file(label, arguments)
+    work = result.parent
     work.mkdir(parents=True, exist_ok=True)
+    result.unlink(missing_ok=True)  # of an earlier run
     if label == "cotenant":
         command = [*command, "--data-dir", str(work / "data")]
     started = time.monotonic()
@@ -118,7 +121,7 @@ def measure(
             print(f"{label}: healthy after {time.monotonic() - started:.1f} s", flush=True)
             load = [sys.executable, "-m", "cotenant", "bench", "serve", "--url", url, "--label", label]
             load += ["--slo-ttft-ms", "500", "--slo-tpot-ms", "40", "--sweep", arguments.sweep, "--stop-when-missed"]
-            load += ["--warmup", "16", "--json", str(work / "result.json"), *arguments.load_args.split()]
+            load += ["--warmup", "16", "--json", str(result), *arguments.load_args.split()]
             load += ["--trace", str(arguments.trace.resolve())] if arguments.trace else []
             load += ["--busiest", str(arguments.busiest)] if arguments.busiest else []
             with (work / "load.log").open("wb") as load_log:
@@ -129,6 +132,13 @@ def measure(
                 process.wait(30)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    if not result.exists():
+        raise SystemExit(f"the load did not run to its end; {work / 'load.log'} says why")
+
+
+def result_file(label: str, arguments: argparse.Namespace) -> Path:
+    return Path(arguments.json.parent, label.replace(" ", "_"), "result.json")
 
 
 def main() -> None:
@@ -150,12 +160,16 @@ def main() -> None:
     make_model_folder(folder)
     gpus = arguments.gpus.split(",")
     waiting = list(enumerate(commands(arguments, folder).items()))
-    lanes = []
+    lanes, failed = [], []
     for lane, gpu in enumerate(gpus):
 
         def run(mine: list[tuple[int, tuple[str, tuple[list[str], dict[str, str]]]]], gpu: str) -> None:
             for index, (label, (command, environment)) in mine:
-                measure(label, command, environment, gpu, arguments.port + index, arguments)
+                try:
+                    measure(label, command, environment, gpu, arguments.port + index, arguments)
+                except (SystemExit, OSError) as error:
+                    print(f"{label}: failed: {error}", file=sys.stderr, flush=True)
+                    failed.append(label)
 
         lanes.append(threading.Thread(target=run, args=(waiting[lane :: len(gpus)], gpu)))
     for lane_thread in lanes:
@@ -164,11 +178,12 @@ def main() -> None:
         lane_thread.join()
     runs = []
     for _, (label, _) in waiting:
-        result = arguments.json.parent / label.replace(" ", "_") / "result.json"
-        if result.exists():
-            found = json.loads(result.read_text())
+        if label not in failed:
+            found = json.loads(result_file(label, arguments).read_text())
             runs += found if isinstance(found, list) else [found]
     arguments.json.write_text(json.dumps(runs, indent=1) + "\n")
+    if failed or not runs:
+        raise SystemExit(f"{arguments.json} lacks {', '.join(failed) or 'any server: --only names none'}")
 
 
 if __name__ == "__main__":
