@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +88,25 @@ def test_an_unknown_flag_is_refused_by_name() -> None:
     result = run_command("serve", "tiny", "--enable-speculation")
     assert result.returncode == 2
     assert "--enable-speculation" in result.stderr
+
+
+def error_on_a_terminal(**environment: str) -> bytes:
+    """What `cotenant model path huge` says where stderr is one."""
+    ours, theirs = pty.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    command = [sys.executable, "-m", "cotenant", "model", "path", "huge"]
+    result = subprocess.run(command, stderr=theirs, env={**inherited, **environment}, timeout=60, check=False)
+    assert result.returncode == 2
+    os.close(theirs)
+    with open(ours, "rb", buffering=0) as terminal:
+        return terminal.read(1000)
+
+
+@pytest.mark.parametrize(("environment", "is_red"), [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "0"}, False)])
+def test_errors_are_red_on_a_terminal_unless_no_color_is_set(environment: dict[str, str], is_red: bool) -> None:
+    said = error_on_a_terminal(**environment)
+    assert said.startswith(b"\x1b[31merror: " if is_red else b"error: ")
+    assert (b"\x1b" in said) == is_red
 
 
 def test_neither_the_command_line_nor_the_server_imports_what_computes() -> None:

@@ -26,7 +26,9 @@ def fail(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
 
 
 def print_error(message: str) -> None:
-    typer.secho(f"error: {message}", fg=typer.colors.RED, err=True)
+    """Red on a terminal, unless NO_COLOR says otherwise (https://no-color.org)."""
+    color = False if os.environ.get("NO_COLOR") else None
+    typer.secho(f"error: {message}", fg=typer.colors.RED, err=True, color=color)
 
 
 def say_phase(phase: str) -> None:
