@@ -109,6 +109,30 @@ def test_errors_are_red_on_a_terminal_unless_no_color_is_set(environment: dict[s
     assert (b"\x1b" in said) == is_red
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@pytest.mark.parametrize("command", ["version", "--version", "serve --help", "model list"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_cannot_be_written_is_one_line(command: str, unbuffered: str) -> None:
+    words = [sys.executable, "-m", "cotenant", *command.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment, check=False
+        )
+    said = "error: stdout, or another file, cannot be written: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, said)
+
+
+@pytest.mark.parametrize("command", ["version", "serve --help", "model list"])
+def test_a_reader_that_is_gone_hears_nothing(command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "cotenant", *command.split()]
+    result = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
 def test_neither_the_command_line_nor_the_server_imports_what_computes() -> None:
     code = """
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -12,10 +13,12 @@ from cotenant.cli.bench import bench_app
 from cotenant.cli.demo import demo
 from cotenant.cli.jobs import jobs_app
 from cotenant.cli.model import model_app
-from cotenant.cli.output import USER_ERROR_EXIT_CODE, print_error
+from cotenant.cli.output import USER_ERROR_EXIT_CODE, drop_output, print_error
 from cotenant.cli.profile import profile
 from cotenant.cli.serve import serve
 from cotenant.core.errors import CotenantError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for what is to be written
 
 app = typer.Typer(
     name="cotenant",
@@ -57,12 +60,19 @@ app.add_typer(model_app, name="model")
 
 
 def main() -> None:
-    """Run the command line; what the user did wrong is one line on stderr and exit code 2."""
+    """Run the command line; what the user did wrong is one line on stderr and exit code 2, a disk that is full one and
+    exit code 1, be it under stdout. A reader that has had enough of that, as `head`, hears nothing more."""
     try:
         app()
     except CotenantError as error:
         print_error(error.message)
         sys.exit(USER_ERROR_EXIT_CODE)
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        drop_output()
+        print_error(f"{error.filename or 'stdout, or another file,'} cannot be written: {error.strerror}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

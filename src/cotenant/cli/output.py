@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -29,6 +30,14 @@ def print_error(message: str) -> None:
     """Red on a terminal, unless NO_COLOR says otherwise (https://no-color.org)."""
     color = False if os.environ.get("NO_COLOR") else None
     typer.secho(f"error: {message}", fg=typer.colors.RED, err=True, color=color)
+
+
+def drop_output() -> None:
+    """Forget what was printed and stdout does not take; the interpreter would try again as it ends, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def say_phase(phase: str) -> None:
