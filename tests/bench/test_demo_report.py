@@ -72,6 +72,9 @@ def test_the_table_has_a_column_for_each_policy_measured(beside: str, num_column
     for cell in [*HEADER[:num_columns], *(cell for cells in ROWS.values() for cell in cells[: num_columns - 1])]:
         assert cell in printed.getvalue()
     assert ("whole-step" in printed.getvalue()) == bool(beside)
+    narrow = io.StringIO()
+    print_table(report, Console(file=narrow, width=40))
+    assert "…" not in narrow.getvalue()
 
 
 def test_where_no_request_came_nothing_stands(tmp_path: Path) -> None:

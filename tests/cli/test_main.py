@@ -13,6 +13,7 @@ import pytest
 from cotenant import __version__
 from forked import run_command
 
+MODELS = ("tiny", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b")
 LONG = "a" * 300  # than which no file's name is longer
 
 
@@ -37,8 +38,15 @@ def test_the_built_in_models_folder_is_printed() -> None:
 
 def test_models_are_listed() -> None:
     shown = cotenant("model", "list").stdout
-    for name in ("tiny", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b"):
-        assert name in shown
+    assert all(name in shown for name in (*MODELS, "131,072"))
+
+
+@pytest.mark.parametrize(("columns", "has_kind"), [("24", False), ("40", True)])
+def test_their_names_are_whole_on_a_narrow_terminal(columns: str, has_kind: bool) -> None:
+    shown = on_a_terminal("model", "list", exit_code=0, COLUMNS=columns)
+    assert all(name in shown for name in MODELS)
+    assert ("random weights" in shown) == has_kind
+    assert "131,072" not in shown
 
 
 @pytest.mark.parametrize(
@@ -90,23 +98,24 @@ def test_an_unknown_flag_is_refused_by_name() -> None:
     assert "--enable-speculation" in result.stderr
 
 
-def error_on_a_terminal(**environment: str) -> bytes:
-    """What `cotenant model path huge` says where stderr is one."""
+def on_a_terminal(*arguments: str, exit_code: int, **environment: str) -> str:
+    """What `cotenant` says where stdout and stderr are one: little, for nobody reads it meanwhile."""
     ours, theirs = pty.openpty()
     inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    command = [sys.executable, "-m", "cotenant", "model", "path", "huge"]
-    result = subprocess.run(command, stderr=theirs, env={**inherited, **environment}, timeout=60, check=False)
-    assert result.returncode == 2
+    environment = {**inherited, "TERM": "xterm", **environment}
+    command = [sys.executable, "-m", "cotenant", *arguments]
+    result = subprocess.run(command, stdout=theirs, stderr=theirs, env=environment, timeout=60, check=False)
+    assert result.returncode == exit_code
     os.close(theirs)
     with open(ours, "rb", buffering=0) as terminal:
-        return terminal.read(1000)
+        return terminal.read(4000).decode()
 
 
 @pytest.mark.parametrize(("environment", "is_red"), [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "0"}, False)])
 def test_errors_are_red_on_a_terminal_unless_no_color_is_set(environment: dict[str, str], is_red: bool) -> None:
-    said = error_on_a_terminal(**environment)
-    assert said.startswith(b"\x1b[31merror: " if is_red else b"error: ")
-    assert (b"\x1b" in said) == is_red
+    said = on_a_terminal("model", "path", "huge", exit_code=2, **environment)
+    assert said.startswith("\x1b[31merror: " if is_red else "error: ")
+    assert ("\x1b" in said) == is_red
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")

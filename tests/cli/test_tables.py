@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cotenant.cli.tables import open_console, print_rows
+from cotenant.cli.tables import new_table, open_console, print_rows
 
 COLUMNS = ("job", "status", "model", "created", "result")
 ROW = {
@@ -37,6 +37,18 @@ def test_what_is_too_long_even_then_goes_on_in_the_next_line() -> None:
     cells = [line.split("│")[1:-1] for line in shown(60).splitlines() if line.startswith("│")]
     job, status, model = ("".join(parts).replace(" ", "") for parts in zip(*cells, strict=True))
     assert (job, status, model) == (ROW["job"], ROW["status"], ROW["model"])
+
+
+def test_a_table_without_columns_that_can_go_crops_nothing_either() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=None)
+    table = new_table("policy", "training tokens/s on average", title="a title")
+    table.add_row("inference-only-of-a-very-long-name", "123456789.0")
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "…" not in text
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.startswith("│")]
+    assert "".join(cells) == "inference-only-of-a-very-long-name"
 
 
 def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from cotenant.bench.client import (
     ServerError,
@@ -370,7 +370,8 @@ async def _num_steps(client: httpx.AsyncClient, job_id: str) -> int:
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """The short table that the demo ends with."""
-    table = Table(*table_header(report), title="cotenant demo", title_justify="left")
+    columns = (Column(name, overflow="fold") for name in table_header(report))
+    table = Table(*columns, title="cotenant demo", title_justify="left")
     for row in table_rows(report):
         table.add_row(*row)
     console.print(table)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row, with_parts
@@ -47,7 +46,7 @@ from cotenant.cli.output import (
     write_json,
     write_text,
 )
-from cotenant.cli.tables import open_console
+from cotenant.cli.tables import new_table, open_console
 from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file, make_way
@@ -377,12 +376,12 @@ def _whole(text: str, flag: str) -> int:
 
 def _print(report: dict[str, Any]) -> None:
     console = open_console(highlight=True)
-    table = Table(*HEADER)
+    table = new_table(*HEADER)
     for cell in report["cells"]:
         table.add_row(*map(escape, table_row(cell)))
     console.print(table)
     _print_losses(console, report)
-    averages = Table("policy", "training tokens/s on average where the SLO is met")
+    averages = new_table("policy", "training tokens/s on average where the SLO is met")
     for policy, value in report["comparison"]["averages"].items():
         averages.add_row(policy, "-" if value is None else f"{value:.0f}")
     console.print(averages)
@@ -394,7 +393,7 @@ def _print_losses(console: Console, report: dict[str, Any]) -> None:
     rows = loss_rows(report["cells"])
     if not rows:
         return
-    table = Table("place", "policy", *LOSS_HEADER, title="where the device's time goes")
+    table = new_table("place", "policy", *LOSS_HEADER, title="where the device's time goes")
     for cell, shares in rows:
         table.add_row(*map(escape, (place_name(cell), cell["policy"], *shares)))
     console.print(table)

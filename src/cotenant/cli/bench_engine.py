@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
-from cotenant.cli.tables import open_console
+from cotenant.cli.tables import new_table, open_console
 from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
@@ -162,7 +161,7 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['model']}, {report['dtype']}, on {report['device']}: copy {ceilings['copy_gb_s']:.0f} GB/s, "
         f"matrix product {ceilings['matmul_tflop_s']:.1f} TFLOP/s"
     )
-    table = Table("", "ms, median", "p10", "p90", "floor", "times the floor", "gap between steps, µs")
+    table = new_table("", "ms, median", "p10", "p90", "floor", "times the floor", "gap between steps, µs")
     for row in report["decode"]:
         with_adapters = f", {row['num_adapters']} adapters" if row["num_adapters"] else ""
         name = f"decode {row['batch_size']}, context {row['context']}{with_adapters}"

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
-from cotenant.cli.tables import open_console
+from cotenant.cli.tables import new_table, open_console
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _print(report: dict[str, Any]) -> None:
     uncut = report["uncut"]
     less_or_more = "less" if uncut["difference"] < 0 else "more"
     console.print(f"steps cut into tasklets take {abs(uncut['difference']):.2%} {less_or_more} time than uncut ones")
-    table = Table("ms", "count", "p50", "p10", "p90", "p99", "max")
+    table = new_table("ms", "count", "p50", "p10", "p90", "p99", "max")
     table.add_row("step", str(report["num_steps"]), *_cells(report["step_ms"]))
     for kind, times in report["tasklet_ms"].items():
         table.add_row(f"tasklet: {kind}", str(times["count"]), *_cells(times))

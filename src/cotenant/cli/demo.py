@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from cotenant.cli.output import check_folder, fail
+from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
 
@@ -35,12 +36,11 @@ def demo(
         )
     # Here and not above: the other commands should not wait for it.
     from httpx import HTTPError
-    from rich.console import Console
 
     from cotenant.bench.client import ServerError
     from cotenant.bench.demo import Demo, DemoOptions, print_table
 
-    console = Console()
+    console = open_console(highlight=True)
     options = DemoOptions(
         output,
         policy=policy,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from cotenant.cli.tables import open_console
+from cotenant.cli.tables import open_console, print_rows
 from cotenant.models.registry import ARCHITECTURES, BUILT_IN, model_path
+
+_SIZES = ("layers", "hidden", "vocabulary", "context")
 
 model_app = typer.Typer(help="The models that can be named instead of a folder.", no_args_is_help=True)
 
@@ -22,10 +23,9 @@ def path(name: Annotated[str, typer.Argument(metavar="NAME", help="A built-in mo
 @model_app.command("list", short_help="List the models and architectures.")
 def list_models() -> None:
     """List built-in models, and the architectures that --load-format dummy knows."""
-    table = Table("model", "kind", "layers", "hidden", "vocabulary", "context")
-    for name in BUILT_IN:
-        table.add_row(name, "built in")
+    rows = [dict.fromkeys(_SIZES, "") | {"model": name, "kind": "built in"} for name in BUILT_IN]
     for name, spec in ARCHITECTURES.items():
         sizes = (spec.num_layers, spec.hidden_size, spec.vocab_size, spec.max_position_embeddings)
-        table.add_row(name, "random weights", *(f"{size:,}" for size in sizes))
-    open_console().print(table)
+        shown = dict(zip(_SIZES, (f"{size:,}" for size in sizes), strict=True))
+        rows.append({"model": name, "kind": "random weights", **shown})
+    print_rows(open_console(), ("model", "kind", *_SIZES), rows, dropped_first=(*_SIZES[::-1], "kind"))

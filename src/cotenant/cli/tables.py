@@ -37,8 +37,13 @@ def print_rows(
     console.print(table)
 
 
+def new_table(*columns: str, title: str | None = None) -> Table:
+    """What is too long for its cell goes on in the next line."""
+    return Table(*(Column(name, overflow="fold") for name in columns), title=title)
+
+
 def _table(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(*(Column(name, overflow="fold") for name in columns))
+    table = new_table(*columns)
     for row in rows:
         table.add_row(*(escape(row[name]) for name in columns))
     return table
