@@ -65,11 +65,11 @@ def percentiles(values: Sequence[float]) -> list[float]:
 
 
 def error_figures(ratios: Sequence[float]) -> dict[str, float]:
-    """Of relative errors of prediction, of which there are some: the mean, the value that 5 percent lie above, the
-    share above 0.1, and how many there are."""
+    """Of relative errors of prediction, of which there are some: the mean, the 95th ``percentile``, the share above
+    0.1, and how many there are."""
     return {
         "mean": round(sum(ratios) / len(ratios), 4),
-        "p95": round(sorted(ratios)[int(0.95 * len(ratios))], 4),
+        "p95": round(percentile(ratios, 95), 4),
         "share_above_10_percent": round(sum(ratio > 0.1 for ratio in ratios) / len(ratios), 6),
         "iterations": len(ratios),
     }
