@@ -302,6 +302,21 @@ def test_interrupting_ends_the_run_and_reports(url: str, tmp_path: Path, process
     assert "ended early" in printed
 
 
+@pytest.mark.parametrize("sweep", ["40", "40,60"])
+def test_what_was_measured_is_kept_though_nobody_reads_on(url: str, tmp_path: Path, sweep: str) -> None:
+    path = tmp_path / "result.json"
+    arguments = ("--sweep", sweep, "--num-prompts", "10", "--random-output-len", "5", "--json", str(path))
+    process = subprocess.Popen(command(url, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "10 requests" in process.stdout.readline()
+    process.stdout.close()
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (1, "")
+    report = json.loads(path.read_text())
+    runs = report.get("runs", [report])
+    assert [(run["request_rate"], run["completed"]) for run in runs] == [(40.0, 10)]
+
+
 def test_a_real_server(tmp_path: Path) -> None:
     flags = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100")
     arguments = ("--request-rate", "8", "--num-prompts", "16", "--random-input-len", "40", "--random-output-len", "9")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,19 @@ def test_figures_and_their_floor(tmp_path: Path) -> None:
         "decode: batches of 3, 8 steps timed",
         "decode: batches of 3 with 2 adapters, 8 steps timed",
     ]
+
+
+def test_figures_are_written_before_they_are_printed(tmp_path: Path) -> None:
+    """Whoever reads what is printed may be gone."""
+    path = tmp_path / "engine.json"
+    flags = ["--batch-sizes", "1", "--context", "16", "--prompt-lengths", "8", "--num-steps", "8", "--repeats", "1"]
+    command = [sys.executable, "-m", "cotenant", "bench", "engine", "tiny", *flags, "--json", str(path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(writer)
+    assert result.returncode == 1
+    assert json.loads(path.read_text())["decode"][0]["batch_size"] == 1
 
 
 def test_default_prompts_fit_the_model() -> None:

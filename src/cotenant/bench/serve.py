@@ -132,27 +132,27 @@ class ServeOptions:
 
 @dataclass(slots=True)
 class ServeBench:
-    """Runs a load. ``say`` gets a line for people before each run, ``on_run`` the figures after it."""
+    """Runs a load. ``say`` gets a line for people before each run, ``on_run`` the figures after it; ``report`` has them
+    by then."""
 
     options: ServeOptions
     say: Callable[[str], None]
     on_run: Callable[[dict[str, Any]], None]
+    _model: str = ""
+    _server_version: str | None = None
     _runs: list[dict[str, Any]] = field(default_factory=list)
 
-    def measure(self) -> dict[str, Any]:
-        """The report: one run's figures at its top level, or under ``runs`` when there were several values.
-
-        Raises CotenantError when the server cannot be reached or names no model, or when the warm-up fails.
-        """
+    def measure(self) -> None:
+        """Raises CotenantError when the server cannot be reached or names no model, or when the warm-up fails."""
         options = self.options
         with httpx.Client(
             base_url=options.url, headers=options.headers, timeout=_SETUP_TIMEOUT_S, trust_env=False
         ) as client:
-            model = options.model or _first_model(client)
-            server_version = _server_version(client)
+            self._model = options.model or _first_model(client)
+            self._server_version = _server_version(client)
         for note in options.load.notes():
             self.say(note)
-        models = options.lora_modules or (model,)
+        models = options.lora_modules or (self._model,)
         if options.num_warmup:
             self._warm_up(models)
         for nonce, value in enumerate(options.load.values, start=1):
@@ -161,6 +161,10 @@ class ServeBench:
             self.on_run(measured)
             if measured["interrupted"] or (options.stop_when_missed and not measured["sustained"]):
                 break
+
+    def report(self) -> dict[str, Any]:
+        """Of the runs so far: one's figures at its top level, or under ``runs`` when there are several values."""
+        options = self.options
         report = {
             "kind": KIND,
             "label": options.label,
@@ -169,8 +173,8 @@ class ServeBench:
             "machine": machine(),
             "versions": versions(),
             "url": options.url,
-            "server_version": server_version,
-            "model_id": model,
+            "server_version": self._server_version,
+            "model_id": self._model,
             "lora_modules": list(options.lora_modules),
             "endpoint": options.endpoint,
             "vocab_size": options.vocab_size,

@@ -302,11 +302,11 @@ def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
 
 
 def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None) -> None:
-    _print(report)
     if json_path is not None:
         write_json(json_path, report, is_compact=True)
     if html_path is not None:
         write_text("html", html_path, report_page(report))
+    _print(report)  # last: whoever reads it may be gone
 
 
 def _policies(text: str, skip_hopeless: bool) -> list[str]:

@@ -87,9 +87,9 @@ def engine(
         refs = bench.random_adapters(max(adapters), lora_rank)
         decode += [_decode(bench, lora_batch_size, context, num_steps, refs[:count]) for count in adapters]
     report = _report(bench, label, decode, prefill)
-    _print(report)
     if json_path is not None:
         write_json(json_path, report)
+    _print(report)  # last: whoever reads it may be gone
 
 
 def _decode(

@@ -132,9 +132,9 @@ def finetune(
         "command": command_line(["cotenant", *sys.argv[1:]]),
     }
     bench.close()
-    _print(report)
     if json_path is not None:
         write_json(json_path, report)
+    _print(report)  # last: whoever reads it may be gone
 
 
 def _measure(bench: FinetuneBench, num_steps: int, num_warmup_steps: int, num_samples: int) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def serve(
 
 
 def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] | None) -> None:
-    """Send the load, and say and write what came of it: behind the ``earlier`` results, if there are any."""
+    """Send the load, and write and say what came of it: behind the ``earlier`` results, if there are any. The file is
+    written after each run, and before anything is said of it: whoever reads that may be gone."""
     from rich.console import Console
 
     from cotenant.bench.serve import ServeBench
@@ -171,7 +172,15 @@ def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] |
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    report = ServeBench(options, say, lambda run: print_run(run, console)).measure()
+    def on_run(run: dict[str, Any]) -> None:
+        if json_path is not None:
+            content = bench.report() if earlier is None else [*earlier, bench.report()]
+            write_json(json_path, content, is_compact=options.save_detailed)
+        print_run(run, console)
+
+    bench = ServeBench(options, say, on_run)
+    bench.measure()
+    report = bench.report()
     if "runs" in report:
         highest = report["highest_sustained"]
         if highest is not None:
@@ -180,9 +189,6 @@ def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] |
             say(f"no {report['swept']} was judged: give targets, as --slo-ttft-ms")
         else:
             say(f"no {report['swept']} of these was sustained")
-    if json_path is not None:
-        content = report if earlier is None else [*earlier, report]
-        write_json(json_path, content, is_compact=options.save_detailed)
     if not any(run["completed"] for run in report.get("runs", [report])):
         fail("no request was answered", exit_code=1)
 

@@ -55,11 +55,12 @@ class Grid:
         while missing := self.missing(report):
             together = self._together(missing)
             index = together[0][0]
-            for cell in self._in_turn(together, loads[index]):
-                cells.append(cell_figures(self.loads[index], cell, alone))
-                console.print(line(cells[-1]), highlight=False, markup=False, soft_wrap=True)
+            measured = [cell_figures(self.loads[index], cell, alone) for cell in self._in_turn(together, loads[index])]
+            cells += measured
             if json_path is not None:
                 write_json(json_path, report, is_compact=True)
+            for cell in measured:  # after that: whoever reads it may be gone
+                console.print(line(cell), highlight=False, markup=False, soft_wrap=True)
 
     def _together(self, missing: Sequence[_Missing]) -> Sequence[_Missing]:
         """The next ones: a place's are measured in turn. The reference may make the others needless."""
