@@ -64,8 +64,8 @@ class SharedLoad:
     def send(self, client: Client) -> Measured:
         if self.trace is not None:
             return client.trace(self.trace, self.seed)
-        sizes = (self.parameters[name] for name in ("batch_size", "context", "num_tokens"))
-        return client.steady(*sizes, self.seed)
+        batch_size, context, num_tokens = (self.parameters[name] for name in ("batch_size", "context", "num_tokens"))
+        return client.steady(batch_size, context, num_tokens, self.seed)
 
 
 @dataclass(slots=True)

@@ -142,8 +142,9 @@ def train(tokenizer: Any, recipe: Recipe) -> LlamaForCausalLM:
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for part in (*optimizers, *schedules):
-            part.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         if step % _LOG_EVERY_STEPS == 0 or step + 1 == recipe.steps:
             logger.info(
                 "step %d of %d, loss %.4f, %.0f s", step + 1, recipe.steps, loss.item(), time.perf_counter() - started

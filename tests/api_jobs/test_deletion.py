@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +144,7 @@ def test_what_is_deleted_while_a_crash_comes_is_neither_listed_nor_served(
             newest, oldest = await there.checkpoints(job_id)
             with monkeypatch.context() as patch:
                 patch.setattr(EventStore, "remove_checkpoint", no_room)
-                patch.setattr(durable.shutil, "rmtree", lambda *_, **__: None)
+                patch.setattr(shutil, "rmtree", lambda *_, **__: None)
                 assert (await delete(there, oldest)).status_code == 500
             assert len(folders(there, job_id)) == 3, "the leftovers of one, and the other"
             assert await there.models() == ["tiny", newest]
@@ -281,7 +282,7 @@ def test_a_folder_loses_its_name_in_one_rename(tmp_path: Path, monkeypatch: pyte
     folder.mkdir()
     (folder / "weights").write_text("much")
     with monkeypatch.context() as patch:
-        patch.setattr(durable.shutil, "rmtree", crash)
+        patch.setattr(shutil, "rmtree", crash)
         with pytest.raises(KeyboardInterrupt):
             durable.remove_folder(folder)
     assert not folder.exists()

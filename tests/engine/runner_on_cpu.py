@@ -118,7 +118,8 @@ class _DecodeWrapper(_Wrapper):
             for buffer, part in zip(self._buffers, parts, strict=True):
                 buffer[: len(part)].copy_(part.clone())
             parts = self._buffers
-        self._keep(torch.arange(len(last) + 1), *parts, sm_scale)
+        indptr, indices, last = parts
+        self._keep(torch.arange(len(last) + 1), indptr, indices, last, sm_scale)
 
 
 class _PrefillWrapper(_Wrapper):
@@ -224,7 +225,7 @@ def install() -> None:
 
     CapturedPieces.layer_ms = timed  # type: ignore[method-assign]
     turns = iter(range(1 << 30))
-    paged_attention.prepare = lambda *_: SimpleNamespace(  # type: ignore[assignment,return-value]
+    paged_attention.prepare = lambda *_: SimpleNamespace(  # type: ignore[attr-defined]
         wait=nothing, compile_the_rest=nothing, is_ready=lambda backend: next(turns) % 3 == 0
     )
     paged_attention.workspace_bytes = lambda *_: 16
@@ -241,7 +242,7 @@ def _engine(small: Any, page_tokens: int, budget: int, width: int | None = None)
     """``width``: the room that a head has in the cache; None: what it needs."""
     from cotenant.engine import engine
 
-    engine.cache_head_dim = lambda spec, *_: width or spec.head_dim  # type: ignore[assignment]
+    engine.cache_head_dim = lambda spec, *_: width or spec.head_dim  # type: ignore[attr-defined]
     return small.engine(160 // page_tokens + 8, page_tokens, 10, budget, max_model_len=96, max_loras=6)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotenant.finetune import checkpoint
+from cotenant.finetune.export import write_adapter_files
 
 
 class SlowDisk:
@@ -16,7 +17,7 @@ class SlowDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._may_write = threading.Semaphore(0)
-        self._write = checkpoint.write_adapter_files
+        self._write = write_adapter_files
         self.is_full = False
         monkeypatch.setattr(checkpoint, "write_adapter_files", self._wait_and_write)
 

@@ -90,7 +90,7 @@ def test_a_job_goes_on_in_less_memory_whichever_pass_finds_none(
     """A device that has no room for a pass of more than so many tokens, whatever it was believed to have."""
     expected = _undisturbed(decoder, tmp_path / "undisturbed", method)
 
-    def limit(owner: type) -> None:
+    def limit(owner: Any) -> None:
         forward = owner.forward
 
         def limited(self: Any, *arguments: Any) -> None:

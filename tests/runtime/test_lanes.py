@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device.cpu.device import CpuDevice
-from cotenant.runtime import lanes, self_profile
+from cotenant.runtime import self_profile
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.wire.messages import AddRequest, Drain, Drained, StartJob
 from finetune import support
@@ -104,7 +105,7 @@ def test_where_requests_never_cease_a_job_gets_its_partitions_between_their_batc
     worker = LateWorker(tmp_path, monkeypatch)
     worker.inbox.append(StartJob(support.make_spec(tmp_path / "job")))
     now_s = 0.0
-    monkeypatch.setattr(lanes.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
     counts = []
     for number in range(2 * SIZES):
         worker.inbox.append(AddRequest(request(f"r{number}", [5, 6, 7], 20)))

@@ -35,8 +35,9 @@ from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy, create_policy
 from cotenant.scheduler.answers import AnswerLengths
+from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.margin import Margin
-from cotenant.scheduler.turns import Turns
+from cotenant.scheduler.turns import Turns, take_turns
 from cotenant.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -467,11 +468,10 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
     aheads: list[InFlight | None] = []
     begins_ms: list[float] = []
     seats: list[int] = []
-    sized, take_turns = loop_module.prompt_budget, loop_module.take_turns
 
     def noted(*args: Any, **named: Any) -> int:
         aheads.append(named["ahead"])
-        return sized(*args, **named)
+        return prompt_budget(*args, **named)
 
     def turns(*args: Any) -> Turns:
         begins_ms.append(args[-2])

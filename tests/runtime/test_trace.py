@@ -8,6 +8,7 @@ import resource
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,7 +167,7 @@ def test_a_trace_that_a_full_disk_cuts_ends_behind_an_event(tmp_path: Path) -> N
     assert _events(path)[-1]["name"] == "observe"
 
 
-def _events(path: Path) -> list[dict[str, object]]:
+def _events(path: Path) -> list[dict[str, Any]]:
     """As a viewer reads it: the end of the array may be missing."""
     text = path.read_text().rstrip()
     return json.loads(text if text.endswith("]") else text.rstrip(",") + "]")  # type: ignore[no-any-return]

@@ -13,8 +13,9 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.text import validation
 from cotenant.text.chat import load_chat_template
 from cotenant.text.examples import EncodedExample
+from cotenant.text.prepared_file import PreparedFile
 from cotenant.text.tokenizer import load_tokenizer
-from cotenant.text.validation import PreparedFile, prepare_training_file, validate_and_encode
+from cotenant.text.validation import prepare_training_file, validate_and_encode
 from text.samples import TOOLS, byte_level_folder, call_message, tool_message
 
 USER = {"role": "user", "content": "Hi"}

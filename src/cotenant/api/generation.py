@@ -183,7 +183,7 @@ async def stream_choice(
     text = ChoiceText(state.tokenizer, choice.request, choice.options)
     is_first = True
     try:
-        async with aclosing(state.worker.generate(choice.request)) as outputs:  # type: ignore[type-var]
+        async with aclosing(state.worker.generate(choice.request)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     raise CotenantError("The model's output for this request is not a number.", code="model_failed")

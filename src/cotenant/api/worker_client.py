@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -189,7 +189,7 @@ class WorkerClient:
         self._supervisor.post(message)
         return True
 
-    async def generate(self, request: Request) -> AsyncIterator[SequenceOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
         """Run ``request`` and yield what each iteration adds to it; the last output has a ``finish_reason``.
 
         Closing the iterator early frees the sequence in the worker at once. If the worker dies before the first output
