@@ -19,6 +19,7 @@ from cotenant.core.job import LINEAR_MODULES
 from cotenant.models import adapter_files
 from cotenant.models.lora import LoraAdapter, read_adapter, save_adapter
 from cotenant.models.peft_config import read_config
+from cotenant.models.safetensors_file import read_whole
 from cotenant.models.spec import ModelSpec
 from models import support
 from models.support import PagedCache, Pair, tokens
@@ -323,11 +324,10 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(
     llama: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
-    read = adapter_files.read_whole
 
     def cut(*arguments: Any) -> bytes:
         os.truncate(tmp_path / WEIGHTS, 4000)
-        return read(*arguments)
+        return read_whole(*arguments)
 
     monkeypatch.setattr(adapter_files, "read_whole", cut)
     with pytest.raises(InvalidInputError, match=f"{WEIGHTS} is not.*it holds 4000 of the [0-9]+ bytes"):
@@ -340,11 +340,10 @@ def test_a_file_that_is_replaced_while_it_is_read_gives_the_one_or_the_other(
     first, second = (support.random_adapter(llama.decoder, 0, r=r) for r in (4, 2))
     save_adapter(first, tmp_path / "first", "base")
     save_adapter(second, tmp_path / "second", "base")
-    read = adapter_files.read_whole
 
     def replaced(*arguments: Any) -> bytes:
         os.replace(tmp_path / "second" / WEIGHTS, tmp_path / "first" / WEIGHTS)
-        return read(*arguments)
+        return read_whole(*arguments)
 
     monkeypatch.setattr(adapter_files, "read_whole", replaced)
     adapter = _load(tmp_path / "first", llama.decoder.spec)
