@@ -65,6 +65,8 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
         with suppress(EOFError):
             for _ in range(num_steps):
                 steps.recv()
+            while not list(killed.glob("checkpoints/step-*")):  # so that the next has something to take up
+                steps.recv()
         if num_steps < 100:
             time.sleep(generator.uniform(0.0, 0.02))
             process.kill()
