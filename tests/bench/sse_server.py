@@ -1,11 +1,12 @@
 """A completions API that generates nothing: it streams as many events as are asked for, at a set pace, or misbehaves.
 
-    python tests/bench/sse_server.py PORT [--interval-ms 5] [--tokens-per-chunk 1]
+    python tests/bench/sse_server.py PORT [--interval-ms 5] [--tokens-per-chunk 1] [--dies-after ANSWERS]
 
 The model's name says how an answer goes: ``tiny`` is answered in full, the others as ``_Answer`` lists them. One timer
 feeds all streams, so that the server costs less than the client that it is there to measure. ``GET /seen`` gives the
 bodies of all completions so far, without the prompts' ids but with their lengths and first ids, and with the number of
-the connection that each came by.
+the connection that each came by; ``GET /read`` the number of answers that a client has certainly read to their ends: on
+the same connection it has asked for another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from typing import Any
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -80,9 +82,11 @@ class _Answer:
 
 
 class _Server:
-    def __init__(self, interval_s: float, tokens_per_chunk: int) -> None:
+    def __init__(self, interval_s: float, tokens_per_chunk: int, dies_after: int | None) -> None:
         self.seen: list[dict[str, Any]] = []
         self.num_connections = 0
+        self.num_read = 0
+        self._dies_after = dies_after
         self._answers: list[_Answer] = []
         self._interval_s = interval_s
         self._tokens_per_chunk = tokens_per_chunk
@@ -97,6 +101,12 @@ class _Server:
         else:
             self._answers.append(_Answer(transport, body, self._tokens_per_chunk))
 
+    def was_read(self) -> None:
+        """A client has read an answer to its end."""
+        self.num_read += 1
+        if self.num_read == self._dies_after:
+            os._exit(0)
+
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         due_s = loop.time()
@@ -110,6 +120,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._data = b""
+        self._was_asked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport
@@ -127,6 +138,9 @@ class _Connection(asyncio.Protocol):
             return
         self._data = rest[length:]
         if head.startswith(b"POST"):
+            if self._was_asked:
+                self._server.was_read()
+            self._was_asked = True
             self._server.answer(self._transport, json.loads(rest[:length]), self._number)
             return
         path = head.split()[1]
@@ -134,6 +148,7 @@ class _Connection(asyncio.Protocol):
             b"/v1/models": {"data": [{"id": "tiny"}]},
             b"/version": {"version": "1.2.3"},
             b"/seen": self._server.seen,
+            b"/read": self._server.num_read,
         }
         content = json.dumps(answers.get(path, {})).encode()
         status = b"200 OK" if path in answers else b"404 Not Found"
@@ -145,8 +160,9 @@ async def _main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("--interval-ms", type=float, default=5.0)
     parser.add_argument("--tokens-per-chunk", type=int, default=1)
+    parser.add_argument("--dies-after", type=int, metavar="ANSWERS")
     arguments = parser.parse_args()
-    server = _Server(arguments.interval_ms / 1e3, arguments.tokens_per_chunk)
+    server = _Server(arguments.interval_ms / 1e3, arguments.tokens_per_chunk, arguments.dies_after)
     loop = asyncio.get_running_loop()
     listening = await loop.create_server(lambda: _Connection(server), "127.0.0.1", arguments.port, backlog=1024)
     port = listening.sockets[0].getsockname()[1]

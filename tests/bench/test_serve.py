@@ -26,7 +26,7 @@ from forked import run_command
 from serving import running_server
 
 SSE_SERVER = Path(__file__).parent / "sse_server.py"
-INTERVAL_MS = 5.0
+INTERVAL_MS = 20.0  # so long that an answer's time is little longer on a machine that has much to do
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def bench(url: str, folder: Path, *arguments: str, exit_code: int = 0) -> tuple[
 
 
 SHORT = ("--request-rate", "40", "--num-prompts", "20", "--random-input-len", "30", "--random-output-len", "20")
-SLO = ("--slo-ttft-ms", "2000", "--slo-tpot-ms", "500")
+SLO = ("--slo-ttft-ms", "30000", "--slo-tpot-ms", "3000")
 
 
 @pytest.mark.parametrize("processes", ["1", "3"])
@@ -118,7 +118,8 @@ def test_figures_are_those_of_the_detailed_arrays(url: str, tmp_path: Path) -> N
     ],
 )
 def test_a_failure_is_counted_by_its_kind(url: str, tmp_path: Path, model: str, failure: str, message: str) -> None:
-    report, printed = bench(url, tmp_path, *SHORT, *SLO, "--model", model, "--timeout", "0.5", exit_code=1)
+    timeout_s = "0.5" if failure == "timeout" else "60"
+    report, printed = bench(url, tmp_path, *SHORT, *SLO, "--model", model, "--timeout", timeout_s, exit_code=1)
     assert report["failures"] == {failure: 20}
     assert (report["completed"], report["failed"], report["slo_attainment"]) == (0, 20, 0.0)
     assert report["mean_ttft_ms"] is None
@@ -158,7 +159,7 @@ def test_unusual_answers_that_are_whole(url: str, tmp_path: Path, model: str) ->
 
 
 def test_tokens_are_counted_from_usage_when_a_chunk_has_several(tmp_path: Path) -> None:
-    interval_ms = 40.0  # so long that who is held up does not read several chunks at once
+    interval_ms = 100.0  # so long that who is held up does not read several chunks at once
     with sse_server("--tokens-per-chunk", "4", "--interval-ms", str(interval_ms)) as address:
         report, _ = bench(address, tmp_path, *SHORT)
     assert report["total_output_tokens"] == 400
@@ -207,17 +208,13 @@ def test_a_server_that_ends_early_is_noticed(url: str, tmp_path: Path) -> None:
 
 def test_a_server_that_dies_during_the_run_is_a_failure_of_what_it_owed(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    with sse_server() as address:
-        arguments = ("--request-rate", "20", "--duration", "3", "--random-output-len", "20", "--json", str(path))
-        process = subprocess.Popen(command(address, *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        deadline_s = time.monotonic() + 30
-        while len(seen_by(address)) < 20 and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-    _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, b"")
+    with sse_server("--dies-after", "10") as address:
+        arguments = ("--request-rate", "20", "--duration", "6", "--random-output-len", "20", "--json", str(path))
+        process = subprocess.run(command(address, *arguments), capture_output=True, timeout=120, check=False)
+    assert (process.returncode, process.stderr) == (0, b"")
     report = json.loads(path.read_text())
     assert report["completed"] >= 10
-    assert report["completed"] + report["failed"] == 60
+    assert report["completed"] + report["failed"] == 120
     assert "cannot connect" in report["failures"]
     assert set(report["failures"]) <= {"cannot connect", "truncated stream", "connection lost"}
 
@@ -242,7 +239,8 @@ def test_a_trace_is_replayed_with_shared_prefixes(url: str, tmp_path: Path) -> N
     assert (report["trace_format"], report["completed"], report["total_output_tokens"]) == ("mooncake", 3, 12)
     seen = seen_by(url)
     assert len(seen) == 5
-    *warm, first, second, third = (body["prompt"] for body in seen)
+    warm = [body["prompt"] for body in seen[:2]]
+    third, first, second = sorted((body["prompt"] for body in seen[2:]), key=len)
     assert first[:512] == second[:512]
     assert first[512:] != second[512:]
     assert len(third) == 20
@@ -252,12 +250,12 @@ def test_a_trace_is_replayed_with_shared_prefixes(url: str, tmp_path: Path) -> N
 def test_a_sweep_ends_with_the_first_rate_that_misses(url: str, tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(f"{at},5,8\n" for at in range(10)))
-    arguments = ("--trace", str(trace), "--sweep", "20,40", "--slo-ttft-ms", "2000")
+    arguments = ("--trace", str(trace), "--sweep", "20,40", "--slo-ttft-ms", "30000")
     report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "0.5")
     assert [run["time_scale"] for run in report["runs"]] == [20.0]
     assert report["highest_sustained"] is None
     assert "no time_scale of these was sustained" in printed
-    report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "500")
+    report, printed = bench(url, tmp_path, *arguments, "--stop-when-missed", "--slo-tpot-ms", "3000")
     assert [run["time_scale"] for run in report["runs"]] == [20.0, 40.0]
     assert (report["swept"], report["highest_sustained"]) == ("time_scale", 40.0)
     assert "highest time_scale sustained: 40" in printed
@@ -288,11 +286,12 @@ def test_interrupting_ends_the_run_and_reports(url: str, tmp_path: Path, process
     process = subprocess.Popen(
         command(url, *arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline_s = time.monotonic() + 30
-    while len(seen_by(url)) < 20 and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + 120
+    while httpx.get(f"{url}/read", verify=False).json() < 5:
+        assert time.monotonic() < deadline_s
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    printed, errors = process.communicate(timeout=30)
+    printed, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     report = json.loads(path.read_text())
     assert report["interrupted"] is True
