@@ -86,11 +86,8 @@ def wait_until(condition: object, timeout_s: float = 60) -> None:
 
 def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
     """It comes once the server is healthy, which is what the fixture has waited for."""
-    deadline_s = time.monotonic() + 10.0
-    while not (lines := re.findall(r"^cotenant is ready: .*\n", server.log, re.MULTILINE)):
-        assert time.monotonic() < deadline_s, server.log
-        time.sleep(0.05)
-    (line,) = lines
+    wait_until(lambda: re.search(r"^cotenant is ready: .*\n", server.log, re.MULTILINE))
+    (line,) = re.findall(r"^cotenant is ready: .*\n", server.log, re.MULTILINE)
     assert server.base_url in line
     assert re.search(r"model tiny +policy adaptive +SLO TTFT 500\.0 ms TPOT 100\.0 ms ITL 300\.0 ms\n$", line)
 
@@ -110,7 +107,22 @@ def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: Ru
         metrics = httpx.get(f"{server.base_url}/metrics").text
         return [figure_in(metrics, name) for name in counted]
 
-    before = counts()
+    for _ in range(3):
+        before = counts()
+        lost, answer = lose_worker(server)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 300
+        server.wait_ready()
+        num_prompt = answer.json()["usage"]["prompt_tokens"]
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 2 * num_prompt, 2]
+        if lost.events[-1] != "[DONE]":  # else the machine paused, and the stream had ended before
+            break
+    assert lost.events[-1] != "[DONE]"
+    assert "error" in json.loads(lost.events[-1])
+
+
+def lose_worker(server: RunningServer) -> tuple[Stream, httpx.Response]:
+    """Kill the worker while it streams: the stream at its end, and the answer to a request that had none by then."""
     stream = Stream(server, max_tokens=900)
     stream.wait_first()
     answers: list[httpx.Response] = []
@@ -125,13 +137,7 @@ def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: Ru
     server.kill_worker()
     stream.join()
     asking.join(60)
-    assert answers[0].status_code == 200, answers[0].text
-    assert answers[0].json()["usage"]["completion_tokens"] == 300
-    assert stream.events[-1] != "[DONE]"
-    assert "error" in json.loads(stream.events[-1])
-    server.wait_ready()
-    num_prompt = answers[0].json()["usage"]["prompt_tokens"]
-    assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 2 * num_prompt, 2]
+    return stream, answers[0]
 
 
 def test_a_port_in_use_is_exit_code_1_and_says_so(tmp_path: Path) -> None:
