@@ -6,23 +6,25 @@ The lanes are those of a CPU that notes what it is asked for; a batch has not la
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from clocks import SteppedTime
 from cotenant.core.plan import IterationRecord, Mode, Partition, Plan
 from cotenant.core.tasklet import TaskletShape
+from cotenant.device import readback
+from cotenant.device.cpu import device as cpu_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.device.readback import Interval
 from cotenant.engine.engine import OnlineEngine
 from cotenant.engine.flight import Flight, OnlineStep
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime import executor as executor_module
 from cotenant.runtime import tasklet_lanes
 from runtime.cotenancy import request
 from runtime.test_executor import Bench
@@ -109,6 +111,12 @@ def side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     bench.land_after = land_after  # type: ignore[attr-defined]
     yield bench
     bench.pause()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SteppedTime:
+    """Of all that times batches and tasklets, from here on: ask for it before ``side_by_side``."""
+    return SteppedTime(monkeypatch, executor_module, tasklet_lanes, readback, cpu_device)
 
 
 def spatial(num_beside: int, num_behind: int = 0, partition: Partition = FEW) -> Plan:
@@ -233,22 +241,22 @@ def test_tasklets_that_were_to_follow_can_be_given_up(side_by_side: SideBySide) 
     assert side_by_side.engine.num_in_flight == 1
 
 
-def test_what_was_begun_is_timed_by_the_device(side_by_side: SideBySide) -> None:
+def test_what_was_begun_is_timed_by_the_device(clock: SteppedTime, side_by_side: SideBySide) -> None:
     """Whatever keeps the host between the two iterations."""
     side_by_side.execute(Plan())
     side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
-    time.sleep(1.0)
+    clock.sleep(1.0)
     record = side_by_side.finish()
     assert count(record.tasklets) == 1
     assert record.total_ms >= record.online_ms
     assert record.total_ms < 900
 
 
-def test_tasklets_behind_what_was_begun_end_when_they_were_to(side_by_side: SideBySide) -> None:
+def test_tasklets_behind_what_was_begun_end_when_they_were_to(clock: SteppedTime, side_by_side: SideBySide) -> None:
     """The job was elsewhere in its step when they were counted."""
     side_by_side.execute(Plan())
     side_by_side.execute(Plan(num_tasklets=50, mode=Mode.TEMPORAL, predicted_ms=20.0))
-    time.sleep(0.05)
+    clock.sleep(0.05)
     record = side_by_side.finish()
     assert count(record.tasklets) == 1, "the one that was launched behind the batch"
     assert record.predicted_ms is None
@@ -256,7 +264,7 @@ def test_tasklets_behind_what_was_begun_end_when_they_were_to(side_by_side: Side
     side_by_side.execute(Plan())
     plan = Plan(num_tasklets=50, mode=Mode.TEMPORAL, predicted_ms=400.0)
     side_by_side.execute(plan)
-    side_by_side.device.wait_for_room = lambda *_, **__: time.sleep(0.5)  # type: ignore[method-assign]
+    side_by_side.device.wait_for_room = lambda *_, **__: clock.sleep(0.5)  # type: ignore[method-assign]
     assert count(side_by_side.execute(plan).tasklets) <= 1
 
 
@@ -451,7 +459,7 @@ def test_a_batch_is_told_which_tasklets_in_flight_it_waits_for(
     assert (landed.batch.prefill_tokens, landed.is_disturbed) == (3, True)
 
 
-def test_it_is_known_how_long_a_batch_waits(side_by_side: SideBySide) -> None:
+def test_it_is_known_how_long_a_batch_waits(clock: SteppedTime, side_by_side: SideBySide) -> None:
     device, executor = side_by_side.device, side_by_side.executor
     device.tasklets_left_ms = lambda: 400.0  # type: ignore[method-assign]
     assert executor.wait_ms == 400.0, "one that is launched now"
@@ -460,10 +468,10 @@ def test_it_is_known_how_long_a_batch_waits(side_by_side: SideBySide) -> None:
     side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
     side_by_side.finish()
     device.tasklets_end = object  # type: ignore[method-assign, assignment]
-    begin_s = time.perf_counter()
+    begin_s = clock.now_s
     side_by_side.execute(Plan())
-    time.sleep(0.1)
-    wait_ms, passed_ms = executor.wait_ms, (time.perf_counter() - begin_s) * 1e3
+    clock.sleep(0.1)
+    wait_ms, passed_ms = executor.wait_ms, (clock.now_s - begin_s) * 1e3
     assert 400.0 - passed_ms <= wait_ms <= 300.0
     device.tasklets_end = lambda: None  # type: ignore[method-assign]
     side_by_side.execute(Plan(num_tasklets=1, mode=Mode.TEMPORAL))
@@ -473,13 +481,13 @@ def test_it_is_known_how_long_a_batch_waits(side_by_side: SideBySide) -> None:
 
 
 def test_it_is_known_how_long_a_batch_with_prompts_takes_to_begin(
-    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+    clock: SteppedTime, side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is in flight: else the device has work meanwhile."""
     executor, schedule, waits_s = side_by_side.executor, OnlineEngine.schedule, 0.05
 
     def slow(engine: OnlineEngine) -> OnlineStep | None:
-        time.sleep(waits_s)
+        clock.sleep(waits_s)
         return schedule(engine)
 
     monkeypatch.setattr(OnlineEngine, "schedule", slow)
@@ -536,15 +544,15 @@ def test_tasklets_lie_ahead_where_the_host_is_away_and_nobody_waits_for_their_en
     assert device.far_ahead == [True, True], "until a request that comes is a batch, they have ended"
 
 
-def test_the_device_is_told_how_long_the_host_was_away(side_by_side: SideBySide) -> None:
+def test_the_device_is_told_how_long_the_host_was_away(clock: SteppedTime, side_by_side: SideBySide) -> None:
     temporal, absences_s = Plan(num_tasklets=2, mode=Mode.TEMPORAL), side_by_side.device.absences_s
-    begin_s = time.perf_counter()
+    begin_s = clock.now_s
     side_by_side.execute(temporal)
     absences_s.clear()
-    time.sleep(0.02)
+    clock.sleep(0.02)
     side_by_side.execute(temporal)
     assert len(absences_s) == 1
-    assert 0.02 <= absences_s[0] < time.perf_counter() - begin_s, "since the last tasklet of the first"
+    assert 0.02 <= absences_s[0] < clock.now_s - begin_s, "since the last tasklet of the first"
     side_by_side.execute(Plan())
     side_by_side.execute(Plan())
     assert len(absences_s) == 2, "before the first of these alone tasklets were launched behind a batch"
@@ -592,13 +600,13 @@ def test_the_lane_is_filled_before_the_host_launches_a_batch_behind_another(
 
 @pytest.mark.parametrize("step_ms", [100.0, 400.0])
 def test_before_the_host_launches_prompts_the_lane_is_filled_for_as_long_as_that_takes(
-    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch, step_ms: float
+    clock: SteppedTime, side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch, step_ms: float
 ) -> None:
     """Or until the batch in flight ends, by what the last one in that partition took."""
     launch, collect = OnlineEngine.launch, OnlineEngine.collect
 
     def slow(engine: OnlineEngine, step: OnlineStep, *others: Any) -> None:
-        time.sleep(0.2 if step.shape.prefill_tokens else 0.0)
+        clock.sleep(0.2 if step.shape.prefill_tokens else 0.0)
         launch(engine, step, *others)
 
     monkeypatch.setattr(OnlineEngine, "launch", slow)
@@ -625,21 +633,18 @@ def test_tokens_that_are_there_do_not_wait_until_the_lane_is_full(
 
 
 def test_the_lane_is_not_filled_where_a_launch_takes_as_long_as_a_tasklet(
-    side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
+    clock: SteppedTime, side_by_side: SideBySide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There would always be room. Time passes in launches alone: a busy machine's pauses change nothing."""
+    """There would always be room."""
     device = side_by_side.device
     side_by_side.execute(spatial(8))
-    now_s = time.perf_counter()
     run_tasklet = side_by_side.training.run_tasklet
 
     def slow() -> TaskletShape:
-        nonlocal now_s
-        now_s += 0.002
+        clock.sleep(0.002)
         return run_tasklet()
 
     monkeypatch.setattr(tasklet_lanes, "_FILLING_S", 1e-3)
-    monkeypatch.setattr(tasklet_lanes, "time", SimpleNamespace(perf_counter=lambda: now_s))
     side_by_side.training.run_tasklet = slow  # type: ignore[method-assign]
     side_by_side.land_after(3)  # type: ignore[attr-defined]
     side_by_side.execute(spatial(8))
