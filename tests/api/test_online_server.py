@@ -323,12 +323,12 @@ def test_a_client_that_leaves_frees_its_sequence(
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
         connection.sendall(head.encode() + raw)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while figure(http, "generation_tokens_total") == tokens_before:
             assert time.monotonic() < deadline_s, "it never began"
-    wait_until_idle(http, within_s=5)
+    wait_until_idle(http, within_s=60)
     assert figure(http, "generation_tokens_total") - tokens_before < 4 * limit
 
 
 def test_nothing_is_left_live(http: httpx.Client) -> None:
-    assert figure_in(wait_until_idle(http, within_s=5), "kv_cache_usage_perc") == 0
+    assert figure_in(wait_until_idle(http, within_s=60), "kv_cache_usage_perc") == 0

@@ -129,13 +129,13 @@ class Server:
         return [checkpoint["fine_tuned_model_checkpoint"] for checkpoint in page["data"]]
 
     async def wait(self, job_id: str, *statuses: str) -> dict[str, Any]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (job := await self.job(job_id))["status"] not in statuses:
                 await asyncio.sleep(0.01)
         return job
 
     async def wait_started(self, *job_ids: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while self.worker.started[-len(job_ids) :] != list(job_ids):
                 await asyncio.sleep(0.01)
 
@@ -196,7 +196,7 @@ async def server(
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the server's loop
-        runner.run(asyncio.wait_for(scenario(), 120))  # type: ignore[arg-type]
+        runner.run(asyncio.wait_for(scenario(), 240))  # type: ignore[arg-type]
 
 
 def examples(num_examples: int = 12) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from api_jobs.support import (
     success,
     write_adapter,
 )
+from cotenant.api.jobs import manager
 from cotenant.core.errors import InvalidInputError
 from cotenant.wire.messages import (
     CancelJob,
@@ -51,14 +51,17 @@ def test_jobs_run_one_at_a_time_in_order_of_creation(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_paused_job_lets_the_next_one_run_and_comes_back_before_later_ones(tmp_path: Path) -> None:
+def test_a_paused_job_lets_the_next_one_run_and_comes_back_before_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "SETTLE_TIMEOUT_S", 600.0)  # whoever waits for it in vain does so for longer
+
     async def scenario() -> None:
         async with server(tmp_path) as there:
             first, second, third = await queue_of(there, 3)
             await there.say(JobStarted(first, 6, 0, 40.0), report(first, 1, 2))
-            began = time.monotonic()
-            paused = await there.post(first, "pause")
-            assert time.monotonic() - began < 1
+            async with asyncio.timeout(60):
+                paused = await there.post(first, "pause")
             assert (paused["status"], paused["estimated_finish"]) == ("paused", None)
             await there.wait_started(first, second)
 
@@ -79,16 +82,17 @@ def test_a_paused_job_lets_the_next_one_run_and_comes_back_before_later_ones(tmp
     run(scenario)
 
 
-def test_cancelling_in_every_state(tmp_path: Path) -> None:
+def test_cancelling_in_every_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "SETTLE_TIMEOUT_S", 600.0)  # as above
+
     async def scenario() -> None:
         async with server(tmp_path) as there:
             running, queued, paused = await queue_of(there, 3)
             assert (await there.post(paused, "pause"))["status"] == "paused"
             validating = str((await there.create())["id"])
             for job_id in (validating, paused, queued, running):
-                began = time.monotonic()
-                assert (await there.post(job_id, "cancel"))["status"] == "cancelled"
-                assert time.monotonic() - began < 1
+                async with asyncio.timeout(60):
+                    assert (await there.post(job_id, "cancel"))["status"] == "cancelled"
                 assert (await there.messages(job_id))[-1] == "Fine-tuning job cancelled"
             assert stops(there.worker) == [(CancelJob, running)]
 

@@ -20,7 +20,7 @@ async def warnings(there: Server, job_id: str) -> list[str]:
 
 
 async def wait_warned(there: Server, job_id: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not await warnings(there, job_id):
             await asyncio.sleep(0.01)
 

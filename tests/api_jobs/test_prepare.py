@@ -53,7 +53,7 @@ def children() -> list[psutil.Process]:
     return children_that(lambda child: prepare_main.__name__ in child.cmdline())
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
@@ -251,7 +251,7 @@ def assert_ends_quietly(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     assert process.stderr is not None
     process.stdin.close()
-    assert process.wait(20) == 1
+    assert process.wait(60) == 1
     assert process.stderr.read() == b""
 
 

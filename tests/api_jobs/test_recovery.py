@@ -304,7 +304,8 @@ def test_a_failure_is_recorded_without_room_for_its_last_checkpoint(
             checkpoint.mkdir(parents=True)
             (checkpoint / "adapter_config.json").write_text("{}")
             FullDisk(monkeypatch, there.store.events, "add_checkpoint", 1000)
-            await asyncio.wait_for(there.say(JobFailed(job_id, "disk_full", "The disk is full.", 2)), 5)
+            monkeypatch.setattr(manager, "RETRY_DELAYS_S", (600.0,))  # whoever tries again does so for longer
+            await asyncio.wait_for(there.say(JobFailed(job_id, "disk_full", "The disk is full.", 2)), 60)
             job = await there.job(job_id)
             assert (job["status"], job["error"]["code"]) == ("failed", "disk_full")
 
@@ -326,12 +327,13 @@ def test_waiting_for_the_disk_does_not_hold_up_the_end(tmp_path: Path, monkeypat
         async with server(tmp_path) as there:
             job_id = await there.started_job()
             FullDisk(monkeypatch, there.store.events, "add_metrics", 1000)
+            monkeypatch.setattr(manager, "RETRY_DELAYS_S", (600.0,))
             saying = asyncio.create_task(there.say(report(job_id, 1)))
             await asyncio.sleep(0.3)
             assert not saying.done()
             there.jobs.begin_drain()
             with pytest.raises(StoreError):
-                await asyncio.wait_for(saying, 2)
+                await asyncio.wait_for(saying, 60)
 
     run(scenario)
 

@@ -55,7 +55,7 @@ async def running(client: WorkerClient, ready: bool = True) -> AsyncIterator[Wor
     await client.start()
     try:
         if ready:
-            await asyncio.wait_for(client.wait_ready(), 20)
+            await asyncio.wait_for(client.wait_ready(), 60)
         yield client
     finally:
         await client.close()
@@ -69,7 +69,7 @@ async def outputs_of(client: WorkerClient, request: Request) -> list[SequenceOut
     return [output async for output in client.generate(request)]
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
@@ -77,7 +77,7 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the server's loop
-        runner.run(asyncio.wait_for(scenario(), 60))  # type: ignore[arg-type]
+        runner.run(asyncio.wait_for(scenario(), 240))  # type: ignore[arg-type]
 
 
 async def kill_worker(client: WorkerClient) -> None:
@@ -228,7 +228,7 @@ def test_the_last_words_of_a_worker_are_heard() -> None:
 def test_start_failed_is_final_and_says_why() -> None:
     async def scenario() -> None:
         async with running(make_client("refuse"), ready=False) as client:
-            assert await asyncio.wait_for(client.wait_failed(), 20) == "this model does not fit"
+            assert await asyncio.wait_for(client.wait_failed(), 60) == "this model does not fit"
             assert (client.failed, client.exit_code) == ("this model does not fit", 2)
             with pytest.raises(CotenantError, match="does not fit"):
                 await client.wait_ready()
@@ -242,7 +242,7 @@ def test_start_failed_is_final_and_says_why() -> None:
 def test_a_crash_loop_ends(start: str, reason: str) -> None:
     async def scenario() -> None:
         async with running(make_client(start), ready=False) as client:
-            failed = await asyncio.wait_for(client.wait_failed(), 30)
+            failed = await asyncio.wait_for(client.wait_failed(), 60)
             assert "5 times within 60 s" in failed
             assert reason in failed
             assert client.exit_code == 1
@@ -256,7 +256,7 @@ def test_workers_that_die_before_they_are_ready_are_counted_however_long_they_ta
     async def scenario() -> None:
         crashes = CrashWindow(window_s=1e-3, first_delay_s=0.01)
         async with running(make_client("die", crashes=crashes), ready=False) as client:
-            failed = await asyncio.wait_for(client.wait_failed(), 30)
+            failed = await asyncio.wait_for(client.wait_failed(), 60)
             assert "5 times before it was ready; the last time it exited with code 3" in failed
             assert client.exit_code == 1
 
@@ -267,7 +267,7 @@ def test_a_worker_that_cannot_be_started_is_a_crash_loop_too() -> None:
     async def scenario() -> None:
         client = WorkerClient(CONFIG, worker_command=("/nonexistent/program",), crashes=CrashWindow(first_delay_s=0.01))
         async with running(client, ready=False):
-            assert "/nonexistent/program" in await asyncio.wait_for(client.wait_failed(), 20)
+            assert "/nonexistent/program" in await asyncio.wait_for(client.wait_failed(), 60)
 
     run(scenario)
 
@@ -305,7 +305,7 @@ def test_drain_refuses_new_requests_hears_the_last_message_and_starts_no_other_w
         jobs = RecordedJobs()
         client.attach_jobs(jobs)
         async with running(client):
-            await client.drain(timeout_s=20)
+            await client.drain(timeout_s=60)
             assert jobs.messages == ["ready", JobPaused("drained", 0)]
             assert client.worker_pid is None
             assert client.failed is None
@@ -332,7 +332,7 @@ def test_drain_does_not_wait_for_a_model_that_is_being_loaded() -> None:
     async def scenario() -> None:
         async with running(make_client("slow"), ready=False) as client:
             await until(lambda: client.worker_pid is not None)
-            await asyncio.wait_for(client.drain(timeout_s=60), 5)
+            await asyncio.wait_for(client.drain(timeout_s=120), 60)
             assert client.worker_pid is None
 
     run(scenario)

@@ -63,7 +63,7 @@ def catalogue(tmp_path: Path) -> Path:
 
 def measure(catalogue: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--catalogue", str(catalogue), "--out", str(catalogue.parent / "out")]
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_results_of_several_commands_become_one_and_are_measured_once(catalogue: Path) -> None:
@@ -102,12 +102,12 @@ def test_what_has_ended_is_kept_when_it_is_told_to_stop(catalogue: Path) -> None
     out = catalogue.parent / "out"
     command = [sys.executable, str(SCRIPT), "--catalogue", str(catalogue), "--out", str(out), "two", "slow"]
     process = subprocess.Popen(command)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while not (out / "slow-slow.log").exists():
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(120) == 128 + signal.SIGTERM
     assert measure(catalogue, "two").returncode == 0
     found = json.loads((out / "results" / "two_gpu.json").read_text())
     assert [each["times"] for each in found] == [1, 1]

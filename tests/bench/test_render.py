@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def render(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "bench" / "render.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_the_committed_pages_are_what_the_command_renders(tmp_path: Path) -> None:

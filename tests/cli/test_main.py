@@ -18,11 +18,11 @@ LONG = "a" * 300  # than which no file's name is longer
 
 
 def cotenant(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "cotenant", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "cotenant", *arguments], capture_output=True, text=True, timeout=200)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
 
 
 def test_version() -> None:

@@ -63,7 +63,7 @@ class Bench:
     def pause(self) -> None:
         """Stop the job and wait until that is answered."""
         self.training.pause_running()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 120
         while self.training.job_id is not None:
             self.training.publish()
             assert time.monotonic() < deadline_s
@@ -245,7 +245,7 @@ def test_a_pause_does_not_wait_for_the_disk_and_is_answered_when_the_checkpoint_
     fsync = os.fsync
 
     def slow_fsync(descriptor: int) -> None:
-        assert may_write.wait(30)
+        assert may_write.wait(120)
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
@@ -342,7 +342,7 @@ def test_what_is_done_once_and_finds_no_memory_ends_the_job(
 
     monkeypatch.setattr(owner, name, short_of_memory)
     bench = Bench(tmp_path, validation=support.random_examples(6, seed=5))
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 120
     while bench.training.job_id is not None:
         assert time.monotonic() < deadline_s, "it neither goes on nor fails"
         bench.run(Plan(run_online=False, num_tasklets=4))

@@ -60,14 +60,14 @@ async def exchange(address: str) -> tuple[list[ToWorker], list[FromWorker]]:
             await api.send(message)
         received: list[ToWorker] = []
         while len(received) < len(TO_WORKER):
-            assert worker.wait(5.0)
+            assert worker.wait(60.0)
             assert worker.pending()
             received += worker.receive()
         assert not worker.pending()
         assert worker.receive() == []
         for answer in FROM_WORKER:
             worker.send(answer)
-        return received, [await asyncio.wait_for(api.receive(), 5.0) for _ in FROM_WORKER]
+        return received, [await asyncio.wait_for(api.receive(), 60.0) for _ in FROM_WORKER]
     finally:
         worker.close()
         api.close()
@@ -93,4 +93,4 @@ def test_a_message_that_was_sent_before_the_worker_connected_is_not_lost(tmp_pat
         api.close()
         return messages
 
-    assert asyncio.run(asyncio.wait_for(late(), 5)) == [PauseJob("j")]
+    assert asyncio.run(asyncio.wait_for(late(), 60)) == [PauseJob("j")]
