@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,7 @@ FIRST_ONLY = 3  # one token, and then nothing
 REFUSE = 4  # the request fails with code model_not_found
 DIE = 5  # kills itself when it sees the request
 DIE_AFTER_FIRST = 6  # sends one token, and kills itself
+DIE_BEFORE_FIRST = 7  # of one that runs apart: the process ends, and a token arrives later
 
 # What it does with an adapter follows from its name.
 BROKEN_ADAPTER = "broken"
@@ -67,9 +69,12 @@ def answer(channel: WorkerChannel, request: Request) -> bool:
             reason = FinishReason.LENGTH if token == last else None
             channel.send(Outputs((SequenceOutput(request.request_id, (token,), finish_reason=reason),)))
         return False
-    if behaviour in (FIRST_ONLY, DIE_AFTER_FIRST):
+    if behaviour == DIE_BEFORE_FIRST:
+        os.close(sys.stdout.fileno())
+        time.sleep(0.5)
+    if behaviour in (FIRST_ONLY, DIE_AFTER_FIRST, DIE_BEFORE_FIRST):
         channel.send(Outputs((SequenceOutput(request.request_id, (0,)),)))
-    if behaviour == DIE_AFTER_FIRST:
+    if behaviour in (DIE_AFTER_FIRST, DIE_BEFORE_FIRST):
         channel.close()  # what was sent arrives
         die()
     return True
@@ -79,6 +84,15 @@ def load(channel: WorkerChannel, name: str) -> None:
     if name == DEADLY_ADAPTER:
         die()
     channel.send(AdapterFailed(name, "this is no adapter") if name == BROKEN_ADAPTER else AdapterLoaded(name))
+
+
+def run_apart(arguments: list[str]) -> None:
+    """In a process of its own, which outlives this one: what is sent is as late as if the kernel still had it."""
+    command = [sys.executable, __file__, *arguments, "--parent-pid", str(os.getpid())]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read()  # until it closes it
+    os._exit(0)
 
 
 def serve(channel: WorkerChannel) -> None:
@@ -109,7 +123,7 @@ def serve(channel: WorkerChannel) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("start", choices=("ready", "die", "die-loading", "refuse", "slow", "deaf"))
+    parser.add_argument("start", choices=("ready", "apart", "die", "die-loading", "refuse", "slow", "deaf"))
     parser.add_argument("--address", required=True)
     parser.add_argument("--config", required=True, type=Path)
     parser.add_argument("--parent-pid", required=True, type=int)
@@ -120,6 +134,8 @@ def main() -> None:
     assert config.api.api_key == "", "the key must not reach the worker"
     if arguments.start == "die":
         sys.exit(3)
+    if arguments.start == "apart":
+        run_apart(["ready", *sys.argv[2:]])
     channel = WorkerChannel(arguments.address)
     if arguments.start == "die-loading":
         channel.send(Stats())

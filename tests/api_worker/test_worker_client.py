@@ -225,6 +225,20 @@ def test_the_last_words_of_a_worker_are_heard() -> None:
     run(scenario)
 
 
+def test_the_last_words_of_a_worker_are_heard_however_late_they_arrive() -> None:
+    """As where this process was paused meanwhile."""
+
+    async def scenario() -> None:
+        async with running(make_client("apart")) as client:
+            outputs = client.generate(make_request(stand_in.DIE_BEFORE_FIRST))
+            assert (await anext(outputs)).token_ids == (0,)
+            with pytest.raises(WorkerLostError):
+                await anext(outputs)
+            assert client.num_restarts <= 1
+
+    run(scenario)
+
+
 def test_start_failed_is_final_and_says_why() -> None:
     async def scenario() -> None:
         async with running(make_client("refuse"), ready=False) as client:

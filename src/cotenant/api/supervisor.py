@@ -31,8 +31,13 @@ EXIT_START_FAILED = 2
 
 # The kernel allows 107 bytes for the path of a Unix socket; what we append to the folder's name needs 16.
 _MAX_FOLDER_BYTES = 90
-# After the process is gone its last messages may still be on their way through ZeroMQ's thread.
+# After the process is gone its last messages may still be on their way through ZeroMQ's thread, for so long at most
+# until it has seen the end of the connection.
+_HEAR_OUT_S = 5.0
+# So long the last of them may take to be handled, and all of them where it is not known whether there is a connection.
+# In many looks: a pause of this process, which stops that thread as well, takes the time of one.
 _SETTLE_S = 0.1
+_NUM_LOOKS = 10
 _START_FAILED_GRACE_S = 5.0
 # Workers, one after the other, that died before they were ready, however long they took: a large model loads for longer
 # than crashes are counted together.
@@ -201,10 +206,7 @@ class Supervisor:
         ]
         try:
             returncode = await life.process.wait()
-            seen = -1
-            while seen != life.num_received:
-                seen = life.num_received
-                await asyncio.sleep(_SETTLE_S)
+            await _hear_out(life)
             return describe_exit(returncode)
         finally:
             self._life = None
@@ -276,6 +278,18 @@ class Supervisor:
                 await life.channel.send(message)
             except Exception:
                 logger.exception("%s could not be sent to the worker", type(message).__name__)
+
+
+async def _hear_out(life: _Life) -> None:
+    """Let the reader have what a worker that has ended said before."""
+    if life.num_received > 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(life.channel.heard_out(), _HEAR_OUT_S)
+    seen = -1
+    while seen != life.num_received:
+        seen = life.num_received
+        for _ in range(_NUM_LOOKS):
+            await asyncio.sleep(_SETTLE_S / _NUM_LOOKS)
 
 
 def describe_exit(returncode: int) -> str:

@@ -5,6 +5,8 @@ A new worker gets a new address, so a message for its predecessor can never reac
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import zmq
 import zmq.asyncio
@@ -58,6 +60,7 @@ class ApiChannel:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(address)
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
@@ -67,6 +70,13 @@ class ApiChannel:
     async def receive(self) -> FromWorker:
         """The next message, however long it takes."""
         return self._decoder.decode(await self._socket.recv())
+
+    async def heard_out(self) -> None:
+        """Return when the worker, which has connected, has closed its end (a process that ends does), and ``receive``
+        has been given all that it sent."""
+        await self._ends.recv_multipart()  # once all that came before is in the socket
+        while await self._socket.poll(0):
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         self._socket.close(linger=0)
