@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,11 +39,19 @@ def _refuses(handle: str) -> int:
     raise _NvmlError("not supported")
 
 
-def _figures(monkeypatch: pytest.MonkeyPatch, nvml: SimpleNamespace) -> dict[str, float] | None:
+def _figures(monkeypatch: pytest.MonkeyPatch, nvml: SimpleNamespace | None) -> dict[str, float] | None:
+    """Of three samples or more."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    has_sampled = threading.Semaphore(0)
+    if nvml is not None:
+        rates = nvml.nvmlDeviceGetUtilizationRates
+        monkeypatch.setattr(
+            nvml, "nvmlDeviceGetUtilizationRates", lambda handle: has_sampled.release() or rates(handle)
+        )
     with UtilisationSampler(torch.device("cuda")) as sampler:
-        time.sleep(0.35)
+        for _ in range(4 if nvml is not None else 0):  # as the fourth begins there are three
+            assert has_sampled.acquire(timeout=60)
     return sampler.figures
 
 
@@ -123,4 +131,4 @@ def test_nothing_where_there_is_no_gpu_or_no_package(monkeypatch: pytest.MonkeyP
     with UtilisationSampler(torch.device("cpu")) as sampler:
         pass
     assert sampler.figures is None
-    assert _figures(monkeypatch, None) is None  # type: ignore[arg-type]
+    assert _figures(monkeypatch, None) is None
