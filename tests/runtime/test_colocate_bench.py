@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,13 +66,16 @@ def test_what_is_live_at_the_end_is_answered_without_training() -> None:
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         # At its fastest: were a step soon to take a part of that, tokens enough to judge by would come until the end.
         step_s = TOKENS_PER_STEP / max(bench.alone(0.5) for _ in range(4))
-        begin_s = time.perf_counter()
-        # Room for a step even where something else has the machine in between.
-        cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
-        assert time.perf_counter() - begin_s < 20 * step_s
-        assert (cell.num_failed, len(cell.itl_ms)) == (0, 31), "too few tokens came until the end"
-        assert cell.num_attained == 0
-        assert cell.train_tokens_per_s > 0
+        times_s: list[float] = []
+        while min(times_s, default=math.inf) >= 20 * step_s:  # a machine that pauses does not do so each time
+            assert len(times_s) < 4, (times_s, step_s)
+            begin_s = time.perf_counter()
+            # Room for a step even where something else has the machine in between.
+            cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
+            times_s.append(time.perf_counter() - begin_s)
+            assert (cell.num_failed, len(cell.itl_ms)) == (0, 31), "too few tokens came until the end"
+            assert cell.num_attained == 0
+            assert cell.train_tokens_per_s > 0
 
 
 def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
