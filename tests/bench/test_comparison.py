@@ -183,6 +183,23 @@ def test_parts_of_a_trace_are_places_of_their_own() -> None:
     assert [load_name(each) for each in with_parts(seconds)] == ["conv x 1", "conv x 2"], "of --cell-seconds"
 
 
+def test_targets_for_ttft_are_places_of_their_own_and_named() -> None:
+    def at(ttft_ms: float, policy: str, speed: float) -> dict[str, Any]:
+        return cell(policy, speed) | {"slo": {"ttft_ms": ttft_ms, "tpot_ms": 10.0}}
+
+    cells = [at(500.0, "adaptive", 60.0), at(500.0, "static", 50.0), at(250.5, "adaptive", 30.0)]
+    cells.append(at(250.5, "static", 50.0))
+    named = with_parts(cells)
+    assert [load_name(each) for each in named[1:3]] == ["conv (TTFT 500 ms) x 1", "conv (TTFT 250.5 ms) x 1"]
+    lines = comparison_lines(compared(*named))
+    assert any("behind the best other: conv (TTFT 250.5 ms) x 1 at 10 ms." in line for line in lines)
+    steady = {"load": "steady", "batch_size": 32, "context": 1024}
+    assert load_name(with_parts([cells[2] | steady, *cells])[0]) == "32 x 1024 (TTFT 250.5 ms)"
+    both = with_parts([*cells, cells[0] | {"window_s": (600.0, 660.0)}])
+    assert load_name(both[4]) == "conv (from 600 s, TTFT 500 ms) x 1"
+    assert [load_name(each) for each in with_parts(named[:2])] == ["conv x 1"] * 2
+
+
 def test_two_gpus_share_one_part_of_a_trace() -> None:
     def part(policy: str, speed: float, scale: float, *window: float) -> dict[str, Any]:
         return cell(policy, speed, 0.98 if policy == "inference-only" else 1.0, scale=scale) | {"window_s": window}

@@ -17,31 +17,37 @@ Cell = Mapping[str, Any]
 def load_name(cell: Cell) -> str:
     """A load in a few words."""
     if cell["load"] == "steady":
-        return f"{cell['batch_size']} x {cell['context']}"
+        return _with_part(f"{cell['batch_size']} x {cell['context']}", cell)
     return f"{trace_name(cell)} x {cell['time_scale']:g}"
 
 
 def trace_name(cell: Cell) -> str:
     """Of a trace, with its part where there are others (``with_parts``)."""
-    name, part = cell.get("trace") or cell["format"], cell.get("part")
-    return f"{name} ({part})" if part else str(name)
+    return _with_part(str(cell.get("trace") or cell["format"]), cell)
+
+
+def _with_part(name: str, cell: Cell) -> str:
+    return f"{name} ({cell['part']})" if cell.get("part") else name
 
 
 def with_parts(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The cells; where several parts of a trace are among them, each with its ``part`` in words, which names then have.
-    A window that is longer at a higher rate (--cell-seconds) is no other part."""
+    """The cells; where several parts of a trace are among them, or several targets for TTFT, each with its ``part`` in
+    words, which names then have. A window that is longer at a higher rate (--cell-seconds) is no other part."""
     begins: defaultdict[object, set[float]] = defaultdict(set)
     ends: defaultdict[object, set[float | None]] = defaultdict(set)
     for cell in cells:
         trace, begin_s, end_s = _part(cell)
         begins[trace].add(begin_s)
         ends[trace, begin_s, cell.get("time_scale")].add(end_s)
+    has_ttfts = len({cell["slo"]["ttft_ms"] for cell in cells}) > 1
     named = []
     for cell in cells:
         trace, begin_s, end_s = _part(cell)
         has_longer = len(ends[trace, begin_s, cell.get("time_scale")]) > 1
         text = f"from {begin_s:g} s" if not has_longer or end_s is None else f"{begin_s:g} to {end_s:g} s"
-        part = {"part": text} if has_longer or len(begins[trace]) > 1 else {}
+        parts = [text] if has_longer or len(begins[trace]) > 1 else []
+        parts += [f"TTFT {cell['slo']['ttft_ms']:g} ms"] if has_ttfts else []
+        part = {"part": ", ".join(parts)} if parts else {}
         named.append({**{name: value for name, value in cell.items() if name != "part"}, **part})
     return named
 
