@@ -550,6 +550,16 @@ def test_two_traces_of_one_name_are_refused(tmp_path: Path) -> None:
     assert "--trace: two files are named trace" in result.stderr
 
 
+@pytest.mark.parametrize("part", [(), ("--busiest", "5"), ("--window", "0:")])
+def test_requests_that_all_come_at_once_leave_no_time_to_measure_in(tmp_path: Path, part: tuple[str, ...]) -> None:
+    path = tmp_path / "burst.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46.0,12,4\n" * 3)
+    result = bench_colocate("tiny", *TRAINING, "--batch-sizes", "", "--trace", str(path), *part)
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: --trace: all requests of burst come at one moment")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

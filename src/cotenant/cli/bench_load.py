@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cotenant.bench.traces import Trace
 
 DEFAULT_NUM_PROMPTS = 1000
+LEAST_GAP_S = 1e-3  # behind the last request of a part that ends with its trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def _last_end_s(trace: Trace, start_s: float) -> float:
     if not trace.requests:
         return math.inf
     last_s = trace.requests[-1].at_s
-    return max(start_s, last_s) + max(last_s / len(trace.requests), 1e-3)
+    return max(start_s, last_s) + max(last_s / len(trace.requests), LEAST_GAP_S)
 
 
 def _window(text: str) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotenant.bench.traces import Trace
-from cotenant.cli.bench_load import part_of_trace
+from cotenant.cli.bench_load import LEAST_GAP_S, part_of_trace
 from cotenant.cli.output import say_phase
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Slo
@@ -141,7 +141,7 @@ class TracePlan:
 
     @property
     def duration_s(self) -> float:
-        return max(self.trace.duration_s / self.time_scale, 1e-3)
+        return self.trace.duration_s / self.time_scale
 
     @property
     def longest(self) -> int:
@@ -167,7 +167,8 @@ def plan_trace(
     name: str, trace: Trace, time_scale: float, min_requests: int, seconds: float | None = None
 ) -> TracePlan:
     """A trace ``time_scale`` times as fast as it was recorded, as often as it takes to be ``min_requests``.
-    ``seconds``: the part of it that is over by then, or by when as many have come."""
+    ``seconds``: the part of it that is over by then, or by when as many have come. Raises InvalidInputError where all
+    of it is one moment."""
     start_s, end_s = trace.window_s or (0.0, trace.duration_s)
     if seconds is not None:
         length_s = max(seconds * time_scale, _time_of(trace, min_requests))
@@ -175,6 +176,12 @@ def plan_trace(
             trace = replace(trace.window(0.0, length_s), window_s=(start_s, start_s + length_s))
     num_runs = max(1, math.ceil(min_requests / len(trace.requests)))
     plan = TracePlan({}, trace.repeated(num_runs), time_scale)
+    if plan.trace.duration_s <= LEAST_GAP_S * num_runs:
+        raise InvalidInputError(
+            f"--trace: all requests of {name} come at one moment, so there is no time in which training could be "
+            "measured beside them; say how long with --window 0:SECONDS",
+            param="trace",
+        )
     parameters = {
         "load": "trace",
         "trace": name,
