@@ -101,28 +101,30 @@ def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: 
 
 
 def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: RunningServer) -> None:
-    counted = ("request_success_total", "prompt_tokens_total", "time_to_first_token_seconds_count")
-
-    def counts() -> list[float]:
-        metrics = httpx.get(f"{server.base_url}/metrics").text
-        return [figure_in(metrics, name) for name in counted]
-
     for _ in range(3):
-        before = counts()
+        before = counts(server)
         lost, answer = lose_worker(server)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 300
         server.wait_ready()
         num_prompt = answer.json()["usage"]["prompt_tokens"]
-        assert [now - then for now, then in zip(counts(), before, strict=True)] == [2, 2 * num_prompt, 2]
+        assert [now - then for now, then in zip(counts(server), before, strict=True)] == [2, 2 * num_prompt, 2]
         if lost.events[-1] != "[DONE]":  # else the machine paused, and the stream had ended before
             break
     assert lost.events[-1] != "[DONE]"
     assert "error" in json.loads(lost.events[-1])
 
 
+def counts(server: RunningServer) -> list[float]:
+    """Requests that have ended, tokens of prompts that were begun, and first tokens."""
+    metrics = httpx.get(f"{server.base_url}/metrics").text
+    names = ("request_success_total", "prompt_tokens_total", "time_to_first_token_seconds_count")
+    return [figure_in(metrics, name) for name in names]
+
+
 def lose_worker(server: RunningServer) -> tuple[Stream, httpx.Response]:
     """Kill the worker while it streams: the stream at its end, and the answer to a request that had none by then."""
+    num_begun = counts(server)[2]
     stream = Stream(server, max_tokens=900)
     stream.wait_first()
     answers: list[httpx.Response] = []
@@ -133,7 +135,7 @@ def lose_worker(server: RunningServer) -> tuple[Stream, httpx.Response]:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    wait_until(lambda: counts()[2] == before[2] + 2)  # both have begun
+    wait_until(lambda: counts(server)[2] == num_begun + 2)  # both have begun
     server.kill_worker()
     stream.join()
     asking.join(60)

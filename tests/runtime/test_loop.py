@@ -93,7 +93,7 @@ class Channel:
     def wait(self, timeout_s: float) -> bool:
         self.num_looks_before_wait = 0
         if timeout_s < 0.05:  # for something else than messages
-            loop_module.time.sleep(timeout_s)
+            loop_module.time.sleep(timeout_s)  # type: ignore[attr-defined]
             return False
         self.inbox.append(Drain())
         return True
@@ -325,7 +325,7 @@ def small_loop(
     """``policy``: or its name. ``with_job``: one is ready to train. ``more``: for the loop."""
     save_llama(folder / "model")
     decoder, device = support.load(folder / "model"), device or CpuDevice()
-    batch, clock = BatchConfig(8, 64), loop_module.time.monotonic
+    batch, clock = BatchConfig(8, 64), loop_module.time.monotonic  # type: ignore[attr-defined]
     engine = OnlineEngine(decoder, 64, 4, batch, 128, LoraConfig(), (), clock=clock)
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
     if with_job:
