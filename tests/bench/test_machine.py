@@ -20,6 +20,11 @@ def test_a_command_tells_no_folders_and_no_secrets() -> None:
     )
 
 
+def test_a_path_of_the_server_is_no_folder_of_this_machine() -> None:
+    for words in (["--endpoint", "/v1/completions"], ["--endpoint=/v1/completions"]):
+        assert command_line(words) == " ".join(words)
+
+
 def test_a_report_names_its_command_wherever_that_lies(tmp_path: Path) -> None:
     script = tmp_path / "bin" / "cotenant"
     script.parent.mkdir()

@@ -42,12 +42,18 @@ def command_line(words: Sequence[str], secret_flags: Sequence[str] = ()) -> str:
             shown.append("***")
         elif flag in secret_flags and has_value:
             shown.append(f"{flag}=***")
-        elif flag.startswith("-") and value.startswith("/"):
-            shown.append(f"{flag}={Path(value).name}")
+        elif flag.startswith("-") and has_value:
+            shown.append(f"{flag}={_without_folder(value)}")
         else:
-            shown.append(Path(word).name if word.startswith("/") else word)
+            shown.append(_without_folder(word))
         hide_next = not hide_next and word in secret_flags
     return shlex.join(shown)
+
+
+def _without_folder(word: str) -> str:
+    """A path of this machine by its last part; what only looks like one, as a URL's path does, as it is."""
+    path = Path(word)
+    return path.name if path.is_absolute() and len(path.parts) > 1 and Path("/", path.parts[1]).exists() else word
 
 
 def _version(name: str) -> str | None:
