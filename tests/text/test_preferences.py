@@ -79,6 +79,21 @@ def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
     ]
 
 
+def test_a_shared_prompt_is_found_where_one_side_alone_writes_nulls(tmp_path: Path) -> None:
+    nulls = [{"name": None, **message, "tool_calls": None} for message in EARLIER]
+    good, bad = _says("a"), _says("b")
+    lines = [
+        {"chosen": EARLIER + good, "rejected": EARLIER + bad},
+        {"chosen": nulls + good, "rejected": EARLIER + bad},
+        {"chosen": EARLIER + good, "rejected": nulls + bad},
+        {"chosen": EARLIER[:2] + nulls[2:] + good, "rejected": EARLIER + bad},
+    ]
+    encoded = _encode(_file(tmp_path, *lines), min_examples=4)
+    for index in range(2, 8):
+        assert encoded[index].token_ids.tolist() == encoded[index % 2].token_ids.tolist()
+        assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
+
+
 def test_only_the_answers_count(tmp_path: Path) -> None:
     chosen, rejected = _encode(_file(tmp_path, openai(EARLIER)), min_examples=1)
     assert _text(chosen, trained=True).startswith("Red!")

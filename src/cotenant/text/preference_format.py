@@ -111,8 +111,14 @@ def _as_messages(value: Any, role: str) -> Any:
 
 def _num_shared(chosen: list[Any], rejected: list[Any]) -> int:
     """How many messages both begin with, at least one being left of each where they have one to spare."""
-    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    pairs = zip(map(_without_nulls, chosen[:-1]), map(_without_nulls, rejected[:-1]), strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
+
+
+def _without_nulls(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def _prompt_problems(messages: Any, field: str) -> list[str]:
