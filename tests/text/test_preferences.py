@@ -94,6 +94,18 @@ def test_a_shared_prompt_is_found_where_one_side_alone_writes_nulls(tmp_path: Pa
         assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
 
 
+def test_of_conversations_that_do_not_begin_alike_nothing_else_is_said(tmp_path: Path) -> None:
+    """Where the answers begin is not known, so that nothing is wrong with the users' messages."""
+    other = [{"role": "user", "content": "Hello"}]
+    line = {"chosen": [*EARLIER, *_says("a")], "rejected": [*other, *_says("b")]}
+    with pytest.raises(InvalidInputError) as caught:
+        _encode(_file(tmp_path, line, line), min_examples=2)
+    assert caught.value.message == (
+        "Invalid file format. Line 1 has no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages. "
+        "The same in line 2."
+    )
+
+
 def test_only_the_answers_count(tmp_path: Path) -> None:
     chosen, rejected = _encode(_file(tmp_path, openai(EARLIER)), min_examples=1)
     assert _text(chosen, trained=True).startswith("Red!")

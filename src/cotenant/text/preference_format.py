@@ -89,10 +89,9 @@ def _trl(example: Mapping[str, Any]) -> tuple[Preference | None, list[str]]:
     elif isinstance(chosen, list) and isinstance(rejected, list):
         length = _num_shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-        if not prompt:
-            problems.append(" has no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages")
-        else:
-            problems += _prompt_problems(prompt, "chosen")
+        if not prompt:  # so it is not known where the answers begin, and which of the messages to look at as theirs
+            return None, [" has no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages"]
+        problems += _prompt_problems(prompt, "chosen")
     for name, output in (("chosen", chosen), ("rejected", rejected)):
         problems += _output_problems(output, name)
     problems += [f": {problem}" for problem in tools_problems(example)]
