@@ -143,6 +143,12 @@ def test_packing_keeps_rows_short_unless_an_example_is_longer() -> None:
     assert resolve({}, DatasetSize(10, 1000, 300), limits).max_length == 100_000
 
 
+def test_the_rank_that_nobody_gave_is_one_that_the_server_serves() -> None:
+    for most, r in ((64, 16), (16, 16), (8, 8), (1, 1)):
+        settings = resolve({}, SIZE, Limits(max_model_len=512, max_lora_rank=most, num_layers=4))
+        assert (settings.r, settings.lora_alpha) == (r, 2.0 * r)
+
+
 @given(st.floats(1e-300, 1e6))
 def test_any_learning_rate_can_be_sent_again(rate: float) -> None:
     settings = resolved(learning_rate=rate)

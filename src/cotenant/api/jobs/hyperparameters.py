@@ -6,6 +6,7 @@ What 'auto', or nothing, becomes:
 - ``batch_size``: a fiftieth of the examples, rounded down to a power of two, between 4 and 32.
 - ``learning_rate``: ``learning_rate_multiplier`` (1) times 2e-4, or times 2e-5 with method 'dpo'.
 - ``beta`` of method 'dpo': 0.1.
+- ``r``: 16, or the largest rank that the server serves if that is less.
 - ``lora_alpha``: twice ``r``.
 - ``load_best_model_at_end``: true with ``early_stopping_patience``, else false.
 - ``max_length``: the model's context, or with ``packing`` 2,048 or the longest example if that is longer.
@@ -89,7 +90,8 @@ def resolve(requested: Mapping[str, Any], size: DatasetSize, limits: Limits) -> 
     given["learning_rate"] = _learning_rate(given, given.get("method", SUPERVISED))
     given.pop("learning_rate_multiplier", None)
     given.setdefault("n_epochs", _auto_epochs(size.num_examples))
-    given.setdefault("lora_alpha", 2.0 * given.get("r", _DEFAULTS.r))
+    given.setdefault("r", min(_DEFAULTS.r, limits.max_lora_rank))
+    given.setdefault("lora_alpha", 2.0 * given["r"])
     given.setdefault("max_length", _auto_length(size, limits, given.get("packing", False)))
     # What steps are counted in: examples, or rows that are packed with them, no fewer than this.
     num_units = math.ceil(size.num_tokens / given["max_length"]) if given.get("packing") else size.num_examples
