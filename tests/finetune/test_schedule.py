@@ -8,7 +8,9 @@ import transformers
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import SCHEDULES, Hyperparameters
-from cotenant.finetune.schedule import learning_rate, num_warmup_steps, warmup_warnings
+from cotenant.finetune.schedule import learning_rate, num_warmup_steps, schedule_warnings
+
+_DECAYING = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 4}}
 
 CASES = [
     *((name, {}) for name in SCHEDULES if name not in ("cosine_with_min_lr", "warmup_stable_decay")),
@@ -64,12 +66,15 @@ def test_warmup_ratio_rounds_up() -> None:
         ({"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 9}, 4, "takes 9 step(s)"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 2}, 8, "'constant' has no warm-up"),
         ({"lr_scheduler_type": "constant"}, 8, None),
+        ({**_DECAYING, "warmup_steps": 2}, 6, None),
+        ({**_DECAYING, "warmup_steps": 2}, 5, "4 step(s) and the warm-up 2, and the job has 5: no step is between"),
+        ({**_DECAYING, "learning_rate": 1e-3}, 2, "begins in its midst, at 0.0005 instead of learning_rate=0.001."),
     ],
 )
-def test_a_warm_up_that_trains_nothing_is_told(
+def test_a_schedule_that_does_not_fit_the_job_is_told(
     settings: dict[str, Any], total_steps: int, expected: str | None
 ) -> None:
-    warnings = warmup_warnings(Hyperparameters(**settings), total_steps)
+    warnings = schedule_warnings(Hyperparameters(**settings), total_steps)
     assert len(warnings) == (expected is not None)
     assert expected is None or expected in warnings[0]
 

@@ -18,7 +18,7 @@ from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference_evaluation import PreferenceValidationSet
-from cotenant.finetune.schedule import warmup_warnings
+from cotenant.finetune.schedule import schedule_warnings
 from cotenant.finetune.state import fingerprint
 from cotenant.finetune.writer import as_write_error
 from cotenant.models.lora import LoraAdapter
@@ -87,5 +87,5 @@ def _warnings(
         )
     if not has_validation and spec.validation_path is not None:
         warnings.append(unmeasured(spec, model))
-    warnings += warmup_warnings(hyper, order.total_steps)
+    warnings += schedule_warnings(hyper, order.total_steps)
     return tuple(warnings)

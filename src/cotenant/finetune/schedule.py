@@ -16,21 +16,33 @@ def num_warmup_steps(hyper: Hyperparameters, total_steps: int) -> int:
     return hyper.warmup_steps if hyper.warmup_steps > 0 else math.ceil(total_steps * hyper.warmup_ratio)
 
 
-def warmup_warnings(hyper: Hyperparameters, total_steps: int) -> list[str]:
-    """What a job's owner should know of its warm-up: transformers does the same, and says nothing."""
+def schedule_warnings(hyper: Hyperparameters, total_steps: int) -> list[str]:
+    """What a job's owner should know of its schedule: transformers does the same, and says nothing."""
     num_warmup = num_warmup_steps(hyper, total_steps)
-    if num_warmup == 0:
-        return []
-    if hyper.lr_scheduler_type == "constant":
+    if num_warmup and hyper.lr_scheduler_type == "constant":
         return [
             f"The schedule 'constant' has no warm-up: the {num_warmup} steps of warmup_steps or warmup_ratio count for "
             "nothing. 'constant_with_warmup' has one"
         ]
     if num_warmup < total_steps:
-        return []
+        return _decay_warnings(hyper, num_warmup, total_steps)
     return [
         f"The warm-up takes {num_warmup} step(s), and the job has {total_steps}: the learning rate begins at 0 and "
         f"never comes to learning_rate={hyper.learning_rate:g}. Lower warmup_steps or warmup_ratio, or train for longer"
+    ]
+
+
+def _decay_warnings(hyper: Hyperparameters, num_warmup: int, total_steps: int) -> list[str]:
+    """Of one that has begun before the warm-up ends, or the job."""
+    if hyper.lr_scheduler_type != "warmup_stable_decay":
+        return []
+    num_decay = int(hyper.lr_scheduler_kwargs["num_decay_steps"])
+    if num_warmup + num_decay <= total_steps:
+        return []
+    return [
+        f"The decay takes {num_decay} step(s) and the warm-up {num_warmup}, and the job has {total_steps}: no step is "
+        f"between the two, and the decay begins in its midst, at {learning_rate(hyper, num_warmup, total_steps):.3g} "
+        f"instead of learning_rate={hyper.learning_rate:g}. Lower num_decay_steps, or train for longer"
     ]
 
 
