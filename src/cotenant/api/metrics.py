@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from cotenant.api.tallies import LatencyTally, Tally, cumulative
+from cotenant.api.tallies import LabelledTally, LatencyTally, Tally, cumulative
 from cotenant.core.plan import Mode, Slo
 from cotenant.core.request import FinishReason
 from cotenant.wire.messages import ERROR_BOUNDS
@@ -52,12 +52,10 @@ class Metrics:
         self.generation_tokens = self._tally("generation_tokens", "Tokens generated.")
         self.slo_requests = self._tally("slo_requests", "Finished requests that the targets apply to.")
         self.slo_attained = self._tally("slo_attained", "Finished requests that met both targets.")
-        self._request_success = Counter(
-            PREFIX + "request_success",
-            "Requests that ended, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
+        self._request_success = LabelledTally(
+            PREFIX + "request_success", "Requests that ended, by reason.", "finished_reason", model_name
         )
+        self._registry.register(self._request_success)
         self._refused = self._tally(
             "requests_refused", "HTTP requests answered 503, probes left out: no room, or no model that is ready."
         )
@@ -93,7 +91,7 @@ class Metrics:
         return None if ready is None else ready.slo
 
     def count_end(self, reason: str) -> None:
-        self._request_success.labels(self._model_name, reason).inc()
+        self._request_success.counts[reason] += 1
 
     def count_refused(self) -> None:
         """An HTTP request is answered 503."""

@@ -7,6 +7,7 @@ much as writing the token. These are plain numbers until Prometheus asks.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -28,6 +29,23 @@ class Tally(Collector):
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=[_LABEL])
         family.add_metric([self._model_name], self.value)
+        yield family
+
+
+class LabelledTally(Collector):
+    """A counter for each value of ``label``; ``counts`` only grow."""
+
+    def __init__(self, name: str, text: str, label: str, model_name: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._name = name
+        self._text = text
+        self._label = label
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(self._name, self._text, labels=[_LABEL, self._label])
+        for value, count in self.counts.items():
+            family.add_metric([self._model_name, value], count)
         yield family
 
 
