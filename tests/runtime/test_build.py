@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cotenant.cli.bench_colocate import _config
-from cotenant.config import CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.config import CacheConfig, CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Partition
 from cotenant.device.cpu.device import CpuDevice
@@ -23,6 +23,15 @@ def test_a_policy_that_needs_partitions_is_told_where_there_are_none(
 ) -> None:
     build_serving(ServerConfig(ModelConfig("tiny", device="cpu"), coexecution=CoExecutionConfig(policy)))
     assert ("training runs only while nobody asks" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("cache", [CacheConfig(num_pages=5), CacheConfig(cpu_cache_bytes=1 << 16)])
+def test_a_cache_without_room_for_one_request_names_the_flag_that_gives_it_more(cache: CacheConfig) -> None:
+    """On a CPU no share of the memory says how large it is."""
+    config = ServerConfig(ModelConfig("tiny", device="cpu", max_model_len=512), cache=cache)
+    with pytest.raises(InvalidInputError, match="lower --max-model-len or give --num-pages 32 or more"):
+        build_serving(config)
+    build_serving(replace(config, cache=CacheConfig(num_pages=32)))
 
 
 def test_a_gpu_whose_products_are_wrong_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,11 @@ def num_pages(
     if cache.num_pages is not None:
         count = cache.num_pages
     if count < pages_per_request:
+        goes_by_pages = cache.num_pages is not None or device.torch_device.type == "cpu"
+        more = f"give --num-pages {pages_per_request} or more" if goes_by_pages else "raise --gpu-memory-utilization"
         raise InvalidInputError(
             f"the KV cache would have {max(count, 0)} pages of {cache.page_tokens} tokens, but one request of "
-            f"{max_model_len} tokens needs {pages_per_request}: lower --max-model-len or give the cache more memory",
+            f"{max_model_len} tokens needs {pages_per_request}: lower --max-model-len or {more}",
             param="max-model-len",
         )
     return count, max(count, most)
