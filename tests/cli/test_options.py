@@ -15,6 +15,8 @@ from cotenant.cli.options import FLAGS, build_config
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
+MANUAL = Path(__file__).parents[2] / "docs" / "serving.md"
+
 
 @pytest.fixture(autouse=True)
 def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -26,6 +28,11 @@ def yaml_file(folder: Path, text: str) -> Path:
     file = folder / "serve.yaml"
     file.write_text(text)
     return file
+
+
+def test_every_flag_is_in_the_manual() -> None:
+    named = set(re.findall(r"--([a-z-]+)", MANUAL.read_text(encoding="utf-8")))
+    assert {flag.name for flag in FLAGS.values()} <= named
 
 
 def test_without_flags_the_defaults_count(tmp_path: Path) -> None:
