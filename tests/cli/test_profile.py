@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cotenant.cli.main import app
+from cotenant.cli.options import build_config
 from cotenant.config import CoExecutionConfig, ServerConfig
 from cotenant.core.errors import ConflictError, InvalidInputError
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_bench import ColocateBench, Profiled
+from cotenant.runtime.tenants import build_tenants
 from cotenant.store import lock_folder, open_store
 from forked import run_command
 from small_model import small_model
@@ -68,6 +70,22 @@ def test_tasklets_are_no_longer_than_a_jobs(tmp_path: Path) -> None:
     tasklets = [shape[1] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "tasklet"]
     assert {"forward", "backward", "loss"} <= {kind for kind, *_ in tasklets}
     assert max(num_tokens for _, num_tokens, *_ in tasklets) <= 32
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_a_server_finds_what_was_profiled_with_its_flags(tmp_path: Path, is_eager: bool) -> None:
+    model = small_model(tmp_path)
+    flags = [*model, "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
+    result = run_profile("--batch-sizes", "1", *flags, *(["--enforce-eager"] if is_eager else []))
+    assert result.returncode == 0, result.stderr
+
+    def num_found(*, enforce_eager: bool) -> int:
+        given = {"device": "cpu", "load_format": "dummy", "data_dir": str(tmp_path), "enforce_eager": enforce_eager}
+        tenants = build_tenants(build_config(model[0], given, None), lambda _: None)
+        return tenants.latencies.load(tenants.predictor)
+
+    assert num_found(enforce_eager=is_eager) > 0
+    assert num_found(enforce_eager=not is_eager) == 0
 
 
 def test_a_folder_that_a_server_uses_is_left_alone(tmp_path: Path) -> None:

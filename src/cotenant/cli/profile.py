@@ -43,6 +43,7 @@ def profile(
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
     compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
     device: Annotated[str, typer.Option()] = "auto",
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for `cotenant serve`.")] = False,
     data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
 ) -> None:
     """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
@@ -73,7 +74,7 @@ def profile(
     folder = folder_of_data(data_dir)
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
-        batch=BatchConfig(max_queue=1_000_000),
+        batch=BatchConfig(max_queue=1_000_000, enforce_eager=enforce_eager),
         coexecution=coexecution,
         data_dir=str(folder),
     )
