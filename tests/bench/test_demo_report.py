@@ -77,6 +77,19 @@ def test_the_table_has_a_column_for_each_policy_measured(beside: str, num_column
     assert "…" not in narrow.getvalue()
 
 
+@pytest.mark.parametrize(("harvest", "beside", "is_told"), [(0.75, 0.9, False), (1.83, 0.9, True), (0.75, 4.06, True)])
+def test_training_that_was_faster_beside_requests_than_alone_is_said_to_tell_nothing(
+    tmp_path: Path, harvest: float, beside: float, is_told: bool
+) -> None:
+    report = measured("whole-step")
+    report["finetune"]["harvest"], report["beside"]["finetune"]["harvest"] = harvest, beside
+    printed = io.StringIO()
+    print_table(report, Console(file=printed, width=240))
+    write_html(tmp_path / "report.html", report, ALONE, CORUN, [(1, 5.5)], BESIDE)
+    for text in (printed.getvalue(), (tmp_path / "report.html").read_text()):
+        assert ("Training cannot be faster beside requests than alone" in text) == is_told
+
+
 def test_where_no_request_came_nothing_stands(tmp_path: Path) -> None:
     report = measured()
     report["online"]["corun"] = summarize([], TARGETS, 5.0)

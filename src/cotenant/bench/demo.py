@@ -32,7 +32,7 @@ from cotenant.bench.client import (
 from cotenant.bench.live import Progress, View
 from cotenant.bench.load import ChatLoad, run_load
 from cotenant.bench.machine import cpu_name, versions
-from cotenant.bench.report import table_header, table_rows, write_html, write_json
+from cotenant.bench.report import caution, table_header, table_rows, write_html, write_json
 from cotenant.bench.server import running_server
 from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
 
@@ -375,5 +375,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for row in table_rows(report):
         table.add_row(*row)
     console.print(table)
+    if text := caution(report):
+        console.print(text, highlight=False)
     answers = report["answers"]
     console.print(f"[bold]{answers['question']}[/bold]\n  base:  {answers['base']}\n  tuned: {answers['tuned']}")

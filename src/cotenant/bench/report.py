@@ -13,6 +13,8 @@ from cotenant.bench.json_text import json_text
 from cotenant.bench.page import page, table
 from cotenant.bench.summary import RequestResult, Targets
 
+_MOST_HARVEST = 1.05  # a little more may be the timing
+
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
     """The report as JSON, indented for people."""
@@ -44,6 +46,7 @@ def write_html(
 {html.escape(report["machine"]["cpu"])} ({report["machine"]["num_cores"]} cores), policy
 {html.escape(report["policy"])}. Targets: four times the medians without the job.{_about_beside(report)}</p>
 {table(table_header(report), table_rows(report))}
+{f"<p>{text}</p>" if (text := caution(report)) else ""}
 <h2>Latency and loss</h2><div class="charts">{"".join(charts)}</div>
 <h2>Before and after</h2><p>{html.escape(answers["question"])}</p>
 <blockquote>base: {html.escape(answers["base"])}</blockquote>
@@ -92,6 +95,16 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("training loss, first → last", "", f"{loss[0]:.3f} → {loss[-1]:.3f}" if loss else "none"),
     ]
     return [(*row, *[""] * (2 + len(parts) - len(row))) for row in rows]
+
+
+def caution(report: dict[str, Any]) -> str:
+    """What to think of a share of training's speed alone that cannot be; empty where there is none."""
+    if max(part["finetune"]["harvest"] for part in _with_job(report)) <= _MOST_HARVEST:
+        return ""
+    return (
+        "Training cannot be faster beside requests than alone: the machine was busy with something else while it was "
+        "timed alone. Run this again on one that is idle."
+    )
 
 
 def _figure(value: float, form: str = ".1f") -> str:
