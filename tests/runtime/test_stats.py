@@ -88,6 +88,22 @@ def test_the_loop_counts_each_iteration_and_its_error(tmp_path: Path, monkeypatc
     assert found["alone"].counts[-1] == sum(error > ERROR_BOUNDS[-1] for error in errors) - found["corun"].counts[-1]
 
 
+def test_the_errors_of_before_the_loop_are_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What calibration did not foresee says nothing of a server that has done nothing yet."""
+    monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
+    predictor = LatencyPredictor("test", "test")
+    for elapsed_ms in (1.0, 1.0, 1e6):
+        predictor.observe(IterationRecord(DECODE, Mode.NONE, elapsed_ms, elapsed_ms))
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 30)))
+    loop, _ = small_loop(tmp_path, channel, Behind(), predictor=predictor)
+    loop.run()
+    stats = [message for message in channel.sent if isinstance(message, Stats)]
+    counted = [sum(sum(kind.counts) for kind in each.prediction_errors.values()) for each in stats]
+    assert {each.prediction_error_ratio is None for each, num in zip(stats, counted, strict=True) if num == 0} <= {True}
+    first = stats[counted.index(1)]
+    assert first.prediction_error_ratio == pytest.approx(sum(each.total for each in first.prediction_errors.values()))
+
+
 def test_the_loop_tells_the_slack_of_who_waits_and_who_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
     channel = Channel(AddRequest(request("first", [5, 6, 7], 40)))

@@ -26,7 +26,6 @@ from cotenant.predictor.shapes import (
 )
 from cotenant.predictor.spatial import PartitionModels
 
-_ERROR_WEIGHT = 0.05
 _TRUSTED = 5  # measurements that a record taken over counts as
 # A tasklet's model learns from so many measurements of one shape, which cost more than its record does, and then from
 # those that it does not agree with: the machine may have changed.
@@ -50,7 +49,7 @@ class LatencyPredictor:
 
     ``last_deviation_ratio``: of what the last iteration's batch and tasklets took on the device, the share by which
     their sum was expected to be more, below 0 if less; None where one of them could not be predicted.
-    ``last_error_ratio``: without the sign. ``error_ratio``: its fading mean.
+    ``last_error_ratio``: without the sign.
 
     Returns None where nothing is known yet: a policy then tries one tasklet and learns. ``prior``: of this model on
     this hardware, where the device's rates are known.
@@ -64,7 +63,6 @@ class LatencyPredictor:
         self._batches = BatchTimes(self._records, self._base_group, prior)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
-        self.error_ratio: float | None = None
         self.last_deviation_ratio: float | None = None
 
     def trains(self, what: str) -> None:
@@ -229,9 +227,6 @@ class LatencyPredictor:
     def observe(self, record: IterationRecord) -> None:
         """Learn from one iteration, having compared it with what was to be expected of it."""
         self.last_deviation_ratio = None if record.is_disturbed else self._deviation_of(record)
-        if self.last_error_ratio is not None:
-            previous = self.last_error_ratio if self.error_ratio is None else self.error_ratio
-            self.error_ratio = previous + _ERROR_WEIGHT * (self.last_error_ratio - previous)
         if record.num_tasklets or not record.batch.empty:  # not a turn that found nothing to do: there may be many
             self._records.iteration += 1
         if record.partition is not None:

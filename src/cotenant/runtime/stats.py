@@ -14,6 +14,8 @@ from cotenant.runtime.harvest import Harvest
 from cotenant.runtime.training import TrainingTenant
 from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Stats
 
+_ERROR_WEIGHT = 0.05  # of the newest error in the mean that is told
+
 
 class LoopStats:
     """Counts iterations; ``message`` joins the counts with the gauges of the moment."""
@@ -24,6 +26,7 @@ class LoopStats:
         self._harvest = Harvest(predictor)
         self._num_iterations: Counter[str] = Counter()
         self._errors = {"alone": _Errors(), "corun": _Errors()}
+        self._recent_error: float | None = None
         self._num_tasklets: Counter[str] = Counter()
         self._num_fused = 0
         self._tasklet_busy_ms = 0.0
@@ -40,6 +43,8 @@ class LoopStats:
         if error_ratio is not None:
             is_alone = record.batch.empty or record.mode is Mode.NONE
             self._errors["alone" if is_alone else "corun"].add(error_ratio)
+            previous = error_ratio if self._recent_error is None else self._recent_error
+            self._recent_error = previous + _ERROR_WEIGHT * (error_ratio - previous)
         self._online_busy_ms += record.online_ms
         for run, elapsed_ms in (*record.tasklets, *record.beside):
             self._num_tasklets[run.shape.kind.value] += run.count
@@ -73,7 +78,7 @@ class LoopStats:
             mode=self._mode.value,
             slack_ms=slack_ms,
             margin=margin,
-            prediction_error_ratio=self._predictor.error_ratio,
+            prediction_error_ratio=self._recent_error,
             prediction_errors={kind: errors.counts() for kind, errors in self._errors.items()},
             harvest_ratio=None if training.job_id is None else self._harvest.ratio,
             job_id=training.job_id,
