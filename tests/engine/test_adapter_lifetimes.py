@@ -22,7 +22,7 @@ def test_a_registered_adapter_is_served_without_its_folder_until_it_is_dropped(s
     assert fails(small, engine, prompt, AdapterRef("ft:fresh", f"/nowhere/{refs[0].name}"))
     engine.add(small.request(prompt, 200, adapter=fresh))
     outputs = until(engine, lambda: engine.num_running == 1)
-    engine.drop_adapter("ft:fresh")
+    engine.drop_adapter(fresh)
     outputs += until(engine, lambda: not engine.has_work)
     assert small.tokens(outputs) == alone(small, prompt, refs[1], 200)
     assert fails(small, engine, prompt, fresh)
@@ -58,7 +58,10 @@ def test_an_adapter_serves_until_its_successor_has_been_read(small, refs, tmp_pa
         assert small.tokens([output for output in outputs if output.request_id == request.request_id]) == text
 
     engine.load_adapter(ref)
-    engine.drop_adapter(ref.name)
+    engine.drop_adapter(ref)
+    ((told, refused),) = engine.take_loaded()
+    assert refused is not None
+    assert (told, "was unloaded" in refused.message) == (ref, True)
     shutil.rmtree(ref.path)
     assert fails(small, engine, prompt, ref)
     assert engine.take_loaded() == []
@@ -96,7 +99,7 @@ def test_who_has_begun_ends_on_the_same_weights_however_often_it_is_preempted(
         assert error is None
         outputs += more
     else:
-        engine.drop_adapter(ref.name)
+        engine.drop_adapter(ref)
         shutil.rmtree(ref.path)
     urgent = [small.request(small.prompt(50, seed), 20, adapter=other) for seed, other in enumerate(refs[2:4])]
     for request in urgent:
@@ -120,7 +123,7 @@ def test_who_waits_while_its_adapter_is_deleted_has_it_all_the_same(small, refs,
     for request in requests:
         engine.add(request)
     outputs = until(engine, lambda: engine.num_running == 1)
-    engine.drop_adapter(ref.name)
+    engine.drop_adapter(ref)
     shutil.rmtree(ref.path)
     outputs += until(engine, lambda: not engine.has_work)
     assert engine.take_failures() == []
@@ -193,7 +196,7 @@ def test_who_waits_for_what_is_not_at_hand_as_it_is_deleted_is_told_so(small, tm
     engine.wait_for_adapters(refs)  # each was read once; what is in order first is read again, alone
     outputs += until(engine, lambda: [view.waits_for_adapter for view in engine.views()] == [False, False, True, True])
     for ref in refs:
-        engine.drop_adapter(ref.name)
+        engine.drop_adapter(ref)
         shutil.rmtree(ref.path)
     outputs += until(engine, lambda: not engine.has_work)
     ended = {output.request_id for output in outputs if output.finish_reason is FinishReason.LENGTH}

@@ -224,7 +224,8 @@ def test_not_while_there_is_a_job(tmp_path: Path) -> None:
 def test_messages_without_work_do_not_end_it(tmp_path: Path) -> None:
     worker = Worker(tmp_path, create_device("cpu"))
     worker.iterate_until(lambda: worker.profile.is_active)
-    worker.inbox += [AbortRequests(("gone",)), UnloadAdapter("none"), LoadAdapter("none", str(tmp_path / "none"))]
+    path = str(tmp_path / "none")
+    worker.inbox += [AbortRequests(("gone",)), UnloadAdapter("none", path), LoadAdapter("none", path)]
     worker.loop.iterate()
     assert worker.profile.is_active
 

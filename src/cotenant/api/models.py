@@ -156,8 +156,7 @@ class ModelNames:
                     code="invalid_value",
                     param="lora_name",
                 )
-            del self._named[name]
-            self._worker.unload_adapter(name)
+            self._worker.unload_adapter(self._named.pop(name).ref)
 
     def check_deletable(self, name: str) -> None:
         """Raises InvalidInputError for a model that no job has made."""

@@ -257,9 +257,9 @@ class WorkerClient:
         finally:
             del self._adapter_loads[adapter.name]
 
-    def unload_adapter(self, name: str) -> None:
+    def unload_adapter(self, adapter: AdapterRef) -> None:
         """Have the worker forget an adapter once no running request uses it."""
-        self._supervisor.post(UnloadAdapter(name))
+        self._supervisor.post(UnloadAdapter(adapter.name, adapter.path))
 
     def _on_adapter(self, name: str, error: CotenantError | None) -> None:
         loaded = self._adapter_loads.get(name)

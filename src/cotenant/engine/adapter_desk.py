@@ -19,6 +19,7 @@ class AdapterDesk:
         self.cache = cache
         self.is_used = False  # whether there ever was a request for an adapter
         self._loading: list[tuple[AdapterRef, Reading]] = []  # read because ``load`` asked for it
+        self._dropped: list[AdapterRef] = []  # meanwhile
         self._all_were_ready = True  # those that waiting sequences wanted, at the last look
 
     def want(self, ref: AdapterRef) -> None:
@@ -35,10 +36,11 @@ class AdapterDesk:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self.cache.register(ref, adapter)
 
-    def drop(self, name: str) -> None:
-        """Forget the adapter of this name. Sequences that hold it keep it until they end."""
-        self._loading = [(ref, reading) for ref, reading in self._loading if ref.name != name]
-        self.cache.drop(name)
+    def drop(self, ref: AdapterRef) -> None:
+        """Forget this adapter. Sequences that hold it keep it until they end."""
+        self._dropped += [other for other, _ in self._loading if other == ref]
+        self._loading = [(other, reading) for other, reading in self._loading if other != ref]
+        self.cache.set_apart(ref)
 
     def load(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk, and put it in the place of the one of its name, which serves
@@ -49,8 +51,12 @@ class AdapterDesk:
         self, before_replacing: Callable[[AdapterRef], None]
     ) -> list[tuple[AdapterRef, InvalidInputError | None]]:
         """Adapters that ``load`` asked for and that serve since this call, or why they cannot: then the one before goes
-        on. ``before_replacing`` is told of each before it takes the place of others of its name."""
+        on. ``before_replacing`` is told of each before it takes the place of others of its name. Each ``load`` ends
+        once, whatever is dropped."""
         ended: list[tuple[AdapterRef, InvalidInputError | None]] = []
+        for ref in self._dropped:
+            ended.append((ref, InvalidInputError(f"adapter '{ref.name}' was unloaded while it was read")))
+        self._dropped.clear()
         while self._loading and self._loading[0][1].done():  # they are read one after the other
             ref, reading = self._loading.pop(0)
             result = reading.result()

@@ -304,11 +304,11 @@ class OnlineEngine:
             self._plan = None
         return loaded
 
-    def drop_adapter(self, name: str) -> None:
-        """Forget the adapter of this name. Requests that run on it keep it until they end, and those that wait for it,
-        if it is in host memory or being read."""
-        self._live.hold_waiting(lambda ref: ref.name == name)
-        self._adapters.drop(name)
+    def drop_adapter(self, ref: AdapterRef) -> None:
+        """Forget this adapter, and no other of its name. Requests that run on it keep it until they end, and those that
+        wait for it, if it is in host memory or being read. If ``load_adapter`` has asked for it, it fails."""
+        self._live.hold_waiting(lambda other: other == ref)
+        self._adapters.drop(ref)
         self._plan = None
 
     def _want(self, ref: AdapterRef) -> None:

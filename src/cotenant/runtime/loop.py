@@ -395,8 +395,8 @@ class WorkerLoop:
                 self._engine.abort(request_ids)
             case LoadAdapter(name, path):
                 self._engine.load_adapter(AdapterRef(name, path))
-            case UnloadAdapter(name):
-                self._engine.drop_adapter(name)
+            case UnloadAdapter(name, path):
+                self._engine.drop_adapter(AdapterRef(name, path))
             case StartJob(spec):
                 self._training.prepare(spec)
                 if self._training.job_id == spec.job_id:

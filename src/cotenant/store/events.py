@@ -144,10 +144,11 @@ class EventStore:
         step: int | None = self._database.read(lambda connection: connection.execute(query).scalar_one())
         return step
 
-    def checkpoint_names(self, job_id: str) -> list[str]:
-        """The names of all checkpoints of a job."""
-        query = select(_CHECKPOINTS.name).where(_CHECKPOINTS.job_id == job_id)
-        return list(self._database.read(lambda connection: connection.execute(query).scalars().all()))
+    def checkpoint_paths(self, job_id: str) -> dict[str, str]:
+        """The folders of all checkpoints of a job by their names."""
+        query = select(_CHECKPOINTS.name, _CHECKPOINTS.path).where(_CHECKPOINTS.job_id == job_id)
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return {row.name: str(self._folder / row.path) for row in rows}
 
     def missing_checkpoints(self, job_id: str | None = None) -> list[CheckpointRecord]:
         """The checkpoints on the list, of one job or of all, whose folder is gone."""

@@ -32,9 +32,11 @@ class LoadAdapter(msgspec.Struct, tag="load_adapter", frozen=True):
 
 
 class UnloadAdapter(msgspec.Struct, tag="unload_adapter", frozen=True):
-    """Forget the adapter of this name. Requests that run on it keep it until they end. No answer."""
+    """Forget the adapter in this folder under ``name``, but no other that has the name by now. Requests that run on it
+    keep it until they end. No answer, but to a ``LoadAdapter`` of the same that has had none yet: ``AdapterFailed``."""
 
     name: str
+    path: str
 
 
 class StartJob(msgspec.Struct, tag="start_job", frozen=True):

@@ -13,8 +13,9 @@ from cotenant.store import CheckpointRecord, JobRecord, Store
 from cotenant.store.errors import store_error
 
 
-def delete_model(store: Store, name: str) -> None:
-    """Delete the result or the checkpoint of a job that is served as ``name``. The job's record stays.
+def delete_model(store: Store, name: str) -> str:
+    """Delete the result or the checkpoint of a job that is served as ``name``, and return the folder that held it. The
+    job's record stays.
 
     Raises NotFoundError, ConflictError for a checkpoint that its job still needs, StoreError.
     """
@@ -24,7 +25,8 @@ def delete_model(store: Store, name: str) -> None:
         raise unknown_model(name)
     if checkpoint is not None:
         _check_not_needed(store, job, checkpoint)
-        _remove(Path(checkpoint.path))
+        folder = Path(checkpoint.path)
+        _remove(folder)
         store.events.remove_checkpoint(job.id, checkpoint.step, events.checkpoint_deleted(checkpoint.step))
     else:
         folder = Path(job.adapter_path or "")
@@ -33,22 +35,24 @@ def delete_model(store: Store, name: str) -> None:
         _remove(folder)
         store.events.add(job.id, [events.model_deleted(name)])
     store.files.restore_ballast()
+    return str(folder)
 
 
-def delete_job(store: Store, job: JobRecord) -> list[str]:
-    """Delete an ended job: its record, events, tokenised examples and models. Returns the names that these may have
-    been served by. Raises ConflictError for a job that has not ended, StoreError."""
+def delete_job(store: Store, job: JobRecord) -> dict[str, str]:
+    """Delete an ended job: its record, events, tokenised examples and models. Returns the folders of these by the names
+    that they may have been served by. Raises ConflictError for a job that has not ended, StoreError."""
     if not job.finished:
         raise ConflictError(
             f"Job '{job.id}' has status '{job.status}' and cannot be deleted. Cancel it or wait until it has ended.",
             code="job_in_use",
             param="fine_tuning_job_id",
         )
-    names = [job.adapter_name, *store.events.checkpoint_names(job.id)]
+    result = {} if job.adapter_path is None else {job.adapter_name: job.adapter_path}
+    paths = result | store.events.checkpoint_paths(job.id)
     _remove(store.jobs.folder(job.id))
     store.jobs.delete(job.id)
     store.files.restore_ballast()
-    return names
+    return paths
 
 
 def forget_missing_checkpoints(store: Store, job_id: str | None = None) -> None:

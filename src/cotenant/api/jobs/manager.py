@@ -154,17 +154,17 @@ class JobManager:
         """Delete a job's result or one of its checkpoints; requests that run on it end as they would have. Raises
         NotFoundError, ConflictError for a checkpoint that its job still needs."""
         async with self._deciding:
-            await asyncio.to_thread(delete_model, self._store, name)
-        self._worker.post(UnloadAdapter(name))
+            path = await asyncio.to_thread(delete_model, self._store, name)
+        self._worker.post(UnloadAdapter(name, path))
         logger.info("model %s: deleted", name)
 
     async def delete(self, job_id: str) -> None:
         """Delete a job that has ended and all that it has made. Raises NotFoundError, ConflictError."""
         async with self._deciding:
             job = await asyncio.to_thread(self._store.jobs.get, job_id)
-            names = await asyncio.to_thread(delete_job, self._store, job)
-        for name in names:
-            self._worker.post(UnloadAdapter(name))
+            paths = await asyncio.to_thread(delete_job, self._store, job)
+        for name, path in paths.items():
+            self._worker.post(UnloadAdapter(name, path))
         logger.info("job %s: deleted", job.id)
 
     # What the worker says
