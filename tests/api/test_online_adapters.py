@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,6 +165,20 @@ def test_a_folder_that_holds_no_adapter_is_refused_in_the_workers_words(http: ht
         assert response.status_code == 400
         assert str(tmp_path) in error_of(response)["message"]
     assert http.get("/v1/models/empty").status_code == 404
+
+
+def test_pipes_in_the_place_of_an_adapters_files_hold_nobody(
+    http: httpx.Client, adapters: list[str], tmp_path: Path
+) -> None:
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        folder = tmp_path / name
+        shutil.copytree(adapters[0], folder)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        response = load(http, "piped", str(folder))
+        assert (response.status_code, name in error_of(response)["message"]) == (400, True)
+    assert load(http, "whole", adapters[0]).status_code == 200
+    assert unload(http, "whole").status_code == 200
 
 
 def test_both_need_the_key(server: serving.RunningServer) -> None:

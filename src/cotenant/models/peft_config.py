@@ -168,6 +168,8 @@ def matched(pattern: Mapping[str, T], name: str, default: T) -> T:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise InvalidInputError(f"{path} is no file")  # whoever opens a pipe waits for its other end
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if not path.parent.is_dir():
