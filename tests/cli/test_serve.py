@@ -213,6 +213,7 @@ def test_a_model_that_says_nothing_finite_is_refused_at_start(tmp_path: Path, na
     assert failed.wait_exit() == 2
     (said,) = re.findall(r"^error: (.*)$", failed.log, re.MULTILINE)
     assert "logits are not finite" in said
+    assert failed.log.count("not finite") == 2, "in the log, and as the error; not for each prompt"
     assert "--dtype float32" in said
     assert failed.log.count("started") == 1
     assert "Traceback" not in failed.log

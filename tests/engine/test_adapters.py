@@ -1,6 +1,5 @@
 """Adapters in one batch, those that are still being read, and what a broken one can harm."""
 
-import logging
 import threading
 from pathlib import Path
 
@@ -159,20 +158,18 @@ def test_a_bad_adapter_is_refused_and_others_run_on(small, refs, tmp_path) -> No
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_an_adapter_that_is_not_finite_harms_no_neighbour(small, refs, tmp_path, caplog, poison: float) -> None:
+def test_an_adapter_that_is_not_finite_harms_no_neighbour(small, refs, tmp_path, poison: float) -> None:
     """Neither those in its batches nor those who get its pages afterwards."""
     bad = small.make_adapter(tmp_path, "bad", 9, poison=poison)
     engine = small.engine(num_pages=12, page_tokens=4, max_num_seqs=4, max_num_batched_tokens=16)
     doomed = [small.request(small.prompt(length), 10, adapter=bad, prompt_logprobs=1) for length in (5, 30)]
     healthy = [small.request(small.prompt(9, seed), 10, adapter=(None, refs[0])[seed % 2]) for seed in range(6)]
-    with caplog.at_level(logging.ERROR):
-        outputs = run(small, engine, [doomed[0], *healthy[:3], doomed[1], *healthy[3:]])
+    outputs = run(small, engine, [doomed[0], *healthy[:3], doomed[1], *healthy[3:]])
     for request in doomed:
         (output,) = outputs[request.request_id]
         assert output.finish_reason is FinishReason.ABORT
         assert output.token_ids == ()
         assert output.prompt_logprobs is None
-        assert request.request_id in caplog.text
     for request in healthy:
         assert small.tokens(outputs[request.request_id]) == alone(small, request.prompt, request.adapter, 10)
     run(small, engine, [small.request(small.prompt(30), 0, adapter=bad, request_id="prompt only")])

@@ -58,7 +58,7 @@ class Worker:
         policy: str = "adaptive",
     ) -> None:
         save_llama(folder / "model", max_positions=512)
-        decoder = support.load(folder / "model")
+        decoder = self.decoder = support.load(folder / "model")
         self.engine = OnlineEngine(
             decoder, num_pages, 4, BatchConfig(4, 64), 512, LoraConfig(), (), device=device
         )  # 512 tokens: one context of those that are measured
@@ -219,6 +219,19 @@ def test_not_while_there_is_a_job(tmp_path: Path) -> None:
     worker.inbox.append(Drain())
     worker.loop.run()
     worker.check_idle()
+
+
+def test_numbers_that_are_not_finite_are_logged_of_requests_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.decoder.weights.final_norm.fill_(math.nan)
+    worker.iterate_until(lambda: worker.profile.is_active)
+    worker.iterate_until(lambda: not worker.profile.is_active)
+    worker.inbox.append(AddRequest(request("theirs", PROMPT, 9)))
+    worker.iterate_until(lambda: any(isinstance(message, Outputs) for message in worker.sent))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines == ["request theirs ended: the model's output for it is not finite"]
 
 
 def test_messages_without_work_do_not_end_it(tmp_path: Path) -> None:

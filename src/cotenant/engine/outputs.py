@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from cotenant.core.request import FinishReason, SequenceOutput, TokenLogprobs
 from cotenant.engine.assemble import Entry
 from cotenant.engine.live import LiveSequences
 from cotenant.engine.sampler import NOT_FINITE
 from cotenant.engine.sequence import Sequence
-
-logger = logging.getLogger(__name__)
 
 
 def advance(
@@ -24,7 +20,6 @@ def advance(
     """
     sequence, end = entry.sequence, entry.first + entry.count
     if sequence.is_broken or token_id == NOT_FINITE:
-        logger.error("request %s ended: the model's output for it is not finite", sequence.request.request_id)
         sequence.is_broken = True
         sequence.prompt_logprobs = None
         return [_output(live, sequence, finish_reason=FinishReason.ABORT)]

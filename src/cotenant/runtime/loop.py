@@ -377,6 +377,8 @@ class WorkerLoop:
                 num_tokens = self._margin.note(output.request_id, len(output.token_ids), now_s, reason is not None)
                 if reason is not None:
                     self._answers.ended(num_tokens, reason)
+                if reason is FinishReason.ABORT:
+                    logger.error("request %s ended: the model's output for it is not finite", output.request_id)
             self._margin.settle(now_s)
 
     def _handle(self, message: ToWorker) -> None:
