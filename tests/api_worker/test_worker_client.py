@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -366,6 +367,38 @@ def test_nothing_is_left_in_the_temporary_folder(start: str, tmp_path: Path, mon
 
     run(scenario)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_server_left_is_removed_and_what_a_live_one_has_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    abandon = (
+        "import os; from cotenant.api.supervisor import ApiChannel, WorkerFolder;"
+        "folder = WorkerFolder(b'{}'); ApiChannel(folder.address); os._exit(9)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", abandon], env=environment)
+    (left,) = tmp_path.glob("cotenant-worker-*")
+    assert {path.name for path in left.iterdir()} == {"config.json", "worker.sock"}
+    (tmp_path / "cotenant-worker-12345678").mkdir()  # killed as it was made
+    others = [tmp_path / name / "notes" for name in ("cotenant-worker-mine", "cotenant-bench-12345678")]
+    for path in others:
+        path.parent.mkdir()
+        path.write_text("")
+
+    async def scenario() -> None:
+        async with (
+            running(make_client("slow"), ready=False) as first,
+            running(make_client("slow"), ready=False) as more,
+        ):
+            await until(lambda: None not in (first.worker_pid, more.worker_pid))
+            assert not left.exists()
+            assert len(list(tmp_path.glob("*/worker.sock"))) == 2
+            assert len(list(tmp_path.iterdir())) == 4
+
+    run(scenario)
+    assert sorted(tmp_path.rglob("*")) == sorted([*others, *(path.parent for path in others)])
 
 
 def test_the_workers_configuration_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

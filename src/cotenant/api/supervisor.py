@@ -6,19 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
+from cotenant.api.worker_folder import WorkerFolder
 from cotenant.config import child_environment
 from cotenant.processes import start_process
 from cotenant.wire.channel import ApiChannel
@@ -29,8 +27,6 @@ logger = logging.getLogger(__name__)
 EXIT_CRASH_LOOP = 1
 EXIT_START_FAILED = 2
 
-# The kernel allows 107 bytes for the path of a Unix socket; what we append to the folder's name needs 16.
-_MAX_FOLDER_BYTES = 90
 # After the process is gone its last messages may still be on their way through ZeroMQ's thread, for so long at most
 # until it has seen the end of the connection.
 _HEAR_OUT_S = 5.0
@@ -89,7 +85,7 @@ class _Life:
 
     process: asyncio.subprocess.Process | PreparedWorker
     channel: ApiChannel
-    folder: Path
+    folder: WorkerFolder
     outbox: asyncio.Queue[ToWorker] = field(default_factory=asyncio.Queue)
     num_received: int = 0
     was_ready: bool = False
@@ -216,23 +212,20 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
             life.kill()
             life.channel.close()
-            shutil.rmtree(life.folder, ignore_errors=True)
+            life.folder.remove()
 
     async def _launch(self) -> _Life:
-        folder = _private_folder()
+        folder = WorkerFolder(self.config_json)
         channel: ApiChannel | None = None
         try:
-            config_path = folder / "config.json"
-            with open(os.open(config_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(self.config_json)
-            address = f"ipc://{folder}/worker.sock"
-            channel = ApiChannel(address)
-            arguments = ["--address", address, "--config", str(config_path), "--parent-pid", str(os.getpid())]
-            process = await self._start([*arguments, *(["--after-crash"] if self._has_crashed else [])])
+            channel = ApiChannel(folder.address)
+            arguments = ["--address", folder.address, "--config", str(folder.config_path)]
+            arguments += ["--parent-pid", str(os.getpid()), *(["--after-crash"] if self._has_crashed else [])]
+            process = await self._start(arguments)
         except BaseException:
             if channel is not None:
                 channel.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
             raise
         logger.info("worker %d started", process.pid)
         return _Life(process, channel, folder)
@@ -260,8 +253,8 @@ class Supervisor:
             life.num_received += 1
             if isinstance(message, Ready | StartFailed):
                 # Connected and configured: neither the socket's path nor the file is needed any more, and if this
-                # process is killed nobody would remove them.
-                shutil.rmtree(life.folder, ignore_errors=True)
+                # process is killed nobody would remove them before the next one.
+                life.folder.remove()
             life.was_ready = life.was_ready or isinstance(message, Ready)
             if isinstance(message, StartFailed):
                 self._start_failed = message.message
@@ -302,11 +295,3 @@ def describe_exit(returncode: int) -> str:
         name = f"signal {-returncode}"
     hint = " (out of memory?)" if returncode == -signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
-
-
-def _private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a Unix socket in it."""
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len("/cotenant-12345678"):
-        folder = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="cotenant-", dir=folder))
