@@ -320,6 +320,23 @@ def begin(server: RunningServer, method: str, path: str, kind: str, num_bytes: i
     return connection
 
 
+def test_who_has_connected_before_sigterm_is_answered_and_not_reset(tmp_path: Path) -> None:
+    content = json.dumps(body(2)).encode()
+    with contextlib.ExitStack() as stack, running_server(tmp_path / "data", *FLAGS) as server:
+        server.process.send_signal(signal.SIGSTOP)  # so that the kernel alone takes connections
+        request = ("POST", "/v1/completions", "application/json", len(content), content)
+        connections = [stack.enter_context(begin(server, *request)) for _ in range(100)]
+        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGCONT)
+        answers = [connection.makefile("rb").read() for connection in connections]
+        assert {answer[:12] for answer in answers} <= {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+        refused = [answer for answer in answers if b"shutting_down" in answer]
+        assert refused
+        assert all(b"\r\nretry-after:" in answer for answer in refused)
+        assert server.wait_exit() == 0
+        assert "cut" not in server.log
+
+
 def test_clients_that_do_not_go_on_hold_a_drained_server_for_seconds(tmp_path: Path) -> None:
     """An upload and a request that do not end, and an answer that is not read; what ends meanwhile is kept."""
     form = "multipart/form-data; boundary=b"

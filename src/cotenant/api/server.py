@@ -8,14 +8,17 @@ import errno
 import logging
 import os
 import resource
+import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cotenant.api.app import create_app
 from cotenant.api.jobs.manager import JobManager
@@ -36,6 +39,8 @@ KEEP_ALIVE_S = 75
 DRAIN_TIMEOUT_S = 300.0
 # What a connection may take after the worker has sent its last token.
 HTTP_CLOSE_TIMEOUT_S = 10.0
+# What a connection that was accepted last may take to send the head of its request.
+_FIRST_REQUEST_TIMEOUT_S = 1.0
 # What requests may take to end once their connections are cut: a write to disk that has begun is finished.
 _CUT_TIMEOUT_S = 2.0
 _WANTED_OPEN_FILES = 65536
@@ -128,11 +133,31 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: a signal drains the worker too."""
+    """uvicorn without signal handlers of its own: a signal drains the worker too. Who has connected when it ends is
+    answered, and not reset."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for listener in sockets or ():
+            await _accept_backlog(listener)
+            listener.close()
+        for server in self.servers:
+            server.close()
+        deadline_s = time.monotonic() + _FIRST_REQUEST_TIMEOUT_S
+        while True:
+            await asyncio.sleep(0.01)  # the connection that was accepted last appears in the loop's next iteration
+            if self.force_exit or time.monotonic() > deadline_s or not self._has_new_connections():
+                break
+        await super().shutdown(sockets)
+
+    def _has_new_connections(self) -> bool:
+        """Whether one has had no request yet: uvicorn would close it, whatever is on its way."""
+        connections = self.server_state.connections
+        return any(isinstance(each, HttpToolsProtocol) and each.cycle is None for each in connections)
 
     def cut_connections(self) -> int:
         """End those that are open, as if their clients had left; returns how many."""
@@ -140,6 +165,16 @@ class _HttpServer(uvicorn.Server):
         for connection in connections:
             connection.transport.abort()
         return len(connections)
+
+
+async def _accept_backlog(listener: socket.socket) -> None:
+    """Let the event loop accept all connections that wait now. It takes one in each of its iterations."""
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    for _ in range(BACKLOG):
+        if not waiting.poll(0):
+            return
+        await asyncio.sleep(0)
 
 
 class _Session:
