@@ -59,6 +59,13 @@ def test_what_cannot_be_loaded_has_none(copy: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CotenantError, match=r"model\.safetensors is not a readable safetensors file"):
             of(copy)
+    for content, message in (
+        (whole[:-1000], r"it is cut short: it holds \d+ of the"),
+        (whole + b"x", "holds more than"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CotenantError, match=message):
+            of(copy)
     path.unlink()
     with pytest.raises(CotenantError, match="holds neither"):
         of(copy)

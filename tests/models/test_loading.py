@@ -97,6 +97,36 @@ def test_a_head_of_its_own_is_used_once_the_config_says_so(pair_of: Callable[[st
 
 _Q1 = "model.layers.1.self_attn.q_proj.weight"
 
+
+def _in_two(folder: Path) -> tuple[Path, Path]:
+    """Make two shards of the one file."""
+    paths = folder / "one.safetensors", folder / "two.safetensors"
+    tensors = load_file(folder / SINGLE)
+    for path, is_first in zip(paths, (True, False), strict=True):
+        part = {name: tensor for name, tensor in tensors.items() if (name == _Q1) == is_first}
+        save_file(part, path, metadata={"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"weight_map": {_Q1: paths[0].name, "lm_head.weight": paths[1].name}}))
+    (folder / SINGLE).unlink()
+    return paths
+
+
+def _repeat_in_other_file(folder: Path) -> None:
+    one, two = _in_two(folder)
+    save_file(load_file(two) | {_Q1: torch.zeros_like(load_file(one)[_Q1])}, two, metadata={"format": "pt"})
+
+
+def _make_folder_of_shard(folder: Path) -> None:
+    _, two = _in_two(folder)
+    two.unlink()
+    two.mkdir()
+
+
+def _repeat_in_index(folder: Path) -> None:
+    _in_two(folder)
+    repeated = (folder / INDEX).read_text().replace("}", f', "{_Q1}": "two.safetensors"}}', 1)
+    (folder / INDEX).write_text(repeated)
+
+
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] = {
     "missing": (
         lambda f: _edit(f, lambda t: (t.pop(_Q1), t.pop("lm_head.weight"))),
@@ -138,6 +168,17 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] =
         lambda f: ((f / SINGLE).unlink(), (f / INDEX).write_text('{"weight_map": {"a": 1, "b": "c"}}')),
         InvalidInputError,
         f"{INDEX}: weight_map must name a file for each tensor, not 1",
+    ),
+    "twice": (
+        _repeat_in_other_file,
+        InvalidInputError,
+        f"holds {_Q1} twice, in one.safetensors and in two.safetensors",
+    ),
+    "twice-in-index": (_repeat_in_index, InvalidInputError, f"{INDEX} cannot be read: .*it names {_Q1} 2 times"),
+    "folder": (
+        _make_folder_of_shard,
+        NotFoundError,
+        f"{INDEX} names files that are not there, or are none: two.safetensors",
     ),
 }
 

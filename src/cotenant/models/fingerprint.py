@@ -11,6 +11,7 @@ from typing import BinaryIO
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.models.registry import ResolvedModel
+from cotenant.models.safetensors_file import LENGTH_BYTES, read_header
 from cotenant.models.shards import shards
 
 # Of config.json, what changes without the model.
@@ -19,7 +20,6 @@ _INCIDENTAL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", 
 _NUM_SAMPLES = 4
 _SAMPLE_BYTES = 4096
 _NUM_DIGITS = 20
-_MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 
 def fingerprint(resolved: ResolvedModel, config: ModelConfig) -> str:
@@ -48,17 +48,14 @@ def fingerprint(resolved: ResolvedModel, config: ModelConfig) -> str:
 def _parts(path: Path) -> Iterator[bytes]:
     """What stands for a file of weights."""
     try:
-        yield path.stat().st_size.to_bytes(8, "little")
         with path.open("rb", buffering=0) as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise ValueError("its header is too long")
-            header = file.read(header_bytes)
-            yield header
-            for name, tensor in sorted(json.loads(header).items()):
+            header = read_header(file)
+            yield header.size_bytes.to_bytes(8, "little")
+            yield header.raw[LENGTH_BYTES:]
+            for name, tensor in sorted(json.loads(header.raw[LENGTH_BYTES:]).items()):
                 if name != "__metadata__":
                     begin, end = tensor["data_offsets"]
-                    yield from _samples(file, 8 + header_bytes + begin, end - begin)
+                    yield from _samples(file, len(header.raw) + begin, end - begin)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 

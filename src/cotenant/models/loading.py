@@ -103,6 +103,12 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
             with _reading(path):
                 shard = stack.enter_context(safe_open(path, framework="pt"))
                 for name in list(shard.keys()):
+                    if name in stored:
+                        raise InvalidInputError(
+                            f"{folder}: the checkpoint holds {name} twice, in {stored[name].path.name} and in "
+                            f"{path.name}: take the wrong one out, or download both files again",
+                            param="model",
+                        )
                     if name in places:
                         header = shard.get_slice(name)
                         _check(path, name, tuple(header.get_shape()), header.get_dtype(), places[name])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import BinaryIO, NamedTuple
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 
@@ -21,13 +21,13 @@ class Header(NamedTuple):
 def read_header(file: BinaryIO) -> Header:
     """From the beginning of a file. Raises ValueError for what is no header, or for a file that is shorter than its
     header says; OSError."""
-    raw = _read(file, _LENGTH_BYTES)
+    raw = _read(file, LENGTH_BYTES)
     num_bytes = int.from_bytes(raw, "little")
     if num_bytes > _MAX_HEADER_BYTES:
         raise ValueError("its header is too long")
     raw += _read(file, num_bytes)
     try:
-        entries = json.loads(raw[_LENGTH_BYTES:])
+        entries = json.loads(raw[LENGTH_BYTES:])
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]

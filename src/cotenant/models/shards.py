@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cotenant.core.errors import InvalidInputError, NotFoundError
 
@@ -22,7 +24,8 @@ def shards(folder: Path) -> list[Path]:
     if not index.is_file():
         raise NotFoundError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="model")
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        names = set(content["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{index} cannot be read: {error!r}", param="model") from error
     for name in names:
@@ -33,8 +36,17 @@ def shards(folder: Path) -> list[Path]:
     found = [folder / Path(name).name for name in sorted(names)]
     absent = [shard.name for shard in found if not shard.is_file()]
     if absent:
-        raise NotFoundError(f"{folder}: {INDEX_FILE} names files that are not there: {listed(absent)}", param="model")
+        raise NotFoundError(
+            f"{folder}: {INDEX_FILE} names files that are not there, or are none: {listed(absent)}", param="model"
+        )
     return found
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"it names {name} {count} times")
+    return dict(pairs)
 
 
 def listed(names: Iterable[str]) -> str:
