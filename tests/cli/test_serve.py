@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -385,3 +386,23 @@ def test_the_worker_dies_with_a_killed_server(moment: str, tmp_path: Path) -> No
         assert worker_pid is not None
         os.kill(server.process.pid, signal.SIGKILL)
         wait_until(lambda: not psutil.pid_exists(worker_pid), 10)
+
+
+def test_a_server_waits_for_the_worker_of_one_that_was_killed(tmp_path: Path) -> None:
+    """This process stands where a worker is that takes its time to end."""
+    with running_server(tmp_path / "data", *FLAGS) as killed:
+        worker_pid = killed.worker_pid()
+    path = tmp_path / "data" / "WORKER"
+    assert path.read_text() == f"{worker_pid}\n"
+    with path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        server = start_server(tmp_path / "data", *FLAGS, wait=False)
+        try:
+            told = f"waiting for the worker of a server that was killed, process {worker_pid}, to end"
+            wait_until(lambda: told in server.log)
+            assert not server.is_healthy()
+            fcntl.flock(held, fcntl.LOCK_UN)
+            server.wait_ready()
+            assert server.stop() == 0
+        finally:
+            server.kill()

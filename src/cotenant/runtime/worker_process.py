@@ -19,6 +19,7 @@ from cotenant.processes import die_with_parent
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.shortage import is_out_of_memory
 from cotenant.runtime.tenants import Tenants, build_tenants
+from cotenant.runtime.worker_lock import lock_worker
 from cotenant.wire.channel import WorkerChannel
 from cotenant.wire.messages import Ready, StartFailed
 
@@ -84,6 +85,7 @@ def main() -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = WorkerChannel(arguments.address)
     try:
+        lock_worker(Path(config.data_dir))  # before it is looked at how much memory is free
         tenants, loop = build_loop(config, channel, started_s, after_crash=arguments.after_crash)
     except Exception as error:
         if isinstance(error, CotenantError):
