@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from api_jobs.support import (
 )
 from cotenant.api.jobs import manager
 from cotenant.core.errors import InvalidInputError
+from cotenant.store.events import EventStore
 from cotenant.wire.messages import (
     CancelJob,
     CheckpointSaved,
@@ -249,5 +251,31 @@ def test_cancelling_wins_over_pausing(tmp_path: Path) -> None:
             assert (await cancelling)["status"] == "cancelled"
             await pausing
             await there.wait_started(job_id, following)
+
+    run(scenario)
+
+
+def test_no_job_is_started_once_the_server_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it was about to be: the worker would run it after it has been told to end."""
+    about_to_start, draining = threading.Event(), threading.Event()
+    recorded_step = EventStore.recorded_step
+
+    def slow_recorded_step(store: EventStore, job_id: str) -> int:
+        about_to_start.set()
+        draining.wait(10)
+        return recorded_step(store, job_id)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            monkeypatch.setattr(EventStore, "recorded_step", slow_recorded_step)
+            job_id = str((await there.create())["id"])
+            assert await asyncio.to_thread(about_to_start.wait, 20)
+            there.jobs.begin_drain()
+            draining.set()
+            assert (await there.post(job_id, "pause"))["status"] == "paused"  # which waits for what was begun
+            assert there.worker.started == []
+        async with server(tmp_path) as there:
+            await there.post(job_id, "resume")
+            await there.wait_started(job_id)
 
     run(scenario)

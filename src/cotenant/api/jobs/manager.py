@@ -252,6 +252,8 @@ class JobManager:
                 return False
             await asyncio.to_thread(self._store.files.restore_ballast)  # so that a full disk can be recorded
             spec = await asyncio.to_thread(self._spec_of, job)
+            if self._draining.is_set():  # since: behind Drain, the job would keep the worker from ending
+                return False
             if self._worker.post(StartJob(spec)):
                 self._in_worker = job.id
                 logger.info("job %s: started in the worker (%d steps are on record)", job.id, spec.recorded_step)
