@@ -264,6 +264,17 @@ def test_offsets_point_at_tokens(client: openai.OpenAI) -> None:
             assert choice.text[offset:].startswith(token)
 
 
+def test_offsets_count_the_marks_that_a_prompt_is_written_with(client: openai.OpenAI) -> None:
+    prompt = "<|begin|><|user|>Hi<|end|>"
+    choice = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=1, temperature=0, logprobs=0, echo=True
+    ).choices[0]
+    assert choice.logprobs is not None
+    assert choice.text.startswith(prompt)
+    assert (choice.logprobs.tokens or [])[:-1] == ["<|begin|>", "<|begin|>", "<|user|>", "Hi", "<|end|>"]
+    assert choice.logprobs.text_offset == [0, 0, 9, 17, 19, 26]
+
+
 # Around them.
 
 

@@ -46,6 +46,7 @@ from cotenant.api.usage import UsageCount
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import TokenLogprobs
 from cotenant.text.detokenizer import IncrementalDetokenizer
+from cotenant.text.tokenizer import Tokenizer
 from cotenant.wire.messages import Ready
 
 logger = logging.getLogger(__name__)
@@ -234,13 +235,30 @@ async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt
         raise InvalidInputError("Invalid 'prompt': it is empty.", param="prompt", code="invalid_value")
     if not body.echo:
         return _EncodedPrompt(token_ids)
-    text, offsets = await run_apart(len(token_ids), lambda: prompt_text(state, token_ids, body.skip_special_tokens))
-    return _EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else text, offsets)
+    if isinstance(prompt, str):
+        offsets = await run_apart(len(prompt), lambda: prompt_offsets(state.tokenizer, prompt, token_ids))
+        return _EncodedPrompt(token_ids, prompt, offsets)
+    text, offsets = await run_apart(
+        len(token_ids), lambda: prompt_text(state.tokenizer, token_ids, body.skip_special_tokens)
+    )
+    return _EncodedPrompt(token_ids, text, offsets)
 
 
-def prompt_text(state: AppState, token_ids: Sequence[int], skip_special_tokens: bool) -> tuple[str, tuple[int, ...]]:
+def prompt_offsets(tokenizer: Tokenizer, prompt: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+    """Where in ``prompt`` each of the tokens begins that it was encoded to. Marks of special tokens are a part of it;
+    those tokens that the tokenizer has put around it lie at its start and its end."""
+    own = tokenizer.encode(prompt, add_special_tokens=False)
+    num_others = len(token_ids) - len(own)
+    num_before = next((count for count in range(num_others) if token_ids[count : count + len(own)] == own), num_others)
+    _, offsets = prompt_text(tokenizer, own, skip_special_tokens=False)
+    return (0,) * num_before + offsets + (len(prompt),) * (num_others - num_before)
+
+
+def prompt_text(
+    tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool
+) -> tuple[str, tuple[int, ...]]:
     """A prompt's text, and where in it each token begins."""
-    detokenizer = IncrementalDetokenizer(state.tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     text = ""
     offsets: list[int] = []
     for token_id in token_ids:
