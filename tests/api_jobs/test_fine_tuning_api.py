@@ -388,11 +388,16 @@ def test_lists_and_filters(tmp_path: Path) -> None:
             assert ([job["id"] for job in page["data"]], page["has_more"]) == ([ids[0]], False)
             page = (await there.http.get(JOBS, params={"metadata[n]": "0"})).json()
             assert [job["id"] for job in page["data"]] == [ids[2], ids[0]]
+            plain = (await there.create(training_file=file))["id"]
+            page = (await there.http.get(JOBS, params={"metadata": "null"})).json()
+            assert [job["id"] for job in page["data"]] == [plain]
             others = (await there.http.get(f"{JOBS}/{ids[1]}/events")).json()["data"]
             for path, params in (
                 ("", {"limit": 0}),
                 ("", {"limit": 10**30}),
                 ("", {"after": "ftjob-none"}),
+                ("", {"metadata": "blue"}),
+                ("", {"metadata": "null", "metadata[n]": "0"}),
                 (f"/{ids[0]}/events", {"after": "x"}),
                 (f"/{ids[0]}/events", {"after": others[0]["id"]}),
                 (f"/{ids[0]}/checkpoints", {"limit": -1}),

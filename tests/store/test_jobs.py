@@ -109,6 +109,7 @@ def test_jobs_are_found_by_metadata(store: Store) -> None:
     assert ids(**{"a\"b'c]": "%_", "team": "blue"}) == [blue.id]
     assert ids(**{"a\"b'c]": "xx"}) == []
     assert ids(team="blue", other="x") == []
+    assert [job.id for job in store.jobs.page(metadata=None).items] == [plain.id]
 
     odd = add_job(store, metadata={"part\0of": "two\0three"})
     assert ids(**{"part\0of": "two\0three"}) == [odd.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -81,11 +82,13 @@ class JobStore:
         return self._database.read(lambda connection: self._get(connection, job_id))
 
     def page(
-        self, *, after: str | None = None, limit: int = 20, metadata: Mapping[str, str] | None = None
+        self, *, after: str | None = None, limit: int = 20, metadata: Mapping[str, str] | None = MappingProxyType({})
     ) -> Page[JobRecord]:
-        """A page of jobs, newest first; of those that have all of ``metadata``. Raises InvalidInputError for an unknown
-        ``after``."""
+        """A page of jobs, newest first; of those that have all of ``metadata``, or with None of those that have none.
+        Raises InvalidInputError for an unknown ``after``."""
         query = select(schema.jobs)
+        if metadata is None:
+            query = query.where(_COLUMNS.metadata.is_(None))
         for key, value in (metadata or {}).items():
             query = query.where(func.has_pair(_COLUMNS.metadata, key, value))
         return self._database.read(

@@ -50,7 +50,7 @@ async def create_job(request: Request) -> Response:
 
 @router.get(JOBS, responses=answers(JobList, 400, 401))
 async def list_jobs(request: Request, after: After = None, limit: Limit = 20) -> Response:
-    """The jobs, newest first. ``metadata[KEY]=VALUE`` keeps those that have it."""
+    """The jobs, newest first. ``metadata[KEY]=VALUE`` keeps those that have it, ``metadata=null`` those without any."""
     state = state_of(request)
     page = await asyncio.to_thread(state.store.jobs.page, after=after, limit=limit, metadata=_metadata_filter(request))
     return json_response(job_list(page, state.config.api.organization))
@@ -108,14 +108,17 @@ async def _answer(request: Request, record: Awaitable[JobRecord]) -> Response:
     return json_response(job_of(await record, state_of(request).config.api.organization))
 
 
-def _metadata_filter(request: Request) -> dict[str, str]:
-    """The pairs of ``metadata[KEY]=VALUE`` in the query."""
+def _metadata_filter(request: Request) -> dict[str, str] | None:
+    """The pairs of ``metadata[KEY]=VALUE`` in the query; None for ``metadata=null``."""
     pairs = ((_METADATA.fullmatch(name), value) for name, value in request.query_params.items())
     wanted = {match[1]: value for match, value in pairs if match}
+    problem = None
     if len(wanted) > MAX_METADATA:
-        raise InvalidInputError(
-            f"Invalid 'metadata': jobs have at most {MAX_METADATA} pairs, got {len(wanted)}.",
-            code="invalid_value",
-            param="metadata",
-        )
+        problem = f"jobs have at most {MAX_METADATA} pairs, got {len(wanted)}"
+    elif "metadata" in request.query_params:
+        if request.query_params.getlist("metadata") == ["null"] and not wanted:
+            return None
+        problem = "expected pairs, as metadata[KEY]=VALUE, or metadata=null alone, which is for jobs without metadata"
+    if problem is not None:
+        raise InvalidInputError(f"Invalid 'metadata': {problem}.", code="invalid_value", param="metadata")
     return wanted
