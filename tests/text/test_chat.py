@@ -109,6 +109,14 @@ def test_tool_calls_are_given_in_the_form_that_the_template_takes() -> None:
     assert load_chat_template(None, silent).render(messages) == "False True"
 
 
+@pytest.mark.parametrize("function", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])
+def test_a_call_without_arguments_has_an_empty_object_of_them(function: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", **function}}
+    messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert '{"name": "now", "arguments": {}}' in load_chat_template(None, QWEN3).render(messages)
+    assert call["function"] == {"name": "now", **function}
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_a_form_in_which_calls_vanish_is_not_taken(content: str | None) -> None:
     """The function's name stands in the question and among the tools, too: that is no call."""

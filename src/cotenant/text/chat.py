@@ -206,18 +206,19 @@ def _part_text(part: Any, index: int) -> str:
 
 
 def _plain_tool_call(call: Any) -> Any:
-    """Clients send arguments as JSON text; templates write objects as JSON themselves."""
+    """Clients send arguments as JSON text, or nothing for none; templates write objects as JSON themselves."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         return call
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
+    arguments = call["function"].get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    elif isinstance(arguments, str):
         try:
-            arguments = json.loads(function["arguments"])
+            parsed = json.loads(arguments)
         except (ValueError, RecursionError):
-            arguments = None
-        if isinstance(arguments, dict):
-            function["arguments"] = arguments
-    return {**call, "function": function}
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
 def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
