@@ -274,6 +274,12 @@ def test_an_assistant_may_only_call_tools() -> None:
     assert checked[1] == {"role": "tool", "content": "4", "tool_call_id": "1"}
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_earlier_reasoning_is_left_to_the_template(name: str) -> None:
+    message = {"role": "assistant", "content": "4", name: "2 and 2"}
+    assert checked_messages([message]) == [message]
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -284,6 +290,7 @@ def test_an_assistant_may_only_call_tools() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[1].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text"),
         ({"role": "user", "content": "x", "name": 5}, "messages[1].name"),
+        ({"role": "assistant", "content": "x", "reasoning": ["y"]}, "messages[1].reasoning"),
         ({"role": "user", "content": "x", "audio": {"id": "a"}}, "messages[1].audio"),
         ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[1].tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[1].tool_calls[0].function"),

@@ -9,10 +9,12 @@ from msgspec import UNSET, Meta, UnsetType
 
 from cotenant.api.schemas.sampling import MAX_LOGPROBS, Count, SamplingFields
 from cotenant.core.errors import InvalidInputError
+from cotenant.text.example_format import REASONING_FIELDS
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
+_TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)
+_MESSAGE_FIELDS = frozenset({"role", "content", "tool_calls", *_TEXT_FIELDS})
 # ``type`` comes from lm-eval, ``weight`` from training files.
 _IGNORED_MESSAGE_FIELDS = frozenset({"refusal", "annotations", "type", "weight"})
 
@@ -80,7 +82,7 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         checked["content"] = _text_of(fields["content"], f"{where}.content")
     elif not (role == "assistant" and fields.get("tool_calls")):
         raise _invalid(f"{where}.content", "it is missing", code="missing_required_parameter")
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in _TEXT_FIELDS:
         if name in fields:
             checked[name] = _string(fields[name], f"{where}.{name}")
     if fields.get("tool_calls"):
