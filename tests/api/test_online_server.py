@@ -287,10 +287,14 @@ def test_tokens_and_back(http: httpx.Client) -> None:
 
 
 def test_a_conversation_is_tokenised_as_chat_does_it(client: openai.OpenAI, http: httpx.Client) -> None:
-    count = http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES}).json()["count"]
-    usage = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1).usage
-    assert usage is not None
-    assert usage.prompt_tokens == count
+    counts = []
+    for options in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        count = http.post("/tokenize", json={"model": MODEL, "messages": MESSAGES, **options}).json()["count"]
+        usage = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1, extra_body=options).usage
+        assert usage is not None
+        assert usage.prompt_tokens == count
+        counts.append(count)
+    assert counts == [counts[0], counts[0], counts[0] + 1]
 
 
 def test_models_have_cards(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -90,7 +90,9 @@ class _Chat:
         check_num_choices(state, body.n)
         messages = await state.prompts.check_messages(body.messages, max_model_len=ready.max_model_len)
         conversation = Conversation(messages, body.tools, body.add_generation_prompt, body.chat_template_kwargs)
-        prompt = await state.prompts.encode_chat(conversation, max_model_len=ready.max_model_len)
+        prompt = await state.prompts.encode_chat(
+            conversation, max_model_len=ready.max_model_len, add_special_tokens=body.add_special_tokens
+        )
         sampling = sampling_params(
             body,
             max_tokens=token_budget(len(prompt), body.token_limit, None, ready.max_model_len, "messages"),

@@ -30,6 +30,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
