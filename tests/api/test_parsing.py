@@ -131,6 +131,9 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("prompt_logprobs", 0),
         ("spaces_between_special_tokens", False),
         ("detokenize", False),
+        ("include_reasoning", False),
+        ("truncate_prompt_tokens", 5),
+        ("verbosity", "low"),
         ("never_heard_of_it", False),
     ],
 )
@@ -153,6 +156,9 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
         ("length_penalty", 1.0),
         ("continue_final_message", False),
         ("guided_json", None),
+        ("include_reasoning", True),
+        ("truncation_side", "left"),
+        ("verbosity", "medium"),
         *((name, "anything") for name in sorted(IGNORED_FIELDS)),
     ],
 )

@@ -22,7 +22,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prompt_cache_key",
-        "prompt_cache_retention", "request_id",
+        "prompt_cache_retention", "request_id", "session_id", "stream_interval", "return_token_offsets",
+        "return_mm_kwargs",
     }
 )  # fmt: skip
 
@@ -38,6 +39,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "detokenize": (True,),
     "documents": (),
     "early_stopping": (),
+    "ec_transfer_params": (),
     "echo": (),
     "function_call": ("none", "auto"),
     "functions": (),
@@ -47,9 +49,12 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1.0,),
     "logits_processors": (),
+    "logprob_token_ids": (),
+    "media_io_kwargs": (),
     "min_tokens": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
@@ -60,20 +65,26 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
+    "return_prompt_text": (),
     "return_token_ids": (),
     "return_tokens_as_token_ids": (),
+    "routed_experts_prompt_start": (),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": ("left", "right"),
     "use_beam_search": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "vllm_xargs": (),
+    "watermarking": (),
     "web_search_options": (),
 }
-_EMPTY_ASKS = frozenset({"detokenize", "prompt_logprobs", "spaces_between_special_tokens", "web_search_options"})
+_EMPTY_ASKS = frozenset(
+    {"detokenize", "include_reasoning", "prompt_logprobs", "spaces_between_special_tokens", "web_search_options"}
+)
 
 _TYPE_WORDS = {
     "int": "an integer",
