@@ -22,8 +22,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "session_id", "stream_interval", "return_token_offsets",
-        "return_mm_kwargs",
+        "prompt_cache_retention", "prompt_cache_options", "request_id", "session_id", "stream_interval",
+        "return_token_offsets", "return_mm_kwargs",
     }
 )  # fmt: skip
 
