@@ -460,5 +460,7 @@ def test_a_checkpoint_whose_step_was_never_reported_has_its_figures(tmp_path: Pa
             (checkpoint,) = (await there.http.get(f"{JOBS}/{job_id}/checkpoints")).json()["data"]
             assert checkpoint["metrics"]["step"] == 2
             assert checkpoint["metrics"]["train_loss"] == metrics(2)[0].train_loss
+            reported = [event for event in await there.events(job_id) if event["type"] == "metrics"]
+            assert sorted(event["data"]["step"] for event in reported) == [1, 2]
 
     run(scenario)

@@ -210,12 +210,19 @@ class Recorder:
 
     def _keep_checkpoints(self, job: JobRecord, bad_step: int | None = None) -> None:
         """The worker has written checkpoints for itself, of the last step and the best one; now that the job is over,
-        announce what is left of them, but for that of ``bad_step``."""
+        announce what is left of them, but for that of ``bad_step``. A step whose evaluation was still to come has not
+        been reported: it is now, by what its checkpoint has."""
         found = _checkpoints(self._store.jobs.folder(job.id) / "checkpoints")
-        metrics = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
+        reported = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
         for step, path in found:
-            if step != bad_step:
-                self._add_checkpoint(job, step, str(path), metrics.get(step) or _figures_in(path))
+            if step == bad_step:
+                continue
+            figures = reported.get(step)
+            if figures is None and (metrics := _metrics_in(path)) is not None:
+                figures = events.figures(metrics)
+                event = events.step(metrics, job.total_steps)
+                self._store.events.add_metrics(job.id, [event], job.trained_tokens or 0, job.estimated_finish)
+            self._add_checkpoint(job, step, str(path), figures)
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -238,13 +245,12 @@ class _Recorded(msgspec.Struct):
     metrics: StepMetrics | None = None
 
 
-def _figures_in(folder: Path) -> dict[str, Any] | None:
-    """Those of a step that was not reported, for its evaluation was still to come."""
+def _metrics_in(folder: Path) -> StepMetrics | None:
+    """Those of a checkpoint's step, as its folder has them."""
     try:
-        recorded = msgspec.json.decode((folder / "trainer_state.json").read_bytes(), type=_Recorded)
+        return msgspec.json.decode((folder / "trainer_state.json").read_bytes(), type=_Recorded).metrics
     except (OSError, msgspec.DecodeError):
         return None
-    return None if recorded.metrics is None else events.figures(recorded.metrics)
 
 
 def _is_whole(folder: Path) -> bool:
