@@ -419,6 +419,24 @@ def test_batches_that_are_launched_ahead_give_the_same_tokens(small, num_pages) 
     assert engine.kv_cache_usage == 0
 
 
+def test_a_prompt_that_generates_nothing_keeps_its_pages_while_it_is_in_flight(small) -> None:
+    engine = small.engine(num_pages=12, page_tokens=1, max_model_len=12)
+    text = small.request(small.prompt(3), 8)
+    engine.add(text)
+    engine.step()
+    scored = small.request(small.prompt(5), 0, prompt_logprobs=0)
+    engine.add(scored)
+    for _ in range(4):
+        engine.iterate(num_ahead=4)
+        engine.check_integrity()
+    assert engine.kv_cache_usage == 1.0
+    found = small.run(engine)  # the text wants one more page
+    assert engine.num_preemptions == 0
+    assert len(found[scored.request_id]) == 1
+    assert len(found[scored.request_id][0].prompt_logprobs) == 5
+    assert small.tokens(found[text.request_id]) == small.greedy(text.prompt, 8)[1:]
+
+
 def test_seeds_and_penalties_are_the_same_when_batches_are_launched_ahead(small) -> None:
     requests = [
         small.request(

@@ -4,7 +4,7 @@ Rules, all in the order of priority and then arrival, but that prompts which are
 class (``scheduler/turns.py`` says whose, and for how long at most):
 
 - Every decoding sequence gets its token, before any prefill; prompt chunks fill what is left of the token budget.
-- A sequence whose last token is on its way (``is_spent``) gets nothing and keeps what it has: it leaves soon.
+- A sequence of which all is on its way (``is_spent``) gets nothing and keeps what it has: it leaves soon.
 - A waiting sequence is admitted whole: it gets the pages of all its tokens at once, and leaves a free page for each
   running one, so that admitting it does not cause the next preemption. Pages that are cached for it are shared or taken
   as they are, and its prefill starts after them.
@@ -181,7 +181,7 @@ class _Planner:
         self._admitted: list[Admission] = []
         num_decoding = 0
         for sequence in running:
-            if sequence.num_pending and sequence.is_spent:
+            if sequence.is_spent:
                 self._spent.add(sequence)
             else:
                 self._victims.append(sequence)

@@ -18,7 +18,7 @@ def check_queues(running: SequenceQueue, waiting: SequenceQueue, pool: PagePool,
         pages = pool.pages(sequence.number)
         assert tables.pages(sequence.seat) == pages, "a block table disagrees with the pool"
         assert sequence.num_computed <= len(pages) * tables.page_tokens, "tokens were computed without a page"
-        assert sequence.num_left >= 1, "a live sequence has nothing to compute"
+        assert sequence.num_left >= 1 or sequence.is_spent, "a live sequence has nothing to compute"
     for sequence in waiting:
         assert sequence.seat is None, "a waiting sequence has a seat"
         assert sequence.num_computed == 0, "a waiting sequence has computed tokens"

@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that go through the decoder before the next one can be sampled; at least 1 while live."""
+        """Tokens that go through the decoder before the next one can be sampled; at least 1 unless ``is_spent``."""
         return len(self.tokens) - self.num_computed
 
     @property
@@ -79,9 +79,10 @@ class Sequence:
 
     @property
     def is_spent(self) -> bool:
-        """Its last token is on the way: there is nothing to schedule until it is collected."""
+        """There is nothing to schedule until it is collected: its last token is on the way, or all of its prompt is and
+        it generates nothing."""
         if self.num_pending == 0:
-            return False
+            return self.num_left == 0
         return self.num_generated >= self.request.sampling.max_tokens or len(self.tokens) >= self.max_length
 
     def resolve(self, position: int, token_id: int, now_s: float) -> FinishReason | None:
