@@ -194,7 +194,7 @@ def _rank(limits: Limits) -> Check:
 
 
 def _modules(place: str, value: Any) -> list[str]:
-    """PEFT's forms: a list of names, one name, or 'all-linear'."""
+    """PEFT's list of names or 'all-linear'; and one name alone, which PEFT would take for a pattern."""
     if value == "all-linear":
         return list(LINEAR_MODULES)
     expected = f"'all-linear' or a list of {', '.join(LINEAR_MODULES)}"
