@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -353,36 +353,39 @@ def test_drain_does_not_wait_for_a_model_that_is_being_loaded() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("start", ["ready", "die"])
-def test_nothing_is_left_in_the_temporary_folder(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files; a short one, for in a long one there is no place for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
+
+@pytest.mark.parametrize("start", ["ready", "die"])
+def test_nothing_is_left_in_the_temporary_folder(start: str, temporary: Path) -> None:
     async def scenario() -> None:
         async with running(make_client(start), ready=start == "ready") as client:
             if start == "ready":
-                assert list(tmp_path.iterdir()) == []  # so a SIGKILL of this process leaves nothing either
+                assert list(temporary.iterdir()) == []  # so a SIGKILL of this process leaves nothing either
                 assert len(await outputs_of(client, make_request(stand_in.COUNT))) == 3
             else:
                 await client.wait_failed()
 
     run(scenario)
-    assert list(tmp_path.iterdir()) == []
+    assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_server_left_is_removed_and_what_a_live_one_has_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_what_a_killed_server_left_is_removed_and_what_a_live_one_has_is_not(temporary: Path) -> None:
     abandon = (
         "import os; from cotenant.api.supervisor import ApiChannel, WorkerFolder;"
         "folder = WorkerFolder(b'{}'); ApiChannel(folder.address); os._exit(9)"
     )
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(temporary)}
     subprocess.run([sys.executable, "-c", abandon], env=environment)
-    (left,) = tmp_path.glob("cotenant-worker-*")
+    (left,) = temporary.glob("cotenant-worker-*")
     assert {path.name for path in left.iterdir()} == {"config.json", "worker.sock"}
-    (tmp_path / "cotenant-worker-12345678").mkdir()  # killed as it was made
-    others = [tmp_path / name / "notes" for name in ("cotenant-worker-mine", "cotenant-bench-12345678")]
+    (temporary / "cotenant-worker-12345678").mkdir()  # killed as it was made
+    others = [temporary / name / "notes" for name in ("cotenant-worker-mine", "cotenant-bench-12345678")]
     for path in others:
         path.parent.mkdir()
         path.write_text("")
@@ -394,20 +397,18 @@ def test_what_a_killed_server_left_is_removed_and_what_a_live_one_has_is_not(
         ):
             await until(lambda: None not in (first.worker_pid, more.worker_pid))
             assert not left.exists()
-            assert len(list(tmp_path.glob("*/worker.sock"))) == 2
-            assert len(list(tmp_path.iterdir())) == 4
+            assert len(list(temporary.glob("*/worker.sock"))) == 2
+            assert len(list(temporary.iterdir())) == 4
 
     run(scenario)
-    assert sorted(tmp_path.rglob("*")) == sorted([*others, *(path.parent for path in others)])
+    assert sorted(temporary.rglob("*")) == sorted([*others, *(path.parent for path in others)])
 
 
-def test_the_workers_configuration_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
+def test_the_workers_configuration_is_private(temporary: Path) -> None:
     async def scenario() -> None:
         async with running(make_client("slow"), ready=False) as client:
             await until(lambda: client.worker_pid is not None)
-            (config,) = tmp_path.glob("*/config.json")
+            (config,) = temporary.glob("*/config.json")
             assert config.stat().st_mode & 0o777 == 0o600
             assert config.parent.stat().st_mode & 0o777 == 0o700
             assert b"secret" not in config.read_bytes()

@@ -87,7 +87,9 @@ def test_what_was_predicted_worst_is_named() -> None:
     alone = found["alone"]
     assert alone["iterations"] == 100
     assert alone["mean"] == pytest.approx((sum(range(96)) * 0.001 + 0.003 + 0.4) / 100, abs=1e-4)
-    assert alone["p95"] == pytest.approx(0.092), "five of a hundred are as far off"
+    assert alone["p95"] == pytest.approx(0.09105, abs=6e-5), (
+        "between 0.091 and 0.092, which five of a hundred are above"
+    )
     assert alone["share_above_10_percent"] == 0.01
     assert [each["deviation"] for each in alone["farthest_off"]] == pytest.approx(
         [-0.4, *(0.001 * index for index in range(95, 95 - NUM_FARTHEST_OFF + 1, -1))]
