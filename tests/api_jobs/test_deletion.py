@@ -227,7 +227,7 @@ def test_a_job_deleted_as_its_validation_begins_leaves_nothing(
     async def prepare(task: Task) -> tuple[PreparedFile, ...]:
         validating.append(task)
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # until it is cancelled
         finally:
             validating.remove(task)
         return ()
@@ -257,7 +257,7 @@ def test_a_job_deleted_while_its_files_are_validated_leaves_nothing(
     async def prepare(task: Task) -> tuple[PreparedFile, ...]:
         begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # until it is cancelled
         finally:
             await asyncio.sleep(0.2)
             Path(task.files[0].target).parent.mkdir(exist_ok=True)
