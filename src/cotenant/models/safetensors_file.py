@@ -11,10 +11,12 @@ _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 
 class Header(NamedTuple):
-    """``raw``: as it stands in the file, with its length before it. ``size_bytes``: of the whole file."""
+    """``raw``: as it stands in the file, with its length before it. ``spans``: where tensors begin and end behind that.
+    ``size_bytes``: of the whole file."""
 
     raw: bytes
     shapes: dict[str, tuple[int, ...]]
+    spans: dict[str, tuple[int, int]]
     size_bytes: int
 
 
@@ -30,12 +32,13 @@ def read_header(file: BinaryIO) -> Header:
         entries = json.loads(raw[LENGTH_BYTES:])
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
-        ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
+        offsets = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
+        spans = {name: (int(begin), int(end)) for name, (begin, end) in offsets.items()}
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its header is not one of tensors ({error!r:.200})") from error
-    size_bytes = len(raw) + max(ends, default=0)
+    size_bytes = len(raw) + max((end for _, end in spans.values()), default=0)
     _check_size(file.seek(0, 2), size_bytes)
-    return Header(raw, shapes, size_bytes)
+    return Header(raw, shapes, spans, size_bytes)
 
 
 def read_whole(file: BinaryIO, header: Header) -> bytes:
