@@ -64,11 +64,16 @@ def _training_problems(messages: list[dict[str, Any]]) -> list[str]:
     return []
 
 
+def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that count as there."""
+    return {key: value for key, value in fields.items() if value is not None}
+
+
 def message_problem(message: Any) -> str | None:
     """What is wrong with a message, in words that follow 'message 2: '; None if nothing is."""
     if not isinstance(message, dict):
         return "a message must be a dictionary"
-    message = {key: value for key, value in message.items() if value is not None}
+    message = without_nulls(message)
     role = message.get("role")
     if role is None:
         return "it has no 'role'"

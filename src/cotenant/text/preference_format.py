@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cotenant.text.example_format import message_problem, tools_problems
+from cotenant.text.example_format import message_problem, tools_problems, without_nulls
 
 Message = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ class Preference:
 
 def read_preference(example: Mapping[str, Any]) -> Preference:
     """The example in one form. Raises PreferenceError with all that is wrong."""
-    given = {name for name, value in example.items() if value is not None}
+    given = without_nulls(example).keys()
     if not given.isdisjoint(_OPENAI_FIELDS):
         preference, problems = _openai(example)
     elif not given.isdisjoint(_TRL_FIELDS):
@@ -110,14 +110,12 @@ def _as_messages(value: Any, role: str) -> Any:
 
 def _num_shared(chosen: list[Any], rejected: list[Any]) -> int:
     """How many messages both begin with, at least one being left of each where they have one to spare."""
-    pairs = zip(map(_without_nulls, chosen[:-1]), map(_without_nulls, rejected[:-1]), strict=False)
+    pairs = zip(map(_compared, chosen[:-1]), map(_compared, rejected[:-1]), strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
 
 
-def _without_nulls(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    return {key: value for key, value in message.items() if value is not None}
+def _compared(message: Any) -> Any:
+    return without_nulls(message) if isinstance(message, dict) else message
 
 
 def _prompt_problems(messages: Any, field: str) -> list[str]:
