@@ -349,14 +349,15 @@ def main() -> None:
             print(sizes, page_tokens, len(found), "requests agree", flush=True)
     from cotenant.engine.cuda_runner import choose_compiled_sizes
 
-    for max_num_seqs in (1, 20, 256, 2000):
-        print("of at most", max_num_seqs, "rows", choose_compiled_sizes(max_num_seqs), "are compiled", flush=True)
+    for most in ((1, 8), (8, 20), (20, 8192), (256, 8192), (2000, 8192)):
+        sizes = choose_compiled_sizes(*most)
+        print(f"of {most[0]} sequences and {most[1]} tokens at most, {sizes} rows are compiled", flush=True)
     for enforce_eager in (False, True):
         _embedded.clear()
         runner = on_gpus_runner(small, _engine(small, 4, 48), ())._flights.runner
         runner.warm_up((2,), (), lambda: None, enforce_eager=enforce_eager)
         decodes = sorted(_embedded - set(_PIECE_TIMES_MS))
-        print("decode steps of", decodes, "rows are compiled,", list(runner._captured[None]), "captured", flush=True)
+        print("steps of", decodes, "rows are compiled,", list(runner._captured[None]), "captured", flush=True)
 
 
 if __name__ == "__main__":

@@ -69,11 +69,13 @@ def choose_graph_sizes(max_num_seqs: int, wanted: Sequence[int] = ()) -> tuple[i
     return tuple(sorted({size for size in sizes if size < max_num_seqs} | {min(max_num_seqs, 1024)}))
 
 
-def choose_compiled_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes of which one or another launches each kernel of decode steps: products are cut otherwise from 17 and
-    from 33 rows on, and other kernels for one row, for whole sixteens, and for many."""
+def choose_compiled_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Batch sizes of which one or another launches each kernel of decode steps, and of prompts that are as short:
+    products are cut otherwise from 17 and from 33 rows on, and other kernels for one row, for whole sixteens, and for
+    many."""
     largest = choose_graph_sizes(max_num_seqs)[-1]
-    return tuple(size for size in sorted({1, 2, 16, 17, 33, largest}) if size <= largest)
+    most = max(largest, min(MAX_ROWS, max_num_batched_tokens))
+    return tuple(size for size in sorted({1, 2, 16, 17, 33, largest}) if size <= most)
 
 
 def choose_piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -117,6 +119,7 @@ class CudaRunner:
         self._decoder = decoder
         self._device = decoder.device
         self._max_num_seqs = max_num_seqs
+        self._compiled_sizes = choose_compiled_sizes(max_num_seqs, max_num_batched_tokens)
         self._piece_sizes = choose_piece_sizes(max_num_batched_tokens)
         self._stacks = stacks
         self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, kv_cache, max_num_seqs)
@@ -124,7 +127,8 @@ class CudaRunner:
         self._forward = CudaForward(decoder, kv_cache, last_tokens)
         self._eager = EagerRunner(decoder, kv_cache, last_tokens)
         self._keys_values = [tuple(kv_cache[:, layer].unbind(1)) for layer in range(decoder.spec.num_layers)]
-        num_inputs = _NUM_FIELDS * _padded(max_num_seqs) + max_num_seqs * max_pages_per_sequence
+        most_rows = max(max_num_seqs, MAX_ROWS)
+        num_inputs = _NUM_FIELDS * _padded(most_rows) + max_num_seqs * max_pages_per_sequence
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
         self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
         self._pool: Any = None
@@ -207,7 +211,7 @@ class CudaRunner:
         """Have the kernels compiled that decode steps launch, captured or not, on all SMs and on those of each lane,
         and what ``also`` launches."""
         start = time.perf_counter()
-        sizes = choose_compiled_sizes(self._max_num_seqs)
+        sizes = self._compiled_sizes
         if self._stacks is not None:
             for size in (size for size in sizes if size <= MAX_ROWS):
                 find_pieces(*self._blank_views(size)[1])  # to the end: other kernels take it for indices
