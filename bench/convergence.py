@@ -30,7 +30,7 @@ from cotenant.config import ModelConfig
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
-from cotenant.finetune.optimizer import warm_up
+from cotenant.finetune.warm_up import warm_up
 from cotenant.models.batch import Batch, TrainingSegment
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the JSON there")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    warm_up()
     model = resolve_model(ModelConfig("tiny"))
     decoder = load_decoder(model, torch.device("cpu"), torch.float32, seed=0)
+    warm_up(decoder)
     hyper = Hyperparameters(
         n_epochs=args.epochs, batch_size=8, learning_rate=1e-3, lora_dropout=args.dropout, max_length=MAX_LENGTH, r=8
     )

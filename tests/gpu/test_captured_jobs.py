@@ -16,6 +16,8 @@ from cotenant.core.tasklet import TaskletKind
 from cotenant.device import create_device
 from cotenant.device.cuda import graphs
 from cotenant.finetune import activations
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.preparation import prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.registry import resolve_model
@@ -95,3 +97,34 @@ def test_losses_are_those_of_a_job_without_graphs(
                 num_measured += 1
                 assert ours == pytest.approx(theirs, rel=2e-2)
     assert num_measured >= 6
+
+
+def test_what_a_job_goes_on_from_may_lie_on_the_device(decoder: Decoder, tmp_path: Path) -> None:
+    """Brought there by the thread that reads it, a fresh adapter and a checkpoint are what they are otherwise."""
+    spec = support.make_spec(tmp_path, save_steps=1, max_steps=4)
+    for num_steps in (0, 2):
+        job = support.make_job(decoder, spec, device=create_device("cuda"))
+        for _ in range(num_steps):
+            support.run_step(job)
+        job.wait_for_writes()
+        job.close()
+        there, here = prepare(spec, decoder.spec, support.TASKLET_TOKENS, decoder.device), None
+        assert there is not None
+        assert {matrix.device.type for matrix in there.adapter.parameters()} == {"cuda"}
+        assert (there.checkpoint is None) == (num_steps == 0)
+        assert there.device_bytes >= sum(matrix.nbytes for matrix in there.adapter.parameters())
+        states = []
+        for prepared in (there, here):
+            again = support.make_job(decoder, spec, device=create_device("cuda"), prepared=prepared)
+            assert again.step == num_steps
+            states.append(_state(again))
+            again.close()
+        assert len(states[0]) == (3 if num_steps else 1) * len(there.adapter.parameters())
+        assert all(torch.equal(mine, other) for mine, other in zip(*states, strict=True))
+
+
+def _state(job: TrainingJob) -> list[torch.Tensor]:
+    """What the job trains, and the optimizer's moments."""
+    assert job._training is not None
+    state = job._training.state
+    return [tensor.detach().clone() for tensor in (*state.adapter.parameters(), *state.optimizer.moments().values())]

@@ -92,13 +92,3 @@ class Optimizer:
         """Views of a tensor of the weights' size, one for each weight, of its shape."""
         parts = flat.split(self._sizes)
         return [part.view(weight.shape) for part, weight in zip(parts, self._parameters.values(), strict=True)]
-
-
-def warm_up() -> None:
-    """Make torch load what it loads at the first backward and the first optimizer step: most of a second in which a
-    worker that serves requests had better not be."""
-    weight = torch.zeros(1, requires_grad=True)
-    torch.autograd.backward(weight * 1.0, torch.zeros(1))
-    optimizer = Optimizer({"weight": weight}, Hyperparameters())
-    optimizer.clip()
-    optimizer.step(0.0)

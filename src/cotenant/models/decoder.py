@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -50,6 +52,13 @@ class Decoder:
         self.weights = weights
         self.rope = RopeTables(spec, self.device, self.dtype)
         self.attention: AttentionBackend = attention or SdpaBackend(spec, self.device, self.dtype)
+
+    def first_layers(self, num_layers: int) -> Decoder:
+        """The same model without its other layers, over the same weights."""
+        found = copy.copy(self)
+        found.spec = replace(self.spec, num_layers=num_layers)
+        found.weights = replace(self.weights, layers=self.weights.layers[:num_layers])
+        return found
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [tokens, hidden]"""

@@ -61,7 +61,7 @@ def choose_dtype(name: str, checkpoint_dtype: str | None, device: Device) -> tor
     return device.default_dtype() if name == "auto" else getattr(torch, name)
 
 
-def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = None) -> Serving:
+def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | None = None) -> Serving:
     """Load the model and make everything ready that a request needs. Raises CotenantError for what cannot be served.
     ``meanwhile`` is run on a thread of its own while compilers are waited for."""
     shares = config.coexecution.sm_shares
@@ -102,7 +102,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[], None] | None = N
     pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
     try:
         with ThreadPoolExecutor(1, "meanwhile") as thread, device.online():
-            other = thread.submit(meanwhile or (lambda: None))
+            other = thread.submit(meanwhile or (lambda decoder: None), decoder)
             engine = OnlineEngine(
                 decoder,
                 pages,

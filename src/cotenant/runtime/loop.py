@@ -17,6 +17,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.reach import TargetReach
+from cotenant.runtime.rehearsal import Rehearsal
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
@@ -95,10 +96,12 @@ class WorkerLoop:
         save_part: Callable[[], bool] | None = None,
         self_profile: SelfProfile | None = None,
         lanes: LaneCaptures | None = None,
+        rehearsal: Rehearsal | None = None,
     ) -> None:
         """``save``: keeps what the predictor has learned; called now and then while there is nothing to do.
         ``save_part``: the same in small parts, for when there is always something; whether that was the last.
-        ``self_profile``: measures then what the predictor lacks. ``lanes``: what partitions wait for; None: nothing."""
+        ``self_profile``: measures then what the predictor lacks. ``lanes``: what partitions wait for; None: nothing.
+        ``rehearsal``: of what jobs will run; None: none."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -114,6 +117,7 @@ class WorkerLoop:
         self._save_part = save_part
         self._self_profile = self_profile
         self._lanes = lanes
+        self._rehearsal = rehearsal
         # By time.monotonic, like requests' times:
         self._begin_s = time.monotonic()  # who has waited for longer waited for the worker
         self._next_save_s = time.monotonic() + _SAVE_EVERY_S
@@ -301,7 +305,7 @@ class WorkerLoop:
             self._rest(min(_IDLE_WAIT_S, plan.look_again_s))
         else:
             self._busy_s = time.monotonic()
-            self._capture_lane(delays_requests=True)
+            self._get_ready(delays_requests=True)
 
     def _publish_progress(self, snapshot: Snapshot, *, with_stats: bool) -> None:
         """``with_stats``: not of batches that nobody asked for."""
@@ -346,18 +350,21 @@ class WorkerLoop:
             self._save()
             self._has_learned = False
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        if self._capture_lane(delays_requests=False) or self._begin_profile():
+        if self._get_ready(delays_requests=False) or self._begin_profile():
             return
         self._channel.wait(min(wait_s, _PREPARING_WAIT_S) if self._training.is_preparing else wait_s)
 
-    def _capture_lane(self, *, delays_requests: bool) -> bool:
-        """Capture something more of what partitions wait for, if it is time for that; whether it was."""
-        lanes, has_job = self._lanes, self._training.job_id is not None
-        if lanes is None or not lanes.is_wanted(has_job=has_job, delays_requests=delays_requests):
+    def _get_ready(self, *, delays_requests: bool) -> bool:
+        """Capture something more of what partitions wait for, or rehearse, if it is time for that; whether it was."""
+        has_job = self._training.job_id is not None
+        for task in (self._lanes, self._rehearsal):
+            if task is not None and task.is_wanted(has_job=has_job, delays_requests=delays_requests):
+                task.step()
+                break
+        else:
             return False
-        lanes.step()
         self._last_batch_s = None  # that was no gap between batches
-        if lanes.refused and self._self_profile is not None:
+        if task is self._lanes and self._lanes.refused and self._self_profile is not None:
             self._self_profile.forget_partitions()
         return True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from cotenant.config import ServerConfig
 from cotenant.core.plan import Slo
 from cotenant.device.base import Device
-from cotenant.finetune.optimizer import warm_up
+from cotenant.finetune.warm_up import warm_up
 from cotenant.models.decoder import Decoder
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
@@ -24,6 +24,7 @@ from cotenant.runtime.executor import Executor
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.loop import Channel, WorkerLoop
+from cotenant.runtime.rehearsal import Rehearsal
 from cotenant.runtime.self_profile import SelfProfile
 from cotenant.runtime.sizing import prompt_partitions
 from cotenant.runtime.trace import Trace
@@ -41,10 +42,12 @@ _NUM_DIGITS = 12  # that tell models of different shapes apart
 @dataclass(frozen=True, slots=True)
 class Tenants:
     """``default_slo``: the targets where none are given. ``can_fuse``: training forwards may run in decode steps.
-    ``lanes``: no partition of the SMs is used before they are done, and no job begins."""
+    ``lanes``: no partition of the SMs is used before they are done, and no job begins; nor does one before the
+    ``rehearsal`` is over, if there is one."""
 
     serving: Serving
     lanes: LaneCaptures
+    rehearsal: Rehearsal | None
     training: TrainingTenant
     executor: Executor
     predictor: LatencyPredictor
@@ -83,6 +86,7 @@ class Tenants:
             save_part=lambda: self.latencies.save_part(self.predictor),
             self_profile=SelfProfile(engine, self.predictor, partitions, vocab_size) if profiles_itself else None,
             lanes=self.lanes,
+            rehearsal=self.rehearsal,
         )
 
 
@@ -126,11 +130,20 @@ def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> T
     if device.torch_device.type != "cpu":
         slo = _CUDA_SLO
     lanes = LaneCaptures(device, engine, prompt_partitions(config, device))
-    if trains:
+    rehearsal = None
+    if trains and device.torch_device.type == "cuda":
         is_compiled = _compile_training(decoder)  # not before: what is measured above is to be undisturbed
-        training.wait_for(lambda: lanes.done and is_compiled(), lambda: lanes.reserved_bytes)
+        rehearsal = Rehearsal(
+            device,
+            decoder,
+            serving.tasklet_tokens,
+            is_compiled,
+            training.free_bytes,
+            limit_is_fixed=config.coexecution.tasklet_tokens is not None,
+        )
+        training.wait_for(lambda: lanes.done and rehearsal.done, lambda: lanes.reserved_bytes)
     fuse = device.fuses if config.coexecution.fuse is None else config.coexecution.fuse
-    return Tenants(serving, lanes, training, executor, predictor, latencies, slo, fuse, trace)
+    return Tenants(serving, lanes, rehearsal, training, executor, predictor, latencies, slo, fuse, trace)
 
 
 def _prior(spec: ModelSpec, decoder: Decoder, quantization: str | None, device: Device) -> Prior | None:
@@ -158,7 +171,7 @@ def _prior(spec: ModelSpec, decoder: Decoder, quantization: str | None, device: 
 
 def _compile_training(decoder: Decoder) -> Callable[[], bool]:
     """Begin to compile the kernels that jobs will need, where there are any; whether that is over."""
-    if decoder.device.type != "cuda" or not has_triton():
+    if not has_triton():
         return lambda: True
     from cotenant.models.kernels.precompile import TrainingKernels
 

@@ -130,7 +130,9 @@ class TrainingTenant:
             if self.job_id != spec.job_id:
                 self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))
             return
-        result = self._preparer.submit(prepare, spec, self._decoder.spec, self._max_tasklet_tokens)
+        result = self._preparer.submit(
+            prepare, spec, self._decoder.spec, self._max_tasklet_tokens, self._device.torch_device
+        )
         self._preparation = _Preparation(spec, result)
 
     def start_prepared(self) -> None:
@@ -172,18 +174,20 @@ class TrainingTenant:
         """Whether there is a job that ``start_prepared`` will begin."""
         return self._preparation is not None
 
-    def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
+    def free_bytes(self) -> int:
+        """Of the device's memory, what a job that begins now could have."""
         free_bytes, total_bytes = self._device.memory_bytes()
         if self._device.torch_device.type == "cuda":
-            free_bytes = max(0, free_bytes - self._batch_bytes - self._reserved_bytes())
-        else:  # other programs' memory comes and goes there, and so does what counts as free
-            free_bytes = total_bytes
+            return max(0, free_bytes - self._batch_bytes - self._reserved_bytes())
+        return total_bytes  # other programs' memory comes and goes there, and so does what counts as free
+
+    def _make_job(self, spec: JobSpec, prepared: Prepared | None) -> TrainingJob:
         return TrainingJob(
             self._decoder,
             spec,
             self._max_tasklet_tokens,
             self._tokenizer_folder,
-            free_bytes=free_bytes,
+            free_bytes=self.free_bytes() + (0 if prepared is None else prepared.device_bytes),
             device=self._device,
             limit_is_fixed=self._limit_is_fixed,
             prepared=prepared,

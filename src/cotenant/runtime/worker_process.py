@@ -36,6 +36,8 @@ def build_loop(
     that nobody asked for, since that may have been the reason."""
     tenants = build_tenants(config, channel.send)
     tenants.lanes.only_for_jobs = after_crash
+    if tenants.rehearsal is not None:
+        tenants.rehearsal.only_for_jobs = after_crash
     serving, slo = tenants.serving, config.coexecution.slo(tenants.default_slo)
     profiles_itself = config.coexecution.self_profile
     if profiles_itself is None:
