@@ -108,19 +108,23 @@ def test_what_a_job_goes_on_from_may_lie_on_the_device(decoder: Decoder, tmp_pat
             support.run_step(job)
         job.wait_for_writes()
         job.close()
-        there, here = prepare(spec, decoder.spec, support.TASKLET_TOKENS, decoder.device), None
+        there = prepare(spec, decoder.spec, support.TASKLET_TOKENS, decoder.device)
         assert there is not None
+        back = there.on_cpu()
+        assert back.device_bytes == 0
         assert {matrix.device.type for matrix in there.adapter.parameters()} == {"cuda"}
         assert (there.checkpoint is None) == (num_steps == 0)
         assert there.device_bytes >= sum(matrix.nbytes for matrix in there.adapter.parameters())
         states = []
-        for prepared in (there, here):
+        for prepared in (there, back, None):
             again = support.make_job(decoder, spec, device=create_device("cuda"), prepared=prepared)
             assert again.step == num_steps
             states.append(_state(again))
             again.close()
         assert len(states[0]) == (3 if num_steps else 1) * len(there.adapter.parameters())
-        assert all(torch.equal(mine, other) for mine, other in zip(*states, strict=True))
+        assert all(
+            torch.equal(mine, other) for state in states[1:] for mine, other in zip(states[0], state, strict=True)
+        )
 
 
 def _state(job: TrainingJob) -> list[torch.Tensor]:

@@ -7,10 +7,15 @@ import itertools
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cotenant.core.plan import Plan
+from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.preparation import Prepared
+from cotenant.runtime import training as training_module
 from cotenant.wire.messages import CheckpointSaved, JobFailed
 from finetune import support
 from runtime.test_executor import Bench
@@ -62,3 +67,27 @@ def test_who_comes_while_a_job_ends_waits_for_all_of_its_writes(
     told = [update for update in bench.updates if isinstance(update, CheckpointSaved | JobFailed)]
     assert [(type(update), update.job_id) for update in told] == [(CheckpointSaved, "ftjob-1"), (JobFailed, "ftjob-1")]
     assert bench.training.job_id == "ftjob-2"
+
+
+def test_a_job_that_finds_no_memory_begins_again_with_nothing_on_the_device(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What its files had become there may be what lacks."""
+    bench.pause()
+    tried: list[Prepared] = []
+    released: list[int] = []
+
+    def make(*arguments: Any, prepared: Prepared, **options: Any) -> TrainingJob:
+        tried.append(prepared)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return TrainingJob(*arguments, prepared=prepared, **options)
+
+    monkeypatch.setattr(training_module, "TrainingJob", make)
+    monkeypatch.setattr(Prepared, "on_cpu", lambda prepared: replace(prepared, fingerprint="from the CPU"))
+    monkeypatch.setattr(bench.training._device, "release_kept_memory", lambda: bool(released.append(len(tried))))
+    bench.training.start(support.make_spec(tmp_path / "next"))
+    assert [prepared.fingerprint == "from the CPU" for prepared in tried] == [False, True]
+    assert released == [1]
+    bench.training.run_tasklet()
+    assert bench.training.job_id is not None

@@ -4,7 +4,7 @@ bringing what it trains to the device."""
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,6 +49,11 @@ class Prepared:
         tensors = (*self.adapter.parameters(), *(() if self.checkpoint is None else self.checkpoint[1].values()))
         return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
 
+    def on_cpu(self) -> Prepared:
+        """The same, which takes none of it."""
+        adapter, checkpoint = _moved(torch.device("cpu"), self.adapter, self.checkpoint)
+        return replace(self, adapter=adapter, checkpoint=checkpoint)
+
 
 def prepare(
     spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int, device: torch.device | None = None
@@ -82,11 +87,12 @@ def prepare(
     warnings = _warnings(spec, model, order, len(dataset), has_validation=validation is not None)
     if device is not None and device.type == "cuda":
         with suppress(torch.OutOfMemoryError):
-            adapter, checkpoint = _brought_to(device, adapter, checkpoint)
+            adapter, checkpoint = _moved(device, adapter, checkpoint)
+            torch.cuda.current_stream(device).synchronize()  # another thread goes on with them
     return Prepared(dataset, order, fingerprint(spec, dataset), adapter, checkpoint, validation, warnings)
 
 
-def _brought_to(
+def _moved(
     device: torch.device, adapter: LoraAdapter, checkpoint: _Checkpoint | None
 ) -> tuple[LoraAdapter, _Checkpoint | None]:
     """For an 8B model's adapter of rank 16 tens of milliseconds, which requests would have to wait."""
@@ -94,7 +100,6 @@ def _brought_to(
     if checkpoint is not None:
         state, tensors = checkpoint
         checkpoint = state, {name: tensor.to(device) for name, tensor in tensors.items()}
-    torch.cuda.current_stream(device).synchronize()  # another thread goes on with them
     return adapter, checkpoint
 
 

@@ -81,6 +81,8 @@ class Rehearsal:
                 self._plans.pop(0)()
             else:
                 self.done = next(self._parts, self) is self
+                if self.done:
+                    logger.info("what a job's first tasklets run has run before")
         except Exception as error:
             logger.warning("the first job's first steps may keep requests waiting, nothing was rehearsed: %s", error)
             self.done = True

@@ -145,9 +145,11 @@ class TrainingTenant:
         job = None
         try:
             prepared = result.result()
+            del result  # it would keep what was brought to the device
             with suppress(torch.OutOfMemoryError):
                 job = self._make_job(spec, prepared)
             if job is None:  # memory that arenas have kept is free, but torch does not know of it
+                prepared = None if prepared is None else prepared.on_cpu()
                 self._device.release_kept_memory()
                 job = self._make_job(spec, prepared)
         except Exception as error:
