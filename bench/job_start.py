@@ -6,7 +6,7 @@ The worker's loop in this process. ``--jobs`` are begun one after the other, eac
 sequence's tokens are in each, and what kept the loop's thread for longest when a job was made ready (`start`) and its
 tasklets were launched. Before the first one the loop is idle, and so it rehearses; with ``--busy`` it never is.
 ``--stacks 3``: of the three longest iterations, where the thread was, as another one saw it, which slows all down a
-little.
+little. ``--save-steps 2``: checkpoints are copied and written meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048, help="of a row of packed examples")
     parser.add_argument("--min-len", type=int, default=64, help="of an example")
     parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--save-steps", type=int, default=0, help="a checkpoint after so many steps; 0: none meanwhile")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each phase")
     parser.add_argument("--stacks", type=int, default=0, help="iterations of each phase that are shown")
@@ -152,7 +153,7 @@ class Measurement:
             name = f"ftjob-{number}"
             folder = self._folder / name
             folder.mkdir()
-            hyper = workload.hyperparameters()
+            hyper = replace(workload.hyperparameters(), save_steps=arguments.save_steps)
             load.tell(StartJob(JobSpec(name, serving.resolved.name, str(folder), str(dataset), None, name, hyper)))
             before = training.trained_tokens
             self._show(self._phase(loop, load, f"job {number} begins"))

@@ -197,6 +197,11 @@ class TrainingJob:
         trainer = self._active
         return trainer.next_shape if trainer is not None else None
 
+    @property
+    def waits_for_copy(self) -> bool:
+        """Whether the next tasklet would change what is being copied, and is not ``upcoming`` for a moment."""
+        return self._training is not None and self._training.trainer.optimizer_is_next and self._files.is_copied
+
     def run_tasklet(self) -> TaskletShape:
         """Run the next tasklet of ``upcoming()``. A loss that is not finite ends the job with ``JobFailed``."""
         shape = self._running.trainer.next_shape
@@ -327,9 +332,12 @@ class TrainingJob:
 
     @property
     def _active(self) -> Trainer | None:
-        """None once the job has failed, and while its next step waits for the disk."""
+        """None once the job has failed, while its next step waits for the disk, and while its optimizer waits for a
+        copy of what it would change."""
         training = self._training
         if training is None or self._failure is not None:
+            return None
+        if self.waits_for_copy:
             return None
         if self._files.is_behind and training.order.may_save(training.state.step + (training.trainer.pending is None)):
             return None
@@ -366,6 +374,7 @@ class TrainingJob:
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
     def _begin(self, training: Training) -> None:
+        training.state.before_step = self._files.wait_until_copied
         only_export_left = training.trainer.pending is None and training.state.step == self.total_steps
         if self._selection.stops:
             training.trainer.stop()
@@ -396,12 +405,13 @@ class TrainingJob:
         return f"The checkpoint of step {saved_step} is kept"
 
     def _save(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> None:
-        snapshot = self._running.state.snapshot(metrics, announced=announced, needs_evaluation=needs_evaluation)
+        state = self._running.state
+        trainer_state = state.trainer_state(metrics, announced=announced, needs_evaluation=needs_evaluation)
         self._saved = (metrics.step, needs_evaluation)
-        self._files.write_checkpoint(snapshot, self._best_step)
+        self._files.write_checkpoint(trainer_state, state.begin_copy(), self._best_step)
 
     def _finish(self) -> None:
-        last = self._running.state.adapter.snapshot()
+        last = self._running.state.begin_copy()
         self._files.write_result(last, self._best_step, self.total_steps, self.trained_tokens)
 
     def _fail(self, code: str, message: str, bad_step: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot, TrainerState
 from cotenant.finetune.export import export_adapter, export_copy, exported_best_step, is_exported
 from cotenant.finetune.metrics import MetricsLog
+from cotenant.finetune.state import CopiedState, StateCopier
 from cotenant.finetune.writer import FileWriter
-from cotenant.models.lora import LoraAdapter
 from cotenant.wire.messages import CheckpointSaved, FromWorker, JobSucceeded
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,11 @@ _MOST_UNWRITTEN = 2
 
 
 class JobFiles:
-    """Reads at once; writes on a thread of its own, in the order of the calls. ``take`` gives what became of it."""
+    """Reads at once; writes on a thread of its own, in the order of the calls. ``take`` gives what became of it.
+
+    What is written is copied on another thread, for a disk may be slow, and while something ``is_copied`` it must stay
+    as it is.
+    """
 
     def __init__(self, spec: JobSpec, tokenizer_folder: Path | None) -> None:
         folder = Path(spec.folder)
@@ -41,6 +45,8 @@ class JobFiles:
             folder / CHECKPOINTS_FOLDER, spec.base_model, tokenizer_folder, spec.hyperparameters.save_total_limit
         )
         self._writer = FileWriter(spec.job_id)
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"copier-{spec.job_id}")
+        self._copies: deque[Future[CopiedState]] = deque()  # oldest first
         self._unwritten: deque[Future[Sequence[FromWorker]]] = deque()  # checkpoints, oldest first
 
     # Reading
@@ -85,9 +91,25 @@ class JobFiles:
         """Record a step."""
         self._writer.submit(partial(self._write_metrics, metrics))
 
-    def write_checkpoint(self, snapshot: Snapshot, best_step: int | None) -> None:
+    def write_checkpoint(self, state: TrainerState, tensors: StateCopier, best_step: int | None) -> None:
         """Write a checkpoint; ``CheckpointStore.write`` says which of the earlier ones stay."""
-        self._unwritten.append(self._writer.submit(partial(self._write_checkpoint, snapshot, best_step)))
+        copied = self._copy(tensors)
+        self._unwritten.append(self._writer.submit(partial(self._write_checkpoint, state, copied, best_step)))
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether something is being copied."""
+        while self._copies and self._copies[0].done():
+            self._copies.popleft()
+        return bool(self._copies)
+
+    def wait_until_copied(self) -> None:
+        """Block until nothing is."""
+        wait(self._copies)
+
+    def _copy(self, tensors: StateCopier) -> Future[CopiedState]:
+        self._copies.append(self._copier.submit(tensors.run))
+        return self._copies[-1]
 
     @property
     def is_behind(self) -> bool:
@@ -96,9 +118,10 @@ class JobFiles:
             self._unwritten.popleft()
         return len(self._unwritten) >= _MOST_UNWRITTEN
 
-    def write_result(self, last: LoraAdapter, best_step: int | None, total_steps: int, trained_tokens: int) -> None:
-        """Export the adapter of checkpoint ``best_step``, or ``last`` where that is None or damaged."""
-        self._writer.submit(partial(self._write_result, last, best_step, total_steps, trained_tokens))
+    def write_result(self, last: StateCopier, best_step: int | None, total_steps: int, trained_tokens: int) -> None:
+        """Export the adapter of checkpoint ``best_step``, or the last one's where that is None or damaged."""
+        copied = self._copy(last)
+        self._writer.submit(partial(self._write_result, copied, best_step, total_steps, trained_tokens))
 
     def take(self) -> list[FromWorker]:
         """What may be said since the last call, in order. Raises WriteError as ``FileWriter.take`` does."""
@@ -114,7 +137,8 @@ class JobFiles:
         self._writer.wait()
 
     def close(self) -> None:
-        """End the writing thread, after what it was given."""
+        """End the threads, after what they were given."""
+        self._copier.shutdown()
         self._writer.close()
 
     # On the writer's thread
@@ -123,16 +147,18 @@ class JobFiles:
         self._log.append(metrics)
         return []
 
-    def _write_checkpoint(self, snapshot: Snapshot, best_step: int | None) -> list[FromWorker]:
+    def _write_checkpoint(
+        self, state: TrainerState, copied: Future[CopiedState], best_step: int | None
+    ) -> list[FromWorker]:
         self._log.sync()  # the checkpoint's steps must be readable before the checkpoint is
-        path = self._checkpoints.write(snapshot, best_step)
-        state = snapshot.state
+        adapter, tensors = copied.result().adapter, copied.result().tensors
+        path = self._checkpoints.write(Snapshot(state, adapter, tensors), best_step)
         if not state.announced:
             return []
         return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
 
     def _write_result(
-        self, last: LoraAdapter, best_step: int | None, total_steps: int, trained_tokens: int
+        self, last: Future[CopiedState], best_step: int | None, total_steps: int, trained_tokens: int
     ) -> list[FromWorker]:
         if best_step is not None:
             try:
@@ -141,5 +167,5 @@ class JobFiles:
                 logger.warning("Job %s exports its last step, not step %d: %s", self._spec.job_id, best_step, error)
                 best_step = None
         if best_step is None:
-            export_adapter(last, self.adapter_path, self._spec.base_model, self._tokenizer_folder)
+            export_adapter(last.result().adapter, self.adapter_path, self._spec.base_model, self._tokenizer_folder)
         return [self.succeeded(total_steps, trained_tokens)]

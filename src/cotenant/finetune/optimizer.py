@@ -73,11 +73,17 @@ class Optimizer:
 
     def moments(self) -> dict[str, torch.Tensor]:
         """References to the first and second moments, by ``<moment>.<weight's name>``; empty before the first step."""
-        return {
-            f"{moment}.{name}": part
-            for moment, of_all in self._moments.items()
-            for name, part in zip(self._parameters, self._split(of_all), strict=True)
-        }
+        return self._moments_by_name(self._moments)
+
+    @property
+    def device(self) -> torch.device:
+        return self._all.device
+
+    def copied(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copies on the CPU of the weights, by name, and of ``moments``; nobody trains them. Returns when they are
+        there."""
+        weights = dict(zip(self._parameters, self._split(_on_cpu(self._all)), strict=True))
+        return weights, self._moments_by_name({moment: _on_cpu(of_all) for moment, of_all in self._moments.items()})
 
     def load_moments(self, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Continue after ``num_steps`` steps with what ``moments`` gave then."""
@@ -88,7 +94,18 @@ class Optimizer:
             for moment in _MOMENTS
         }
 
+    def _moments_by_name(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            f"{moment}.{name}": part
+            for moment, of_all in moments.items()
+            for name, part in zip(self._parameters, self._split(of_all), strict=True)
+        }
+
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a tensor of the weights' size, one for each weight, of its shape."""
         parts = flat.split(self._sizes)
         return [part.view(weight.shape) for part, weight in zip(parts, self._parameters.values(), strict=True)]
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)

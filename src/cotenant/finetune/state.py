@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import msgspec
 import torch
 
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
-from cotenant.finetune.checkpoint import Snapshot, TrainerState
+from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.optimizer import Optimizer
 from cotenant.models.lora import LoraAdapter
@@ -20,19 +21,23 @@ _MASTER = "master"
 
 
 class TrainingState:
-    """The adapter's master weights, the optimizer's moments, and how many steps and tokens went into them."""
+    """The adapter's master weights, the optimizer's moments, and how many steps and tokens went into them.
+
+    ``before_step``: called before the optimizer changes them; it waits for whoever still reads them.
+    """
 
     def __init__(self, adapter: LoraAdapter, spec: JobSpec, fingerprint: str) -> None:
         self.adapter = adapter
         self.step = 0
         self.trained_tokens = 0
+        self.before_step: Callable[[], None] = _nothing
         self._fingerprint = fingerprint
         self._parameters = adapter.named_parameters()
         self.optimizer = Optimizer(self._parameters, spec.hyperparameters)
 
-    def snapshot(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> Snapshot:
-        """Copies of everything, for a checkpoint of the last step, whose ``metrics`` these are."""
-        state = TrainerState(
+    def trainer_state(self, metrics: StepMetrics, *, announced: bool, needs_evaluation: bool) -> TrainerState:
+        """All but the tensors, for a checkpoint of the last step, whose ``metrics`` these are."""
+        return TrainerState(
             step=self.step,
             epoch=metrics.epoch,
             trained_tokens=self.trained_tokens,
@@ -41,9 +46,11 @@ class TrainingState:
             needs_evaluation=needs_evaluation,
             fingerprint=self._fingerprint,
         )
-        masters = {f"{_MASTER}.{name}": parameter for name, parameter in self._parameters.items()}
-        tensors = {name: _copy(tensor) for name, tensor in (masters | self.optimizer.moments()).items()}
-        return Snapshot(state, self.adapter.snapshot(), tensors)
+
+    def begin_copy(self) -> StateCopier:
+        """Call on the thread that trains, in whose order of launches the tensors are copied as they are now. No step
+        may be taken before that is over."""
+        return StateCopier(self.adapter, self.optimizer)
 
     def restore(self, state: TrainerState, tensors: Mapping[str, torch.Tensor]) -> None:
         """Continue from a checkpoint.
@@ -74,5 +81,45 @@ def fingerprint(spec: JobSpec, dataset: Dataset) -> str:
     return hashlib.sha256(settings + dataset.digest().encode()).hexdigest()
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+@dataclass(frozen=True, slots=True)
+class CopiedState:
+    """On the CPU, where later steps leave it alone: the adapter, and the tensors of a checkpoint."""
+
+    adapter: LoraAdapter
+    tensors: dict[str, torch.Tensor]
+
+
+class StateCopier:
+    """Copies a training state; ``run`` may be called on any thread. From a GPU it takes as long as some decode
+    steps."""
+
+    def __init__(self, adapter: LoraAdapter, optimizer: Optimizer) -> None:
+        self._adapter = adapter
+        self._optimizer = optimizer
+        self._begins: torch.cuda.Event | None = None
+        if optimizer.device.type == "cuda":
+            self._begins = torch.cuda.Event()
+            self._begins.record()
+
+    def run(self) -> CopiedState:
+        """The copy, when it is there."""
+        if self._begins is None:
+            return self._copied()
+        with torch.cuda.stream(_copying_stream(self._optimizer.device)):
+            torch.cuda.current_stream().wait_event(self._begins)
+            return self._copied()
+
+    def _copied(self) -> CopiedState:
+        masters, moments = self._optimizer.copied()
+        tensors = {f"{_MASTER}.{name}": tensor for name, tensor in masters.items()} | moments
+        return CopiedState(self._adapter.with_weights(masters), tensors)
+
+
+@functools.cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    """Nobody else's. One for all jobs: torch has 32 in all, and gives them to whoever asks again."""
+    return torch.cuda.Stream(device)
+
+
+def _nothing() -> None:
+    """Nobody reads them."""

@@ -193,6 +193,10 @@ class Trainer:
         return None if self._evaluation is None else self._evaluation.next_shape
 
     @property
+    def optimizer_is_next(self) -> bool:
+        return self._step is not None and self._step.done
+
+    @property
     def next_waits(self) -> bool:
         """Whether the launch of the next tasklet waits for the device: the optimizer's reads the gradient's norm, an
         evaluation's last one its figures."""
@@ -334,6 +338,7 @@ class Trainer:
         check_trained(number, loss, grad_norm)
         preference = step.preference() if isinstance(step, PreferenceStep) else None
         rate = learning_rate(self._hyper, state.step, self._order.total_steps)
+        state.before_step()
         state.optimizer.step(rate)  # nothing waits for it: the next step is made meanwhile
         if self._activations is not None:
             self._activations.refresh()

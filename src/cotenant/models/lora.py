@@ -177,6 +177,14 @@ class LoraAdapter:
 
         return self._copy({key: LoraPair(moved(a), moved(b)) for key, (a, b) in self.weights.items()}, None)
 
+    def with_weights(self, named: Mapping[str, torch.Tensor]) -> LoraAdapter:
+        """The same adapter with these matrices, by the names of ``named_parameters``."""
+
+        def pair(layer: int, module: str) -> LoraPair:
+            return LoraPair(named[f"{layer}.{module}.A"], named[f"{layer}.{module}.B"])
+
+        return self._copy({key: pair(*key) for key in self.weights}, None)
+
     def snapshot(self) -> LoraAdapter:
         """A copy on the CPU that later training steps leave alone, and that does not require grad."""
 

@@ -54,7 +54,7 @@ _STATS_EVERY_S = 0.2
 _SAVE_EVERY_S, _SAVE_BUSY_AFTER_S = 60.0, 120.0  # so much later where the loop is never idle
 _IDLE_WAIT_S = 0.05
 _BUSY_WAIT_S = 0.001
-_PREPARING_WAIT_S = 0.005  # a job begins so much later at most than it could
+_SHORT_WAIT_S = 0.005  # a job begins, or goes on, so much later at most than it could
 
 
 class Channel(Protocol):
@@ -352,7 +352,7 @@ class WorkerLoop:
             self._next_save_s = time.monotonic() + _SAVE_EVERY_S
         if self._get_ready(delays_requests=False) or self._begin_profile():
             return
-        self._channel.wait(min(wait_s, _PREPARING_WAIT_S) if self._training.is_preparing else wait_s)
+        self._channel.wait(min(wait_s, _SHORT_WAIT_S) if self._training.waits_shortly else wait_s)
 
     def _get_ready(self, *, delays_requests: bool) -> bool:
         """Capture something more of what partitions wait for, or rehearse, if it is time for that; whether it was."""

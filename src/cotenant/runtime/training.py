@@ -172,6 +172,11 @@ class TrainingTenant:
         self.start_prepared()
 
     @property
+    def waits_shortly(self) -> bool:
+        """Whether a job cannot go on, but most likely can in a moment."""
+        return self.is_preparing or (self._job is not None and self._job.waits_for_copy)
+
+    @property
     def is_preparing(self) -> bool:
         """Whether there is a job that ``start_prepared`` will begin."""
         return self._preparation is not None
