@@ -172,3 +172,17 @@ print(gc.isenabled(), gc.get_freeze_count() > 1000)
 """
     result = python(code)
     assert result.stdout.split() == ["False", "True", "True"], result.stderr
+
+
+@pytest.mark.parametrize("executable", ["/nonexistent/python", "/etc/passwd", ""])
+def test_a_python_that_cannot_be_run_again_for_the_worker_is_one_line(executable: str) -> None:
+    code = f"""
+import sys
+from cotenant.cli.main import main
+sys.executable, sys.argv = {executable!r}, ["cotenant", "serve", "tiny"]
+main()
+"""
+    result = python(code)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith(f"error: the worker process cannot be started with '{executable}': ")

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cotenant.config import child_environment
+from cotenant.core.errors import CotenantError
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +25,15 @@ class PreparedWorker:
     end is killed. Once begun it is a process as asyncio's are: ``pid``, ``kill`` and ``wait``."""
 
     def __init__(self, command: Sequence[str] = WORKER_COMMAND) -> None:
-        # Its own session: Ctrl-C in a terminal reaches only the API process.
-        self._process = subprocess.Popen(
-            (*command, "--wait"), stdin=subprocess.PIPE, start_new_session=True, env=child_environment()
-        )
+        """Raises CotenantError if there can be no such process."""
+        try:
+            # Its own session: Ctrl-C in a terminal reaches only the API process.
+            self._process = subprocess.Popen(
+                (*command, "--wait"), stdin=subprocess.PIPE, start_new_session=True, env=child_environment()
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CotenantError(f"the worker process cannot be started with {command[0]!r}: {reason}") from error
         self._has_begun = False
 
     def __enter__(self) -> PreparedWorker:
