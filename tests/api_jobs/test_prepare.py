@@ -82,15 +82,40 @@ def test_errors_travel(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_process_that_is_killed_is_an_error_and_no_hang(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_started_once_more(tmp_path: Path) -> None:
+    """As where a server's processes are all killed, the server last: nothing is wrong with the file."""
+
     async def scenario() -> None:
-        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
-        await asyncio.to_thread(until, children)
-        children()[0].kill()
-        with pytest.raises(CotenantError, match="killed by signal 9"):
-            await preparing
+        task = slow_task(tmp_path)
+        preparing = asyncio.create_task(prepare(task))
+        await kill_first()
+        source = await asyncio.to_thread(open_once_read, tmp_path / "source")
+        with os.fdopen(source, "wb") as file:
+            file.write(examples(12))
+        (prepared,) = await preparing
+        assert prepared.num_examples == 12
 
     run(scenario)
+
+
+def test_one_that_is_killed_twice_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
+        await kill_first()
+        await kill_first()
+        with pytest.raises(CotenantError, match="killed by signal 9, when it was started again, too") as failed:
+            await preparing
+        assert failed.value.code == "validation_failed"
+
+    run(scenario)
+
+
+async def kill_first() -> None:
+    """Once there is one that can be killed."""
+    await asyncio.to_thread(until, children)
+    (child,) = children()
+    child.kill()
+    await asyncio.to_thread(until, lambda: child not in children())
 
 
 def test_a_process_that_dies_before_it_is_told_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +285,7 @@ def test_ctrl_c_in_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
         preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
         await asyncio.to_thread(until, children)
         assert os.getpgid(children()[0].pid) != os.getpgid(0)
-        children()[0].send_signal(signal.SIGKILL)
+        preparing.cancel()
         await asyncio.gather(preparing, return_exceptions=True)
 
     run(scenario)

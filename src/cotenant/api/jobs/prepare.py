@@ -20,19 +20,25 @@ from cotenant.text.prepared_file import PreparedFile
 
 logger = logging.getLogger(__name__)
 
+# Where all processes of a server are killed, the server may be the last one: it is gone by then. And memory that
+# another program had may be free again.
+_AGAIN_AFTER_S = 0.5
+
 
 async def prepare(task: Task) -> tuple[PreparedFile, ...]:
-    """Run ``task`` in a child process, which is killed if this is cancelled.
+    """Run ``task`` in a child process, which is killed if this is cancelled; one that a signal ends is started once
+    more.
 
     Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
     """
-    exit_code, output = await _run(task)
-    while -exit_code in (signal.SIGTERM, signal.SIGINT):
-        # Sent to all processes of the server at once, before the child could say that it leaves them to its parent.
-        logger.info("the process that validates files was told to end while it started; starting it again")
-        exit_code, output = await _run(task)
+    exit_code, output = await _run_until_done(task)
+    if exit_code < 0:
+        logger.warning("the process that validates files was killed by signal %d; starting it once more", -exit_code)
+        await asyncio.sleep(_AGAIN_AFTER_S)
+        exit_code, output = await _run_until_done(task)
     if exit_code != 0:
-        ended = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        killed = f"was killed by signal {-exit_code}, when it was started again, too"
+        ended = killed if exit_code < 0 else f"ended with exit code {exit_code}"
         raise CotenantError(
             f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
             code="validation_failed",
@@ -41,6 +47,16 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
     if reply.failure is not None:
         raise _error_of(reply.failure)
     return reply.files
+
+
+async def _run_until_done(task: Task) -> tuple[int, bytes]:
+    """``_run``, as often as the child is told to end: that was sent to all processes of the server at once, before the
+    child could say that it leaves it to its parent."""
+    exit_code, output = await _run(task)
+    while -exit_code in (signal.SIGTERM, signal.SIGINT):
+        logger.info("the process that validates files was told to end while it started; starting it again")
+        exit_code, output = await _run(task)
+    return exit_code, output
 
 
 async def _run(task: Task) -> tuple[int, bytes]:
