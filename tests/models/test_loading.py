@@ -127,6 +127,16 @@ def _repeat_in_index(folder: Path) -> None:
     (folder / INDEX).write_text(repeated)
 
 
+def _repeat_in_header(folder: Path) -> None:
+    """With another shape at first: the last entry fits."""
+    content = (folder / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, tensors = content[8 : 8 + length], content[8 + length :]
+    entry = json.dumps(json.loads(header)[_Q1] | {"shape": [48, 64]})
+    header = f'{{"{_Q1}": {entry}, '.encode() + header[1:]
+    (folder / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + tensors)
+
+
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] = {
     "missing": (
         lambda f: _edit(f, lambda t: (t.pop(_Q1), t.pop("lm_head.weight"))),
@@ -152,6 +162,11 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] =
         lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-1000]),
         InvalidInputError,
         f"{SINGLE} is not a readable",
+    ),
+    "twice-in-header": (
+        _repeat_in_header,
+        InvalidInputError,
+        f"{SINGLE} is not a readable safetensors file: .*it names {_Q1} 2 times",
     ),
     "no-weights": (lambda f: (f / SINGLE).unlink(), NotFoundError, f"neither {SINGLE} nor {INDEX}"),
     "broken-index": (

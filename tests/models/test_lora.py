@@ -283,6 +283,10 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: (f / WEIGHTS).write_bytes((12).to_bytes(8, "little") + b'{"a": [1, 2]}'[:12]),
         f"{WEIGHTS} is not.*its header is not one of tensors",
     ),
+    "repeated-name": (
+        lambda f: (f / WEIGHTS).write_bytes((18).to_bytes(8, "little") + b'{"a": {}, "a": {}}'),
+        f"{WEIGHTS} is not.*it names a 2 times",
+    ),
     "endless-header": (lambda f: (f / WEIGHTS).write_bytes(b"\xff" * 9), f"{WEIGHTS} is not.*its header is too long"),
     "empty-weights": (lambda f: (f / WEIGHTS).write_bytes(b""), f"{WEIGHTS} is not"),
     "missing-tensor": (lambda f: _edit_weights(f, lambda t: t.pop(f"{_Q0}.lora_B.weight")), f"lacks {_Q0}.lora_B"),

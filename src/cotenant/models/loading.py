@@ -18,6 +18,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.models.decoder import Decoder
 from cotenant.models.quantization import require_support
 from cotenant.models.registry import ResolvedModel
+from cotenant.models.safetensors_file import read_header
 from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import EMBEDDING, HEAD, DecoderWeights, Target, allocate, targets, with_compressed
@@ -101,6 +102,8 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
     with ExitStack() as stack:
         for path in shards(folder):
             with _reading(path):
+                with path.open("rb") as file:
+                    read_header(file)  # which refuses what safe_open takes: a tensor that is named twice
                 shard = stack.enter_context(safe_open(path, framework="pt"))
                 for name in list(shard.keys()):
                     if name in stored:
@@ -208,7 +211,7 @@ class _PinnedCopy:
 def _reading(path: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise InvalidInputError(f"{path} is not a readable safetensors file: {error}", param="model") from error
 
 

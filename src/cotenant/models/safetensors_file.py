@@ -4,7 +4,8 @@ killed by SIGBUS. No torch."""
 from __future__ import annotations
 
 import json
-from typing import BinaryIO, NamedTuple
+from collections import Counter
+from typing import Any, BinaryIO, NamedTuple
 
 LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
@@ -29,7 +30,7 @@ def read_header(file: BinaryIO) -> Header:
         raise ValueError("its header is too long")
     raw += _read(file, num_bytes)
     try:
-        entries = json.loads(raw[LENGTH_BYTES:])
+        entries = json.loads(raw[LENGTH_BYTES:], object_pairs_hook=without_repetition)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         offsets = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
@@ -49,6 +50,14 @@ def read_whole(file: BinaryIO, header: Header) -> bytes:
     if not content.startswith(header.raw):
         raise ValueError("it has changed while it was read")
     return content
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads, which of equal keys would take the last: raise ValueError instead."""
+    if len(fields := dict(pairs)) < len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"it names {name} {count} times")
+    return fields
 
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:

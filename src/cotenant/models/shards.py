@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from cotenant.core.errors import InvalidInputError, NotFoundError
+from cotenant.models.safetensors_file import without_repetition
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +23,7 @@ def shards(folder: Path) -> list[Path]:
     if not index.is_file():
         raise NotFoundError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}", param="model")
     try:
-        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=without_repetition)
         names = set(content["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InvalidInputError(f"{index} cannot be read: {error!r}", param="model") from error
@@ -40,13 +39,6 @@ def shards(folder: Path) -> list[Path]:
             f"{folder}: {INDEX_FILE} names files that are not there, or are none: {listed(absent)}", param="model"
         )
     return found
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"it names {name} {count} times")
-    return dict(pairs)
 
 
 def listed(names: Iterable[str]) -> str:
