@@ -102,6 +102,18 @@ def test_a_trace_begins_anew_and_the_one_before_is_kept(tmp_path: Path) -> None:
     assert len(_events(tmp_path / "trace.json.old")) == len(_events(path))
 
 
+def test_the_traces_of_the_last_four_workers_are_kept(tmp_path: Path) -> None:
+    """Of a server that ends because its worker died five times, the first one's is among them."""
+    path = tmp_path / "trace.json"
+    for worker in range(7):
+        trace = Trace(path)
+        trace.mark(f"worker {worker}")
+        trace.close()
+    kept = ["trace.json", *(f"trace.json.old{number}" for number in ("", ".2", ".3", ".4"))]
+    assert sorted(each.name for each in tmp_path.iterdir()) == kept
+    assert [_events(tmp_path / name)[-2]["name"] for name in kept] == [f"worker {number}" for number in (6, 5, 4, 3, 2)]
+
+
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:
     path = tmp_path / "traces" / "today" / "trace.json"
     Trace(path).close()

@@ -11,10 +11,17 @@ from cotenant.core.errors import InvalidInputError
 BEGINNING = b"[\n"  # of each trace
 
 
-def make_way(path: Path) -> None:
-    """Rename a file that is there, with ``.old`` behind its name; one that is empty is left. Raises OSError."""
-    if path.is_file() and path.stat().st_size:
-        path.replace(path.with_name(path.name + ".old"))
+def make_way(path: Path, num_kept: int = 1) -> None:
+    """Rename a file that is there, with ``.old`` behind its name; one that is empty is left. ``num_kept``: how many
+    stay at most, those from before as ``.old.2``, ``.old.3`` and so on. Raises OSError."""
+    if not (path.is_file() and path.stat().st_size):
+        return
+    names = [f"{path.name}.old", *(f"{path.name}.old.{number}" for number in range(2, num_kept + 1))]
+    old = [path.with_name(name) for name in names]
+    first_free = next((index for index, each in enumerate(old) if not each.exists()), num_kept - 1)
+    for index in range(first_free, 0, -1):
+        old[index - 1].replace(old[index])
+    path.replace(old[0])
 
 
 def check_trace_file(path: Path) -> None:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _PROCESS = 1
 _FLUSH_EVERY_S = 1.0
+# Traces from before. A server whose worker dies five times soon after one another ends: of these the first is there.
+_NUM_KEPT = 4
 _IDLE_MS = 0.1  # an iteration without a batch or tasklets that was shorter has done nothing
 
 
@@ -41,15 +43,15 @@ _NAMES = {Track.LOOP: "loop", Track.ONLINE: "online lane", Track.BEST_EFFORT: "b
 
 
 class Trace:
-    """Begins a file anew, and makes its folder; a trace that is there is renamed, with ``.old`` behind its name. Times
-    are seconds on time.perf_counter's clock."""
+    """Begins a file anew, and makes its folder; a trace that is there is renamed, with ``.old`` behind its name, and so
+    are some from before. Times are seconds on time.perf_counter's clock."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidInputError if the file cannot be written, or something else is there."""
         check_trace_file(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            make_way(path)
+            make_way(path, _NUM_KEPT)
             self._file = path.open("wb", buffering=0)
             claim(self._file)
         except OSError as error:
