@@ -110,9 +110,32 @@ def _in_two(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def _repeat_in_other_file(folder: Path) -> None:
+def _repeat_in_other_file(folder: Path, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
     one, two = _in_two(folder)
-    save_file(load_file(two) | {_Q1: torch.zeros_like(load_file(one)[_Q1])}, two, metadata={"format": "pt"})
+    save_file(load_file(two) | {_Q1: edit(load_file(one)[_Q1])}, two, metadata={"format": "pt"})
+
+
+def test_equal_copies_in_two_files_are_one_tensor(llama: Pair, folder: Path) -> None:
+    """As transformers has it."""
+    _repeat_in_other_file(folder, torch.clone)
+    assert torch.equal(_logits(support.load(folder)), _logits(llama.decoder))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda tensor: tensor.index_fill(0, torch.tensor(63), 0.0),
+        lambda tensor: tensor.flatten()[:-1].clone(),
+        lambda tensor: tensor.half(),
+        lambda tensor: tensor.sum(),
+    ],
+)
+def test_copies_that_differ_in_anything_are_refused(folder: Path, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """transformers takes the last file's, the index names the first."""
+    _repeat_in_other_file(folder, edit)
+    message = f"holds {_Q1} twice, in one.safetensors and in two.safetensors, and they differ: take"
+    with pytest.raises(InvalidInputError, match=message):
+        support.load(folder)
 
 
 def _make_folder_of_shard(folder: Path) -> None:
@@ -183,11 +206,6 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], type[CotenantError], str]] =
         lambda f: ((f / SINGLE).unlink(), (f / INDEX).write_text('{"weight_map": {"a": 1, "b": "c"}}')),
         InvalidInputError,
         f"{INDEX}: weight_map must name a file for each tensor, not 1",
-    ),
-    "twice": (
-        _repeat_in_other_file,
-        InvalidInputError,
-        f"holds {_Q1} twice, in one.safetensors and in two.safetensors",
     ),
     "twice-in-index": (_repeat_in_index, InvalidInputError, f"{INDEX} cannot be read: .*it names {_Q1} 2 times"),
     "folder": (

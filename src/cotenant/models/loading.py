@@ -29,7 +29,7 @@ _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that th
 _INIT_STD = 0.02
 _NUM_READERS = 4
 _PINNED_BYTES = 16 << 20  # of each of a reader's two buffers
-_COMPARED_ROWS = 4096  # at once, of two matrices
+_COMPARED_ROWS = 4096  # at once, of two tensors
 
 
 def load_decoder(
@@ -97,6 +97,7 @@ class _Stored(NamedTuple):
 def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target], device: torch.device) -> None:
     """Checks everything that the headers say before the first weight is read."""
     stored: dict[str, _Stored] = {}
+    repeated: list[tuple[str, _Stored]] = []
     tied_head: _Stored | None = None
     unexpected: list[str] = []
     with ExitStack() as stack:
@@ -107,12 +108,8 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                 shard = stack.enter_context(safe_open(path, framework="pt"))
                 for name in list(shard.keys()):
                     if name in stored:
-                        raise InvalidInputError(
-                            f"{folder}: the checkpoint holds {name} twice, in {stored[name].path.name} and in "
-                            f"{path.name}: take the wrong one out, or download both files again",
-                            param="model",
-                        )
-                    if name in places:
+                        repeated.append((name, _Stored(path, shard)))
+                    elif name in places:
                         header = shard.get_slice(name)
                         _check(path, name, tuple(header.get_shape()), header.get_dtype(), places[name])
                         stored[name] = _Stored(path, shard)
@@ -128,28 +125,48 @@ def _fill_from_folder(folder: Path, spec: ModelSpec, places: Mapping[str, Target
                 f"{folder}: the checkpoint holds tensors that its config.json has no place for: {listed(unexpected)}",
                 param="model",
             )
+        for name, copy in repeated:
+            _check_copy(folder, name, stored[name], copy)
         if tied_head is not None:
             _check_tied(tied_head, stored[EMBEDDING], places[EMBEDDING].dtype)
         _copy_all(stored, places, device)
+
+
+def _check_copy(folder: Path, name: str, first: _Stored, second: _Stored) -> None:
+    """One that differs is refused, whichever of them the index names: transformers takes the last file's, others the
+    one of the index."""
+    with _reading(second.path):
+        slices = first.shard.get_slice(name), second.shard.get_slice(name)
+        is_same = slices[0].get_dtype() == slices[1].get_dtype() and _is_same(*slices)
+    if not is_same:
+        raise InvalidInputError(
+            f"{folder}: the checkpoint holds {name} twice, in {first.path.name} and in {second.path.name}, and they "
+            "differ: take the wrong one out, or download both files again",
+            param="model",
+        )
 
 
 def _check_tied(head: _Stored, embedding: _Stored, dtype: torch.dtype) -> None:
     """A head of its own is not dropped for the embedding: transformers would not tie the two. It is not loaded either,
     since memory is planned by what config.json says."""
     with _reading(head.path):
-        matrices = head.shard.get_slice(HEAD), embedding.shard.get_slice(EMBEDDING)
-        shape, other_shape = (matrix.get_shape() for matrix in matrices)
-        starts = range(0, shape[0], _COMPARED_ROWS) if shape else ()
-        is_same = shape == other_shape and all(
-            torch.equal(*(matrix[start : start + _COMPARED_ROWS].to(dtype).view(torch.uint8) for matrix in matrices))
-            for start in starts
-        )
+        is_same = _is_same(head.shard.get_slice(HEAD), embedding.shard.get_slice(EMBEDDING), dtype)
     if not is_same:
         raise InvalidInputError(
             f"{head.path}: {HEAD} is not {EMBEDDING}, though config.json says tie_word_embeddings true: set that to "
             f"false to use this head, or take {HEAD} out of the checkpoint",
             param="model",
         )
+
+
+def _is_same(first: Any, second: Any, dtype: torch.dtype | None = None) -> bool:
+    """Whether two tensors in files have the same bytes, ``dtype``: once they are of this type."""
+    shape = first.get_shape()
+    starts = range(0, shape[0], _COMPARED_ROWS) if shape else ()
+    pairs = ([each[start : start + _COMPARED_ROWS] for each in (first, second)] for start in starts)
+    return bool(shape == second.get_shape()) and all(
+        torch.equal(*(part.to(dtype or part.dtype).view(torch.uint8) for part in pair)) for pair in pairs
+    )
 
 
 def _copy_all(stored: Mapping[str, _Stored], places: Mapping[str, Target], device: torch.device) -> None:
