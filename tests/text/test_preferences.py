@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,16 @@ def test_weights_in_a_prompt_are_context_all_the_same(tmp_path: Path) -> None:
         assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
 
 
+def test_a_shared_prompt_is_found_whatever_weights_each_side_has(tmp_path: Path) -> None:
+    weighted = [[EARLIER[0], {**EARLIER[1], "weight": weight}, EARLIER[2]] for weight in (0, 1)]
+    pairs = itertools.product([EARLIER, *weighted], repeat=2)
+    lines = [{"chosen": one + _says("a"), "rejected": other + _says("b")} for one, other in pairs]
+    encoded = _encode(_file(tmp_path, *lines), min_examples=9)
+    for index in range(2, 18):
+        assert encoded[index].token_ids.tolist() == encoded[index % 2].token_ids.tolist()
+        assert encoded[index].weights.tolist() == encoded[index % 2].weights.tolist()
+
+
 def test_tools_reach_the_template(tmp_path: Path) -> None:
     plain, with_tools = (
         _encode(_file(tmp_path, openai([ASKS], **more)), min_examples=1) for more in ({}, {"tools": None})
@@ -202,6 +213,14 @@ BROKEN: list[tuple[Any, str]] = [
     (openai([ASKS], "Red!", "Red!"), "Line 57, 'preferred_output' and 'non_preferred_output' are the same"),
     ({"prompt": "Hi", "chosen": "a", "rejected": _says("a")}, "Line 57, 'chosen' and 'rejected' are the same"),
     ({"chosen": [ASKS, *_says("a")], "rejected": [ASKS, *_says("a")]}, "Line 57, 'chosen' and 'rejected' are the same"),
+    (
+        {"chosen": [ASKS, *_says("a")], "rejected": [{**ASKS, "weight": 1}, *_says("b")]},
+        "Line 57, 'rejected', message 1: 'weight' belongs to messages of the assistant only",
+    ),
+    (
+        {"chosen": EARLIER + _says("a"), "rejected": [ASKS, {**EARLIER[1], "weight": 7}, EARLIER[2], *_says("b")]},
+        "Line 57, 'rejected', message 2: 'weight' must be 0 or 1, not 7",
+    ),
 ]  # fmt: skip
 
 

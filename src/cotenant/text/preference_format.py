@@ -88,10 +88,11 @@ def _trl(example: Mapping[str, Any]) -> tuple[Preference | None, list[str]]:
         problems += _prompt_problems(prompt, "prompt")
     elif isinstance(chosen, list) and isinstance(rejected, list):
         length = _num_shared(chosen, rejected)
-        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+        prompt, again = chosen[:length], rejected[:length]
+        chosen, rejected = chosen[length:], rejected[length:]
         if not prompt:  # so it is not known where the answers begin, and which of the messages to look at as theirs
             return None, [" has no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages"]
-        problems += _prompt_problems(prompt, "chosen")
+        problems += _prompt_problems(prompt, "chosen") or _prompt_problems(again, "rejected")
     for name, output in (("chosen", chosen), ("rejected", rejected)):
         problems += _output_problems(output, name)
     problems += [f": {problem}" for problem in tools_problems(example)]
@@ -115,7 +116,10 @@ def _num_shared(chosen: list[Any], rejected: list[Any]) -> int:
 
 
 def _compared(message: Any) -> Any:
-    return without_nulls(message) if isinstance(message, dict) else message
+    """A message of a prompt: it is context, whatever its ``weight``."""
+    if not isinstance(message, dict):
+        return message
+    return {key: value for key, value in without_nulls(message).items() if key != "weight"}
 
 
 def _prompt_problems(messages: Any, field: str) -> list[str]:
