@@ -116,8 +116,8 @@ def _warnings(
     warnings = []
     if hyper.packing and hyper.batch_size > order.num_units:
         warnings.append(
-            f"batch_size is {hyper.batch_size}, but packing makes {order.num_units} rows of the training file's "
-            f"{num_examples} examples: each step takes all of them"
+            f"packing makes {order.num_units} rows of the training file's {num_examples} examples, fewer than the "
+            f"{hyper.batch_size} of a batch (batch_size, given or automatic): each step takes all of them"
         )
     if not has_validation and spec.validation_path is not None:
         warnings.append(unmeasured(spec, model))
