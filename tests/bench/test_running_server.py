@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from cotenant.api.server import open_listener
 from cotenant.bench.client import ServerError, new_client, wait_healthy
-from cotenant.bench.server import running_server
+from cotenant.bench.server import free_port, running_server
+from cotenant.config import ApiConfig
 
 STARTER = """
 import sys, time
@@ -52,3 +56,22 @@ def test_a_server_that_ends_at_its_start_is_told_of_at_once(tmp_path: Path) -> N
     ):
         asyncio.run(asyncio.wait_for(wait(server.url, server.has_ended), 100.0))
     assert "--policy: must be one of" in log.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a port that is held may be given to others, too")
+def test_a_port_is_nobody_elses_until_the_server_listens() -> None:
+    """As of two servers that are started at once: whoever asks for any port meanwhile has another one."""
+    ports = {free_port() for _ in range(20)}
+    with contextlib.ExitStack() as stack:
+        others = set()
+        for _ in range(400):
+            other = stack.enter_context(socket.socket())
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", 0))
+            others.add(other.getsockname()[1])
+        assert not ports & others
+    for port in ports:
+        with socket.socket() as taken, pytest.raises(OSError, match="Address already in use"):
+            taken.bind(("127.0.0.1", port))
+        with contextlib.closing(open_listener(ApiConfig(port=port))) as listener:
+            assert listener.getsockname() == ("127.0.0.1", port)

@@ -16,13 +16,17 @@ from cotenant.bench.client import ServerError
 from cotenant.processes import die_with_parent
 
 _STOP_TIMEOUT_S = 30.0
+_HOLDERS: list[socket.socket] = []  # of ports, which are theirs while they are open
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody listens on. Until this process ends the kernel gives it to nobody else who
+    asks for any; a server, which sets SO_REUSEADDR, can listen on it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _HOLDERS.append(holder)
+    return int(holder.getsockname()[1])
 
 
 @dataclass(frozen=True, slots=True)
