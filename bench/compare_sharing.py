@@ -40,7 +40,7 @@ from sharing_loads import ENDING_SIGNALS, Client, Measured
 from sharing_processes import SharingError, Training, last_error, running, tail, training
 from sharing_report import merged, new_report, places_missing
 
-from cotenant.bench.colocate_text import comparison_lines, line
+from cotenant.bench.colocate_text import comparison_lines, line, with_parts
 from cotenant.bench.comparison import SEPARATE, compare
 from cotenant.bench.server import free_port
 from cotenant.cli.colocate_figures import cell_figures
@@ -139,11 +139,17 @@ class Sharing:
             # Of this library: `bench colocate` has its own speed alone.
             figures = {**cell_figures(load.parameters, cell, alone), "train_alone_tokens_per_s": alone}
             self.report["cells"].append(figures)
-            say(line(figures))
+            say(self._last_line())
         failures = {answer.failure for answer in measured.answers if answer.failure is not None}
         if failures:
             say(f"{policy}: failed requests: {'; '.join(sorted(failures)[:3])}")
         self.save()
+
+    def _last_line(self) -> str:
+        """The last cell, with the part of its trace where the file that it is added to has others."""
+        path = self.arguments.append_to
+        others = [] if path is None else json.loads(path.read_text())["cells"]
+        return line(with_parts([*others, *self.report["cells"]])[-1])
 
     def save(self) -> None:
         """Write what has been measured so far to the files that were asked for."""

@@ -70,6 +70,9 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
                    "--batch-sizes", "3", "--policies", "inference-only", "--json", str(grid))  # fmt: skip
     assert measured.returncode == 0, measured.stderr
     theirs = json.loads(grid.read_text())
+    # Another part of the trace, which is not measured again.
+    other_part = [cell | {"window_s": [60.0, 90.0]} for cell in theirs["cells"] if cell["load"] == "trace"]
+    grid.write_text(json.dumps({**theirs, "cells": [*theirs["cells"], *other_part]}))
 
     load += ["--no-mps", "--config", str(tmp_path / "tiny.json"), "--append-to", str(grid)]
     elsewhere = compare_sharing(*load, "--steady-batch-sizes", "4")
@@ -82,7 +85,10 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
     check_cells(mine)
     assert report["train_alone_tokens_per_s"] == theirs["train_alone_tokens_per_s"]
     assert report["sharing"]["train_alone_tokens_per_s"] == mine["train_alone_tokens_per_s"]
-    places = [(cell["load"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
+    for policy in ("separate", "no-mps"):
+        assert f"\ntrace (from 0 s) x 1, TPOT target 10000 ms, {policy}: " in shared.stdout
+    cells = [cell for cell in report["cells"] if not cell.get("window_s")]
+    places = [(cell["load"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in cells]
     assert places == [
         (kind, tpot_ms, policy)
         for kind in ("steady", "trace")
@@ -90,6 +96,8 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
         for policy in ("inference-only", "separate", "no-mps")
     ]
     for place in report["comparison"]["places"]:
+        if place["place"].get("window_s"):
+            continue
         assert place["best_other"] == ("no-mps" if place["place"]["slo"]["tpot_ms"] == 10000 else None)
     assert {path.name for path in (tmp_path / "own-logs").iterdir()} >= {
         "server-separate.log", "server-no-mps.log", "training-no-mps.jsonl", "training-alone-1.log"

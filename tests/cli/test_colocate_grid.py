@@ -48,6 +48,16 @@ def test_what_is_missing_is_measured_place_by_place() -> None:
     assert len(runs) == len(report["cells"]) + 1, "nothing else was missing"
 
 
+def test_what_is_printed_names_the_part_where_the_file_has_others(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with --resume, after a run with another --slo-ttft-ms."""
+    runs: list[Run] = []
+    report, loads = empty_report(), [load(8, runs)]
+    for ttft_ms in (500.0, 250.0):
+        Grid([loads[0].parameters], [Slo(ttft_ms, 10.0)], ("static",), skip_hopeless=False).measure(report, loads, None)
+    cells = [text.partition(", TPOT")[0] for text in capsys.readouterr().out.splitlines() if "TPOT" in text]
+    assert cells == ["8 x 100", "8 x 100 (TTFT 250 ms)"]
+
+
 @pytest.mark.parametrize("attained", [0, 1])
 def test_rounds_go_back_and_forth_and_a_cell_is_all_of_them(attained: int, tmp_path: Path) -> None:
     runs: list[Run] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cotenant.bench.colocate_text import line
+from cotenant.bench.colocate_text import line, with_parts
 from cotenant.bench.comparison import REFERENCE, cell_key, meets_slo, place_key
 from cotenant.cli.colocate_figures import cell_figures
 from cotenant.cli.colocate_loads import ColocateLoad
@@ -59,7 +59,7 @@ class Grid:
             cells += measured
             if json_path is not None:
                 write_json(json_path, report, is_compact=True)
-            for cell in measured:  # after that: whoever reads it may be gone
+            for cell in with_parts(cells)[-len(measured) :]:  # after that: whoever reads it may be gone
                 console.print(line(cell), highlight=False, markup=False, soft_wrap=True)
 
     def _together(self, missing: Sequence[_Missing]) -> Sequence[_Missing]:
