@@ -728,9 +728,21 @@ def test_a_job_whose_file_is_being_read_can_be_stopped(
     job.feed()
     if message is Drain:
         return
-    channel.inbox += [StartJob(job.spec), AddRequest(request("r", [5, 6, 7], 10))]
+    channel.inbox = [StartJob(job.spec), AddRequest(request("r", [5, 6, 7], 10))]  # no job begins after a Drain
     iterate_until_answered(loop, channel, "r")
     assert JobStarted not in kinds(channel), "the file is read again"
     job.feed()
     loop.run()
     assert {JobStarted, JobSucceeded} <= kinds(channel)
+
+
+def test_no_job_begins_once_the_worker_drains(tmp_path: Path) -> None:
+    runs = support.make_spec(tmp_path / "job")
+    late = replace(support.make_spec(tmp_path / "late"), job_id="ftjob-2")
+    channel = Channel(Drain(), StartJob(late), StartJob(runs), AddRequest(request("r", [5, 6, 7], 10)))
+    loop, _ = small_loop(tmp_path, channel, "adaptive", with_job=True)
+    loop.run()
+    told = JobStarted | JobPaused | JobFailed | JobSucceeded
+    jobs = [(type(message), message.job_id) for message in channel.sent if isinstance(message, told)]
+    assert jobs == [(JobStarted, runs.job_id), (JobPaused, late.job_id), (JobPaused, runs.job_id)]
+    assert isinstance(channel.sent[-1], Drained)

@@ -39,6 +39,7 @@ from cotenant.wire.messages import (
     Drain,
     Drained,
     FromWorker,
+    JobPaused,
     LoadAdapter,
     Outputs,
     PauseJob,
@@ -406,6 +407,9 @@ class WorkerLoop:
                 self._engine.load_adapter(AdapterRef(name, path))
             case UnloadAdapter(name, path):
                 self._engine.drop_adapter(AdapterRef(name, path))
+            case StartJob(spec) if self._draining:
+                if self._training.job_id != spec.job_id:  # else that is said when it has stopped
+                    self._channel.send(JobPaused(spec.job_id, 0))
             case StartJob(spec):
                 self._training.prepare(spec)
                 if self._training.job_id == spec.job_id:
