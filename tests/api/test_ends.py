@@ -59,5 +59,18 @@ def test_each_of_them_ends_an_answer(http: httpx.Client, folder: Path, name: str
     assert _answer(http, _id(folder, name), ignore_eos=True) == ("length", 4)
 
 
+@pytest.mark.parametrize("name", ENDS)
+def test_none_of_them_comes_before_min_tokens(http: httpx.Client, folder: Path, name: str) -> None:
+    token_id = _id(folder, name)
+    assert _answer(http, token_id, min_tokens=3) == ("stop", 4)
+    assert _answer(http, token_id, min_tokens=4) == ("length", 4)
+    assert _answer(http, token_id, min_tokens=3, ignore_eos=True) == ("length", 4)
+
+
+def test_no_stop_token_comes_before_min_tokens(http: httpx.Client) -> None:
+    assert _answer(http, 100, stop_token_ids=[100]) == ("stop", 1)
+    assert _answer(http, 100, stop_token_ids=[100], min_tokens=2, ignore_eos=True) == ("stop", 3)
+
+
 def test_no_other_does(http: httpx.Client) -> None:
     assert _answer(http, 100) == ("length", 4)

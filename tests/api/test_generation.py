@@ -85,6 +85,20 @@ def test_a_stop_string_ends_the_text(include: bool, text: str) -> None:
     assert len(pieces) == len("one STOP")
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 11])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, "a "), (5, "a "), (6, "a STOP "), (10, "a STOP "), (11, "a STOP STOP")]
+)
+def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(min_tokens: int, text: str, size: int) -> None:
+    """However many tokens an output has; it may begin before."""
+    raw = b"a STOP STOP"
+    groups = [raw[start : start + size] for start in range(0, len(raw), size)]
+    pieces = run(TextOptions(("STOP",)), outputs(groups, FinishReason.LENGTH), min_tokens=min_tokens)
+    assert text_of(pieces) == text
+    assert pieces[-1].stop_reason == ("STOP" if min_tokens < len(raw) else None)
+    assert [offset for piece in pieces for offset in piece.offsets] == [*range(sum(one.num_tokens for one in pieces))]
+
+
 def test_what_only_began_like_a_stop_string_is_text() -> None:
     pieces = run(TextOptions(("STOP",)), outputs(singles("one STO"), FinishReason.LENGTH))
     assert text_of(pieces) == "one STO"

@@ -77,6 +77,8 @@ def sampling(**fields: Any) -> SamplingParams:
         ("logprobs", 1),
         ("priority", 2**31),
         ("ignore_eos", 1),
+        ("min_tokens", -1),
+        ("min_tokens", 2**31),
         ("stream", "yes"),
         ("stream_options", True),
         ("messages", []),
@@ -122,7 +124,6 @@ def test_a_missing_field_is_named(field: str) -> None:
         ("guided_regex", "a+"),
         ("structured_outputs", {"json": {}}),
         ("reasoning_effort", "high"),
-        ("min_tokens", 3),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("continue_final_message", True),
@@ -229,6 +230,13 @@ def test_stop_token_ids_are_in_the_vocabulary() -> None:
     assert sampling(stop_token_ids=[99]).stop_token_ids == (99,)
     with pytest.raises(InvalidInputError, match="token id 100"):
         sampling(stop_token_ids=[100])
+
+
+def test_min_tokens_are_max_tokens_at_most() -> None:
+    assert [sampling(min_tokens=number).min_tokens for number in (0, 5)] == [0, 5]
+    with pytest.raises(InvalidInputError, match="max_tokens=5, got 6") as caught:
+        sampling(min_tokens=6)
+    assert caught.value.param == "min_tokens"
 
 
 @given(st.integers(-(2**63), 2**63 - 1))

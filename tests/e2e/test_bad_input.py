@@ -100,6 +100,7 @@ def test_numbers_out_of_range_and_of_the_wrong_type(client: httpx.Client, name: 
         ({"logit_bias": {"Hello": 1}}, "logit_bias", "invalid_value", "'Hello'"),
         ({"logit_bias": {"10000000": 1}}, "logit_bias", "invalid_value", "vocabulary"),
         ({"logit_bias": {"1": 1e308}}, "logit_bias", "invalid_value", "<= 100"),
+        ({"min_tokens": 5}, "min_tokens", "invalid_value", "max_tokens=4"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value", "'messages'"),
         # What would change the answer and is not supported, or not known.
         ({"colour": "red"}, "colour", "unknown_parameter", "colour"),

@@ -81,7 +81,7 @@ class Simulation:
         prompt = tuple(token(text, position) for position in range(num_prompt))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         request = Request(f"r{number}", prompt, sampling, float(number), adapter(name), priority)
-        sequence = Sequence(request, number, MAX_LENGTH, frozenset(), SamplingState(sampling), list(prompt))
+        sequence = Sequence(request, number, MAX_LENGTH, SamplingState(sampling), list(prompt))
         self._texts[sequence] = text, PrefixKeys(self.limits.page_tokens, repr(request.adapter).encode())
         if request.adapter is not None:
             self._ready_at.setdefault(request.adapter, self.iteration + self._load_iterations)

@@ -32,6 +32,7 @@ MIXED = [
     {"presence_penalty": 1.0, "frequency_penalty": 0.5},
     {"temperature": 0.0, "repetition_penalty": 1.5},
     {"logit_bias": {5: 3.0}, "top_k": 20},
+    {"stop_token_ids": tuple(range(0, 999, 9)), "min_tokens": 4},
 ]
 
 
@@ -140,6 +141,25 @@ def test_penalties_are_counted_on_the_device() -> None:
     sampler.open(1, one, 1, [0])
     tokens = torch.cat([sampler.sample(logits, sampler.plan([SampleRow(one, 1, index)])) for index in range(90)])
     assert torch.equal(tokens, logits[0].argsort(descending=True)[:90])
+
+
+def test_ends_are_banned_before_min_tokens() -> None:
+    count, num_spared = 24, 3
+    sampler = Sampler(count, VOCAB_SIZE, torch.device("cuda"))
+    logits = random_logits(count, VOCAB_SIZE, torch.bfloat16)
+    ends = tuple(range(0, VOCAB_SIZE, VOCAB_SIZE // 100))[:128]
+    logits[:, list(ends)] += 100.0
+    without = logits.index_fill(1, torch.tensor(ends), -torch.inf)
+
+    def tokens(logits: torch.Tensor, index: int, **params: object) -> torch.Tensor:
+        states = [state(seed=seat, temperature=seat % 3, **params) for seat in range(count)]
+        plan = sampler.plan([SampleRow(one, seat, index) for seat, one in enumerate(states)])
+        return sampler.sample(logits.cuda(), plan).cpu()
+
+    for index in range(5):
+        chosen = tokens(logits, index, stop_token_ids=ends, min_tokens=num_spared)
+        assert torch.equal(chosen, tokens(without if index < num_spared else logits, index))
+        assert torch.isin(chosen, torch.tensor(ends)).all() == (index >= num_spared)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -7,19 +7,21 @@ from hypothesis import strategies as st
 from cotenant.text.stop import StopChecker
 
 
-def _naive(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Grow the text by a character at a time until it ends with a stop string; cut the longest such one off."""
-    for end in range(len(text) + 1):
+def _naive(text: str, stops: list[str], num_passed: int = 0) -> tuple[str, bool]:
+    """Grow the text by a character at a time until it ends with a stop string; cut the longest such one off. Not where
+    it ends within the first ``num_passed`` characters."""
+    for end in range(num_passed and num_passed + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(map(len, found))], True
     return text, False
 
 
-def _stream(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def _stream(pieces: list[str], stops: list[str], num_passed: int = 0) -> tuple[str, bool]:
+    """``num_passed``: so many pieces at first are not to stop it."""
     checker, out = StopChecker(stops), ""
-    for piece in pieces:
-        text, stopped = checker.feed(piece)
+    for number, piece in enumerate(pieces):
+        text, stopped = checker.feed(piece, may_stop=number >= num_passed)
         out += text
         if stopped:
             assert checker.matched in stops
@@ -31,6 +33,16 @@ def _stream(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
 @given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_equals_the_naive_definition_however_the_text_is_chopped(pieces: list[str], stops: list[str]) -> None:
     assert _stream(pieces, stops) == _naive("".join(pieces), stops)
+
+
+@given(
+    st.lists(st.text("ab", max_size=5), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 12),
+)
+def test_none_counts_that_ends_where_nothing_may_stop(pieces: list[str], stops: list[str], num_passed: int) -> None:
+    num_characters = len("".join(pieces[:num_passed]))
+    assert _stream(pieces, stops, num_passed) == _naive("".join(pieces), stops, num_characters)
 
 
 @given(st.lists(st.text("ab", max_size=5), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))

@@ -110,6 +110,8 @@ class ChoiceText:
             prompt_ids=request.prompt if options.continues_prompt else (),
         )
         self._stop = StopChecker(options.stop_strings) if options.stop_strings else None
+        # Tokens to come that no stop string may end in.
+        self._num_spared = request.sampling.min_tokens if options.stop_strings else 0
         self._num_characters = 0
 
     def add(self, output: SequenceOutput) -> Piece:
@@ -126,11 +128,18 @@ class ChoiceText:
         by_token = output.finish_reason is FinishReason.STOP
         if by_token and not self._options.include_stop:
             shown = shown[:-1]  # the token that says stop is the last one, and no text
-        text, offsets = self._decode(shown, with_offsets=bool(output.logprobs))
+        spared = ""
+        offsets: tuple[int, ...] = ()
+        if self._num_spared:
+            first, shown = shown[: self._num_spared], shown[self._num_spared :]
+            self._num_spared -= len(first)
+            spared, offsets = self._decode(first, with_offsets=bool(output.logprobs))
+        text, more_offsets = self._decode(shown, with_offsets=bool(output.logprobs))
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
+        offsets += more_offsets
         offsets += (self._num_characters,) * (len(output.logprobs) - len(offsets))
-        text = self._cut(text, is_last=output.finish_reason is not None)
+        text = self._cut(spared, text, is_last=output.finish_reason is not None)
         reason, stop_reason = self._end_of(output)
         return Piece(
             text,
@@ -154,10 +163,13 @@ class ChoiceText:
             self._num_characters += len(texts[-1])
         return "".join(texts), tuple(offsets)
 
-    def _cut(self, text: str, is_last: bool) -> str:
+    def _cut(self, spared: str, text: str, is_last: bool) -> str:
+        """What is safe to emit of both, of which the first stops nothing."""
         if self._stop is None:
             return text
-        emitted, stopped = self._stop.feed(text)
+        emitted = self._stop.feed(spared, may_stop=False)[0] if spared else ""
+        more, stopped = self._stop.feed(text, may_stop=self._num_spared == 0)
+        emitted += more
         if stopped and self._options.include_stop:
             return emitted + (self._stop.matched or "")
         return emitted + self._stop.flush() if is_last and not stopped else emitted

@@ -22,7 +22,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 means all tokens. ``logprobs`` is the number of alternatives
     reported beside the sampled token (0: only the sampled one's; None: no logprobs at all), of the
-    distribution before temperature and filters. ``prompt_logprobs`` is the same for the prompt's tokens.
+    distribution before temperature and filters. ``prompt_logprobs`` is the same for the prompt's tokens. Before
+    ``min_tokens`` tokens no token is chosen that would end the sequence.
     """
 
     max_tokens: int = 16
@@ -33,6 +34,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -21,5 +21,6 @@ def check_request(request: Request, vocab_size: int, max_model_len: int) -> None
             code="context_length_exceeded",
             param="prompt",
         )
-    if any(not 0 <= token < vocab_size for token in sampling.logit_bias):
-        raise InvalidInputError(f"logit_bias has token ids outside 0 to {vocab_size - 1}", param="logit_bias")
+    for param, token_ids in (("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if any(not 0 <= token < vocab_size for token in token_ids):
+            raise InvalidInputError(f"{param} has token ids outside 0 to {vocab_size - 1}", param=param)

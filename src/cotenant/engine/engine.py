@@ -81,7 +81,7 @@ class OnlineEngine:
             batch_config.max_num_seqs, batch_config.max_num_batched_tokens, lora_config.max_loras, page_tokens
         )
         self._max_num_batched_tokens = batch_config.max_num_batched_tokens
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._eos_token_ids = frozenset(token for token in eos_token_ids if 0 <= token < spec.vocab_size)
         self._clock = clock
         head_dim = cache_head_dim(spec, decoder.device, decoder.dtype)
         self._cache = KvCache(spec, decoder.dtype, device, page_tokens, num_pages, max_pages, head_dim=head_dim)
@@ -257,8 +257,7 @@ class OnlineEngine:
             request=request,
             number=self._num_added,
             max_length=self.max_model_len,
-            eos_token_ids=self._eos_token_ids,
-            sampling_state=SamplingState(request.sampling),
+            sampling_state=SamplingState(request.sampling, self._eos_token_ids),
             tokens=list(request.prompt),
         )
         self._num_added += 1

@@ -1,7 +1,8 @@
 """Choosing the next token of each row of logits, on the device that the logits are on.
 
-Order per row: penalties, logit bias, temperature, min_p, top_k, top_p, then one draw by inverting the cumulative
-distribution. A row's token depends on its own logits and its own sequence alone, whatever else is in the batch.
+Order per row: penalties, logit bias (minus infinity for ends that come too early), temperature, min_p, top_k, top_p,
+then one draw by inverting the cumulative distribution. A row's token depends on its own logits and its own sequence
+alone, whatever else is in the batch.
 
 What a token changes for the next one (penalty counts, the next step's input) is kept on the device by seat: a step can
 be launched before the host has seen the tokens of the step before. All work goes to the current stream, in order.
@@ -107,12 +108,13 @@ class Sampler:
             "seats": np.array([row.seat for row in rows], dtype=np.int64),
             "order": np.arange(len(rows)),
         }
-        adjusted = [place for place, state in enumerate(states) if state.adjusts_logits]
+        adjusted = [place for place, state in enumerate(states) if state.num_adjusted]
+        if adjusted:
+            adjusted = [place for place in adjusted if rows[place].index < states[place].num_adjusted]
         drawn = [place for place, state in enumerate(states) if not state.greedy]
         if adjusted:
-            plain = [place for place, state in enumerate(states) if not state.adjusts_logits]
-            arrays["order"] = np.array(plain + adjusted)
-            arrays |= _adjustments([states[place] for place in adjusted])
+            arrays["order"] = np.concatenate((np.delete(arrays["order"], adjusted), adjusted))
+            arrays |= _adjustments([rows[place] for place in adjusted])
         if drawn or (adjusted and self._kernels is not None):
             arrays["figures"] = _figures(rows)
         if drawn:
@@ -181,15 +183,15 @@ def _figures(rows: list[SampleRow]) -> _Array:
     return figures
 
 
-def _adjustments(states: list[SamplingState]) -> dict[str, _Array]:
+def _adjustments(rows: list[SampleRow]) -> dict[str, _Array]:
     arrays: dict[str, _Array] = {}
-    if any(state.has_penalties for state in states):
-        arrays["penalties"] = np.array([state.penalties for state in states], dtype=np.float32)
-    sizes = [len(state.bias_tokens) for state in states]
+    if any(row.state.has_penalties for row in rows):
+        arrays["penalties"] = np.array([row.state.penalties for row in rows], dtype=np.float32)
+    tokens, values = zip(*[row.state.bias_at(row.index) for row in rows], strict=True)
+    sizes = [len(each) for each in tokens]
     if any(sizes):
-        places = np.repeat(np.arange(len(states)), sizes)
-        arrays["biased"] = np.stack((places, np.concatenate([state.bias_tokens for state in states])))
-        arrays["bias"] = np.concatenate([state.bias_values for state in states])
+        arrays["biased"] = np.stack((np.repeat(np.arange(len(rows)), sizes), np.concatenate(tokens)))
+        arrays["bias"] = np.concatenate(values)
     return arrays
 
 

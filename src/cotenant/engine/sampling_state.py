@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,9 @@ from cotenant.core.request import SamplingParams
 
 # Below this a temperature means greedy; dividing logits by it would overflow.
 MIN_TEMPERATURE = 1e-5
+
+# Token ids, each of them once, and what is added to the logit of each.
+Bias = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -40,27 +45,44 @@ class SamplingState:
 
     The number that a token is drawn with is a function of the key and the token's place in the sequence alone. So what
     a seed gives depends on nothing else in the batch, and a preempted sequence goes on where it was.
+
+    ``stop_token_ids``: the tokens that end the sequence, those of the model (``eos_token_ids``) among them unless they
+    are ignored. ``num_spared``: so many tokens at its beginning are none of them. ``num_adjusted``: for so many at its
+    beginning logits are not sampled as they are; infinite: for all.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.params = params
+        ends = frozenset(params.stop_token_ids)
+        self.stop_token_ids = ends if params.ignore_eos else ends | eos_token_ids
+        self.num_spared = params.min_tokens if self.stop_token_ids else 0
         self.greedy = params.temperature < MIN_TEMPERATURE
         self.key = _key(params.seed)
         self.has_penalties = bool(
             params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         )
         self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self.bias_tokens = np.array(list(params.logit_bias), dtype=np.int64)
-        self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self._bias = _arrays(params.logit_bias)
+        self._bias_at_first = self._bias
+        if self.num_spared:
+            self._bias_at_first = _arrays(params.logit_bias | dict.fromkeys(self.stop_token_ids, -math.inf))
         # As the sampler's plan lists them: temperature (0: greedy), min_p, top_p, top_k (infinite: all tokens).
         temperature = 0.0 if self.greedy else params.temperature
         self.figures = (temperature, params.min_p, params.top_p, float(params.top_k or "inf"))
         self.filters = params.top_p < 1.0 or params.top_k > 0
-        self.adjusts_logits = self.has_penalties or len(self.bias_tokens) > 0
+        self.num_adjusted = math.inf if self.has_penalties or params.logit_bias else self.num_spared
+
+    def bias_at(self, index: int) -> Bias:
+        """What is added to the logits for the generated token of this index."""
+        return self._bias_at_first if index < self.num_spared else self._bias
 
     def uniform(self, index: int) -> float:
         """The number for the generated token of this index, in [0, 1)."""
         return float(uniforms(np.array([self.key], dtype=np.uint64), np.array([index], dtype=np.uint64))[0])
+
+
+def _arrays(bias: Mapping[int, float]) -> Bias:
+    return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
 
 
 def _key(seed: int | None) -> int:

@@ -27,7 +27,6 @@ class Sequence:
     request: Request
     number: int
     max_length: int
-    eos_token_ids: frozenset[int]
     sampling_state: SamplingState
     tokens: list[int]
     num_computed: int = 0
@@ -46,14 +45,11 @@ class Sequence:
     is_broken: bool = False  # something that was computed for it is not finite
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_prompt: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
     key: tuple[int, float, int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.num_prompt = len(self.request.prompt)
-        ends = frozenset(sampling.stop_token_ids)
-        self.stop_token_ids = ends if sampling.ignore_eos else ends | self.eos_token_ids
         self.key = (self.request.priority, self.request.arrival_s, self.number)
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing precedes the first token
@@ -91,7 +87,7 @@ class Sequence:
         self.num_pending -= 1
         if self.first_token_s is None:
             self.first_token_s = now_s
-        if token_id in self.stop_token_ids:
+        if token_id in self.sampling_state.stop_token_ids:
             return FinishReason.STOP
         length = position + 1
         if length - self.num_prompt >= self.request.sampling.max_tokens or length >= self.max_length:

@@ -9,12 +9,14 @@ class StopChecker:
     """Cuts a stream at the first stop string, however the stream is chopped.
 
     The stop that counts is the one that is complete first; of several that end at the same character, the longest.
-    Nothing of it and nothing after it is ever emitted.
+    Nothing of it and nothing after it is ever emitted. One that ends in a piece that is not to stop the stream is text;
+    it may begin there.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stops = tuple(dict.fromkeys(stop for stop in stop_strings if stop))
         self._held = ""
+        self._num_passed = 0  # of the characters held: no stop string ends in them
         self._matched: str | None = None
 
     @property
@@ -22,7 +24,7 @@ class StopChecker:
         """The stop string that ended the stream, None while there is none."""
         return self._matched
 
-    def feed(self, text: str) -> tuple[str, bool]:
+    def feed(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Take the next piece; give the text that is safe to emit, and whether the stream has stopped.
 
         A suffix that could be the start of a stop string is held back until it is known.
@@ -30,9 +32,14 @@ class StopChecker:
         if self._matched is not None:
             return "", True
         pending = self._held + text
+        passed = self._num_passed if may_stop else len(pending)
         # (end, start): the earliest end wins, then the earliest start.
         found = min(
-            ((start + len(stop), start) for stop in self._stops if (start := pending.find(stop)) >= 0),
+            (
+                (start + len(stop), start)
+                for stop in self._stops
+                if (start := pending.find(stop, max(0, passed - len(stop) + 1))) >= 0
+            ),
             default=None,
         )
         if found is not None:
@@ -42,6 +49,7 @@ class StopChecker:
             return pending[:start], True
         num_held = self._num_undecided(pending)
         self._held = pending[len(pending) - num_held :]
+        self._num_passed = max(0, passed - (len(pending) - num_held))
         return pending[: len(pending) - num_held], False
 
     def flush(self) -> str:

@@ -55,7 +55,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "logprob_token_ids": (),
     "media_io_kwargs": (),
-    "min_tokens": (),
     "mm_processor_kwargs": (),
     "modalities": (["text"],),
     "moderation": (),

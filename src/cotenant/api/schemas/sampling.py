@@ -56,6 +56,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         default_factory=dict
     )
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Meta(ge=0, le=_INT32)] = 0
     priority: Annotated[int, Meta(ge=-_INT32, le=_INT32)] = 0
     cache_salt: Annotated[str, Meta(max_length=1024)] = ""
     skip_special_tokens: bool = True
@@ -91,7 +92,14 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The worker's view of ``fields``; token ids are checked against the vocabulary."""
+    """The worker's view of ``fields``; token ids are checked against the vocabulary, and ``min_tokens`` against
+    ``max_tokens``."""
+    if fields.min_tokens > max_tokens:
+        raise InvalidInputError(
+            f"Invalid 'min_tokens': it must be less than or equal to max_tokens={max_tokens}, got {fields.min_tokens}.",
+            param="min_tokens",
+            code="invalid_value",
+        )
     check_token_ids(fields.stop_token_ids, vocab_size, "stop_token_ids")
     return SamplingParams(
         max_tokens=max_tokens,
@@ -102,6 +110,7 @@ def sampling_params(
         seed=None if fields.seed is None else fields.seed % _SEED_VALUES,
         stop_token_ids=tuple(fields.stop_token_ids),
         ignore_eos=fields.ignore_eos,
+        min_tokens=fields.min_tokens,
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         repetition_penalty=fields.repetition_penalty,
