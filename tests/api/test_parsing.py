@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -262,10 +263,19 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     assert caught.value.param.startswith("prompt")
 
 
+@pytest.mark.parametrize("kind", [chat, completion])
+def test_the_best_of_as_many_answers_as_are_given_is_all_of_them(kind: Callable[..., Any]) -> None:
+    for n in (1, 2):
+        assert kind(best_of=n, n=n).n == n
+    for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}, {"best_of": 0}, {"best_of": "1"}):
+        with pytest.raises(InvalidInputError) as caught:
+            kind(**fields)
+        assert caught.value.param == "best_of"
+
+
 def test_completions_refuse_what_only_they_know() -> None:
-    assert completion(best_of=2, n=2).n == 2
     assert completion(suffix="", echo=True, max_tokens=0).token_limit == 0
-    for fields in ({"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}, {"messages": MESSAGES}):
+    for fields in ({"suffix": "x"}, {"logprobs": 21}, {"logprobs": True}, {"messages": MESSAGES}):
         with pytest.raises(InvalidInputError) as caught:
             completion(**fields)
         assert caught.value.param in fields

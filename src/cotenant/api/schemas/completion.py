@@ -29,7 +29,6 @@ class CompletionRequest(SamplingFields, kw_only=True, dict=True):
     max_completion_tokens: Annotated[int, Meta(ge=0, le=_INT32)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: Annotated[int, Meta(ge=1)] | None = None
     add_special_tokens: bool = True
 
     @property
@@ -55,12 +54,6 @@ class CompletionRequest(SamplingFields, kw_only=True, dict=True):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != self.n:
-            raise InvalidInputError(
-                "'best_of' is not supported by this server, unless it equals 'n'.",
-                param="best_of",
-                code="unsupported_parameter",
-            )
         if len(self.prompts) > MAX_PROMPTS:
             raise InvalidInputError(
                 f"Invalid 'prompt': {len(self.prompts)} prompts in one request, at most {MAX_PROMPTS} are taken.",

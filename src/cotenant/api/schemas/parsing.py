@@ -33,7 +33,6 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "audio": (),
     "bad_words": (),
-    "best_of": (),
     "chat_template": (),
     "continue_final_message": (),
     "detokenize": (True,),

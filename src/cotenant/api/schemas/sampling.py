@@ -42,6 +42,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
+    best_of: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, le=_INT32)] = 0
@@ -81,6 +82,12 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.stream_options is not None and not self.stream:
             raise InvalidInputError(
                 "'stream_options' is only allowed when 'stream' is true.", param="stream_options", code="invalid_value"
+            )
+        if self.best_of is not None and self.best_of != self.n:
+            raise InvalidInputError(
+                "'best_of' is not supported by this server, unless it equals 'n'.",
+                param="best_of",
+                code="unsupported_parameter",
             )
 
 
