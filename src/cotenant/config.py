@@ -27,6 +27,7 @@ POLICIES = (
     "inference-only",
 )
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}  # vLLM's, on the command line
 LOAD_FORMATS = ("auto", "dummy")
 COMPRESS_WEIGHTS = ("off", "on")
 QUANTIZATIONS = ("fp8",)

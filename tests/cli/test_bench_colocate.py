@@ -287,7 +287,7 @@ def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -
         complaint = f"error: {flag}: the file of --json has {known}, not {given}; --resume goes on with the same"
         assert refused.stderr.splitlines()[-1] == complaint
     assert path.read_bytes() == before
-    for dtype in ("float32", "auto"):
+    for dtype in ("float32", "float", "auto"):
         assert bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume", "--dtype", dtype).returncode == 0
 
 

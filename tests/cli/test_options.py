@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cotenant.cli.main import app
-from cotenant.cli.options import FLAGS, build_config
+from cotenant.cli.options import FLAGS, build_config, model_to_measure
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
@@ -104,6 +104,17 @@ def test_the_command_line_can_undo_what_a_file_asks_for(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, asked)
     given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True, "compress_weights": "off"}
     assert build_config("tiny", given, file) == build_config("tiny", {}, None)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("half", "float16"), ("float", "float32")])
+def test_a_dtype_may_have_the_name_that_vllm_has_for_it(alias: str, name: str, tmp_path: Path) -> None:
+    for config in (
+        build_config("tiny", {"dtype": alias}, None),
+        build_config("tiny", {}, yaml_file(tmp_path, f"dtype: {alias}")),
+    ):
+        assert config == build_config("tiny", {"dtype": name}, None)
+    assert model_to_measure("tiny", "dummy", alias, "cpu") == model_to_measure("tiny", "dummy", name, "cpu")
+    assert f"{alias} is {name}" in FLAGS["dtype"].help
 
 
 @pytest.mark.parametrize("value", ["on", "off", "'on'", "'off'"])

@@ -232,7 +232,7 @@ def colocate(
         "traces": {path.stem: trace_digest(path) for path in trace or []},
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known = {"compressed": compress_weights == "on"} | ({"dtype": dtype} if dtype != "auto" else {})
+        known = {"compressed": compress_weights == "on"} | ({"dtype": chosen.dtype} if chosen.dtype != "auto" else {})
         check_continues({"model": chosen.name, "training": asdict(workload), **known, **settings}, before)
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)

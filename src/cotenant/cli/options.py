@@ -18,6 +18,7 @@ from cotenant.cli.output import check_outputs
 from cotenant.config import (
     COMPRESS_WEIGHTS,
     DEVICES,
+    DTYPE_ALIASES,
     DTYPES,
     LOAD_FORMATS,
     LOG_LEVELS,
@@ -65,7 +66,14 @@ class Flag:
 _ALL_FLAGS = (
     Flag("served-model-name", ModelConfig, "served_model_names", "Name in the API; may be given several times."),
     Flag("max-model-len", ModelConfig, "max_model_len", "Longest prompt plus answer, in tokens."),
-    Flag("dtype", ModelConfig, "dtype", f"Of weights and KV cache: {', '.join(DTYPES)}."),
+    Flag(
+        "dtype",
+        ModelConfig,
+        "dtype",
+        f"Of weights and KV cache: {', '.join(DTYPES)}; "
+        + ", ".join(f"{alias} is {name}" for alias, name in DTYPE_ALIASES.items())
+        + ".",
+    ),
     Flag("quantization", ModelConfig, "quantization", f"Of weights: none (default) or {', '.join(QUANTIZATIONS)}."),
     Flag(
         "compress-weights",
@@ -185,6 +193,9 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     values.setdefault("api_key", api_key_from_environment())
     if values.get("quantization") == _NO_QUANTIZATION:
         del values["quantization"]
+    dtype = values.get("dtype")
+    if isinstance(dtype, str):
+        values["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
     if isinstance(values.get("compress_weights"), bool):  # as YAML reads on and off
         values["compress_weights"] = "on" if values["compress_weights"] else "off"
     if "lora_modules" in values:
@@ -339,7 +350,7 @@ def model_to_measure(
     chosen = ModelConfig(
         model,
         load_format=load_format,
-        dtype=dtype,
+        dtype=DTYPE_ALIASES.get(dtype, dtype),
         device=device,
         quantization=method,
         compress_weights=compress_weights,
