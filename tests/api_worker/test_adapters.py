@@ -17,7 +17,7 @@ from cotenant.config import LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError, NotFoundError, OverloadedError
 from cotenant.core.request import AdapterRef
 from cotenant.store import JobStatus, Store, open_store
-from store.rows import add_running_job, make_adapter
+from store.rows import add_job, add_running_job, make_adapter
 
 
 @pytest.fixture
@@ -106,6 +106,44 @@ def test_a_jobs_adapter_keeps_its_name_and_cannot_be_unloaded(store: Store, fold
             await names.unload_adapter(job.adapter_name)
 
     scenario(store, folder, steps)
+
+
+def test_the_names_of_what_a_job_will_make_are_in_use_until_it_has_ended(store: Store, folder: str) -> None:
+    queued, running = add_job(store), add_running_job(store)
+
+    async def steps(names: ModelNames, client: WorkerClient) -> None:
+        for job in (queued, running):
+            for name in (job.adapter_name, f"{job.adapter_name}:ckpt-step-7"):
+                for replace in (False, True):
+                    with pytest.raises(InvalidInputError, match=r"is in use: .* will have") as refused:
+                        await names.load_adapter(name, folder, replace=replace)
+                    assert refused.value.param == "lora_name"
+            await names.load_adapter(f"{job.adapter_name}:mine", folder, replace=False)
+        store.jobs.change(queued.id, [JobStatus.VALIDATING], {"status": JobStatus.CANCELLED})
+        await names.load_adapter(queued.adapter_name, folder, replace=False)
+        assert (await names.resolve(queued.adapter_name)).adapter == AdapterRef(queued.adapter_name, folder)
+
+    scenario(store, folder, steps)
+
+
+def test_a_name_is_listed_once_with_what_it_serves(store: Store, folder: str) -> None:
+    """Nobody knows of jobs where flags are read."""
+    job = add_running_job(store)
+    values = {"status": JobStatus.SUCCEEDED, "adapter_path": make_adapter(store, job, "adapter"), "finished_at": 1}
+    assert store.jobs.change(job.id, [JobStatus.RUNNING], values)
+
+    async def whole() -> None:
+        modules = (("other", folder), (job.adapter_name, folder))
+        config = ServerConfig(ModelConfig("tiny", ("a", "b", "a")), lora=LoraConfig(modules=modules))
+        async with running(make_client("ready")) as client:
+            names = ModelNames(config, None, "base", client, store)
+            assert await names_of(names) == ["a", "b", "other", job.adapter_name]
+            assert (await names.card(job.adapter_name)).root == folder
+            assert (await names.resolve(job.adapter_name)).adapter == AdapterRef(job.adapter_name, folder)
+            await names.unload_adapter(job.adapter_name)
+            assert (await names.card(job.adapter_name)).root == values["adapter_path"]
+
+    run(whole)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,8 @@ class ModelNames:
             raise unknown_model(adapter.name)
 
     async def cards(self) -> list[ModelCard]:
-        """All models, the base model first."""
+        """All models, the base model first. Of several with one name, as --lora-modules may make them, the one that is
+        served: the first by the order in which ``resolve`` looks."""
         base = self._config.model.name
         cards = [self._card(name, self._base_root, None, self._started_at) for name in self.base_names]
         for named in self._named.values():
@@ -117,7 +118,10 @@ class ModelNames:
         for adapter in await asyncio.to_thread(self._store.served_adapters):
             if self._fits(adapter):
                 cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
-        return cards
+        listed: dict[str, ModelCard] = {}
+        for card in cards:
+            listed.setdefault(card.id, card)
+        return list(listed.values())
 
     async def card(self, name: str) -> ModelCard:
         """The card of the model called ``name``. Raises ``NotFoundError`` if there is none."""
@@ -182,6 +186,8 @@ class ModelNames:
             reason = "it is the base model's"
         elif await asyncio.to_thread(self._store.find_adapter, name) is not None:
             reason = "it is the name of a fine-tuning job's model"
+        elif await asyncio.to_thread(self._store.is_promised, name):
+            reason = "it is the name that a fine-tuning job's model will have"
         else:
             return
         raise InvalidInputError(f"The name '{name}' is in use: {reason}.", code="invalid_value", param="lora_name")

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Row, Select, literal_column, select, union_all
+from sqlalchemy import Row, Select, exists, literal_column, select, union_all
 
 from cotenant.store import schema
 from cotenant.store.database import Database
-from cotenant.store.records import JobStatus, ServedAdapter
+from cotenant.store.records import UNFINISHED, JobStatus, ServedAdapter
 
 # Adapter folders appear in one rename, so where this file is the others are too.
 _ADAPTER_FILE = "adapter_config.json"
+_CHECKPOINT = ":ckpt-step-"
+
+
+def checkpoint_name(adapter_name: str, step: int) -> str:
+    """What the checkpoint of this step is called, of the job whose result has the name ``adapter_name``."""
+    return f"{adapter_name}{_CHECKPOINT}{step}"
 
 
 class AdapterCatalog:
@@ -36,6 +42,13 @@ class AdapterCatalog:
         checkpoints = _checkpoints().where(schema.checkpoints.c.name == name)
         row = self._database.read(lambda connection: connection.execute(union_all(results, checkpoints)).first())
         return None if row is None else self._adapter(row)
+
+    def is_promised(self, name: str) -> bool:
+        """Whether a job that has not ended may have this name for its result or for a checkpoint."""
+        jobs = schema.jobs.c
+        names = (name, name.rpartition(_CHECKPOINT)[0])
+        query = select(exists().where(jobs.adapter_name.in_(names), jobs.status.in_(UNFINISHED)))
+        return bool(self._database.read(lambda connection: connection.execute(query).scalar_one()))
 
     def _adapter(self, row: Row[Any]) -> ServedAdapter | None:
         folder = self._folder / row.path

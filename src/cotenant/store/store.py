@@ -41,6 +41,10 @@ class Store:
         """The one that is served under ``name``."""
         return self._adapters.find(name)
 
+    def is_promised(self, name: str) -> bool:
+        """Whether a job that has not ended may have this name for its result or for a checkpoint."""
+        return self._adapters.is_promised(name)
+
     def close(self) -> None:
         """Close the database and let another server use the folder."""
         self._database.close()

@@ -17,6 +17,7 @@ from cotenant.api.jobs.results import FILENAME, RESULT_PURPOSE, metrics_csv
 from cotenant.core.errors import NotFoundError
 from cotenant.core.job import StepMetrics
 from cotenant.store import FileRecord, JobError, JobRecord, JobStatus, Pending, Store, StoreError
+from cotenant.store.adapters import checkpoint_name
 from cotenant.store.errors import store_error
 from cotenant.wire.messages import (
     CheckpointSaved,
@@ -205,7 +206,7 @@ class Recorder:
         return FileRecord(file_id, int(time.time()), FILENAME, RESULT_PURPOSE, len(content))
 
     def _add_checkpoint(self, job: JobRecord, step: int, path: str, metrics: dict[str, Any] | None) -> None:
-        name = f"{job.adapter_name}:ckpt-step-{step}"
+        name = checkpoint_name(job.adapter_name, step)
         self._store.events.add_checkpoint(job.id, step, name, path, metrics, events.checkpoint(step))
 
     def _keep_checkpoints(self, job: JobRecord, bad_step: int | None = None) -> None:
