@@ -21,7 +21,7 @@ from cotenant.api.errors import install_handlers
 from cotenant.api.jobs.manager import JobManager
 from cotenant.api.models import ModelCard, ModelList, ModelNames
 from cotenant.api.routes import files, fine_tuning, models
-from cotenant.config import ApiConfig, CoExecutionConfig, ModelConfig, ServerConfig
+from cotenant.config import ApiConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Slo
 from cotenant.store import Store, open_store
@@ -161,7 +161,11 @@ class Server:
 
 @asynccontextmanager
 async def server(
-    data_dir: Path, worker: RecordingWorker | None = None, base: str = "tiny", policy: str = "adaptive"
+    data_dir: Path,
+    worker: RecordingWorker | None = None,
+    base: str = "tiny",
+    policy: str = "adaptive",
+    max_lora_rank: int = 64,
 ) -> AsyncIterator[Server]:
     """Start on a data folder, and stop as a crash would: nothing is told to anybody. ``base``: the fingerprint of the
     model that is served."""
@@ -171,6 +175,7 @@ async def server(
         api=ApiConfig(max_upload_bytes=MAX_UPLOAD_BYTES, organization="acme"),
         data_dir=str(data_dir),
         coexecution=CoExecutionConfig(policy=policy),
+        lora=LoraConfig(max_lora_rank=max_lora_rank),
     )
     store = open_store(data_dir)
     jobs = JobManager(store, worker, config, TINY, base)

@@ -92,6 +92,11 @@ class Hyperparameters:
         return self.load_best_model_at_end or self.early_stopping_patience > 0
 
     @property
+    def max_rank(self) -> int:
+        """What --max-lora-rank has to be at least."""
+        return max((self.r, *self.rank_pattern.values()))
+
+    @property
     def trained(self) -> str:
         """What is trained, as far as the time of its tasklets depends on it: jobs of which this is the same may learn
         from each other's times."""

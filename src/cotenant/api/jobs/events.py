@@ -66,6 +66,14 @@ def nothing_trains(policy: str) -> NewEvent:
     )
 
 
+def rank_is_too_high(rank: int, max_lora_rank: int) -> NewEvent:
+    return NewEvent(
+        f"The adapter's rank is {rank}, and this server serves none of more than {max_lora_rank}. Start it with "
+        f"--max-lora-rank {rank} to go on, or cancel the job and create it again with a smaller r or rank_pattern",
+        level="warn",
+    )
+
+
 def started() -> NewEvent:
     return NewEvent("Fine-tuning job started")
 

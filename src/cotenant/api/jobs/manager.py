@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Protocol
@@ -264,9 +264,12 @@ class JobManager:
         others = self._store.jobs.of_other_bases
         for job in await asyncio.to_thread(others, WAITING_OR_RUNNING, self._base_fingerprint):
             await self._keep_waiting(job, events.of_another_base(job))
-        if not self._config.coexecution.trains:
-            for job in await asyncio.to_thread(self._store.jobs.of_base, READY_OR_RUNNING, self._base_fingerprint):
+        for job in await self._of_base(READY_OR_RUNNING):
+            if not self._config.coexecution.trains:
                 await self._keep_waiting(job, events.nothing_trains(self._config.coexecution.policy))
+            elif not self._can_be_served(job):
+                limit = self._config.lora.max_lora_rank
+                await self._keep_waiting(job, events.rank_is_too_high(_rank_of(job), limit))
 
     async def _keep_waiting(self, job: JobRecord, reason: NewEvent) -> None:
         """The job stays where it is, or goes back to the queue, and says once why."""
@@ -281,9 +284,16 @@ class JobManager:
         if not is_said:
             logger.warning("job %s waits: %s", job.id, reason.message)
 
+    def _can_be_served(self, job: JobRecord) -> bool:
+        return _rank_of(job) <= self._config.lora.max_lora_rank
+
+    async def _of_base(self, statuses: Collection[JobStatus]) -> list[JobRecord]:
+        """The jobs of the base model that is served, oldest first."""
+        return await asyncio.to_thread(self._store.jobs.of_base, statuses, self._base_fingerprint)
+
     async def _first(self, status: JobStatus) -> JobRecord | None:
-        """The first job of the base model that is served."""
-        return await asyncio.to_thread(self._store.jobs.first, status, self._base_fingerprint)
+        """The first job that this server can train and serve."""
+        return next(filter(self._can_be_served, await self._of_base((status,))), None)
 
     async def _next_in_queue(self) -> JobRecord | None:
         """The first queued job, made ``running``."""
@@ -349,6 +359,11 @@ def _check_can_stop(job: JobRecord, goal: Pending) -> None:
         raise _wrong_status(job, "paused", "it is already")
     if goal is Pending.PAUSE and job.pending is Pending.CANCEL:
         raise _wrong_status(job, "paused", "it is being cancelled")
+
+
+def _rank_of(job: JobRecord) -> int:
+    assert job.hyperparameters is not None, "a queued job has been validated"
+    return job.hyperparameters.max_rank
 
 
 def _wrong_status(job: JobRecord, action: str, reason: str) -> InvalidInputError:
