@@ -1,12 +1,12 @@
-"""What the start of a job does to requests: sequences that decode, without a job and in the first seconds of one.
+"""What the start of a job does to requests, and its end: sequences that decode, without a job and beside one.
 
     python bench/job_start.py llama-3.1-8b --load-format dummy --slo-tpot-ms 15
 
-The worker's loop in this process. ``--jobs`` are begun one after the other, each for two phases: how far apart a
-sequence's tokens are in each, and what kept the loop's thread for longest when a job was made ready (`start`) and its
-tasklets were launched. Before the first one the loop is idle, and so it rehearses; with ``--busy`` it never is.
-``--stacks 3``: of the three longest iterations, where the thread was, as another one saw it, which slows all down a
-little. ``--save-steps 2``: checkpoints are copied and written meanwhile.
+The worker's loop in this process. ``--jobs`` come one after the other, and are cancelled: how far apart a sequence's
+tokens are as each begins, goes on and ends, and what kept the loop's thread for longest when a job was made ready
+(`start`) and its tasklets were launched. Before the first one the loop is idle, and so it rehearses; with ``--busy`` it
+never is. ``--stacks 3``: of the three longest iterations, where the thread was, as another one saw it, which slows all
+down a little. ``--save-steps 2``: checkpoints are copied and written meanwhile.
 """
 
 from __future__ import annotations
@@ -160,6 +160,7 @@ class Measurement:
             self._show(self._phase(loop, load, f"job {number} goes on"))
             print(f"  {training.trained_tokens - before} tokens trained", flush=True)
             training.cancel(name)
+            self._show(self._phase(loop, load, f"job {number} ends"))
             self._until(loop, lambda: self._tenants.training.job_id is None)
 
     def _loop(self, load: Load) -> WorkerLoop:

@@ -17,7 +17,7 @@ def test_gaps_between_tokens_with_and_without_a_job() -> None:
     title, *lines = run.stdout.splitlines()
     assert title.startswith("tiny on cpu")
     phases = [line.partition(":")[0] for line in lines if "ms between two tokens" in line]
-    assert phases == ["without a job", "job 1 begins", "job 1 goes on"]
+    assert phases == ["without a job", "job 1 begins", "job 1 goes on", "job 1 ends"]
     (launches,) = [line for line in lines if "longest launches" in line and "start" in line]
     assert "forward" in launches or "backward" in launches
     assert any(" < " in line and " x " in line for line in lines)
