@@ -215,13 +215,16 @@ class Measurement:
 
     def _phase(self, loop: WorkerLoop, load: Load, name: str) -> Phase:
         first_s, iterations = load.now_s, []
+        num_tokens = [len(answer.token_s) for answer in load.answers]
         self._launches.clear()
 
         def is_over() -> bool:
             if any(answer.done for answer in load.answers):
                 raise CotenantError("the sequences ended before the last phase did: fewer --jobs, or --seconds")
             iterations.append(time.perf_counter())
-            return load.now_s >= first_s + self._arguments.seconds
+            if load.now_s < first_s + self._arguments.seconds:
+                return False
+            return all(len(answer.token_s) > num + 1 for answer, num in zip(load.answers, num_tokens, strict=True))
 
         self._until(loop, is_over)
         last_s = load.now_s
@@ -231,8 +234,6 @@ class Measurement:
             for at_s, after_s in itertools.pairwise(answer.token_s)
             if first_s <= at_s and after_s <= last_s
         )
-        if not gaps_ms:
-            raise CotenantError("no sequence had two tokens in a phase: more --seconds")
         return Phase(name, gaps_ms, list(self._launches), list(itertools.pairwise(iterations)))
 
     def _show(self, phase: Phase) -> None:
@@ -244,7 +245,8 @@ class Measurement:
             flush=True,
         )
         if phase.launches:
-            longest = sorted(phase.launches, key=lambda launch: -launch[1])[:_NUM_LONGEST]
+            # A job's beginning first, then the longest.
+            longest = sorted(phase.launches, key=lambda launch: (launch[0] != "start", -launch[1]))[:_NUM_LONGEST]
             print("  longest launches, ms: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in longest))
         if self._sampler is None:
             return
