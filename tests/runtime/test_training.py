@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Plan
 from cotenant.finetune.job import TrainingJob
+from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.preparation import Prepared
 from cotenant.runtime import training as training_module
 from cotenant.wire.messages import CheckpointSaved, JobFailed
@@ -91,3 +93,21 @@ def test_a_job_that_finds_no_memory_begins_again_with_nothing_on_the_device(
     assert released == [1]
     bench.training.run_tasklet()
     assert bench.training.job_id is not None
+
+
+def test_what_a_job_begins_with_is_on_the_disk_before_it_begins(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The loop does not wait for a disk, which may be slow."""
+    threads: list[str] = []
+    keep = MetricsLog.keep
+
+    def kept(log: MetricsLog, num_steps: int) -> list[StepMetrics]:
+        threads.append(threading.current_thread().name)
+        return keep(log, num_steps)
+
+    monkeypatch.setattr(MetricsLog, "keep", kept)
+    bench.pause()
+    bench.training.start(support.make_spec(tmp_path / "next"))
+    assert bench.training.job_id is not None
+    assert [name.rpartition("_")[0] for name in threads] == ["job-preparer"]

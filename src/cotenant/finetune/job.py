@@ -100,7 +100,7 @@ class TrainingJob:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
             else:
-                self._warnings = prepared.warnings
+                self._warnings, self._recorded = prepared.warnings, list(prepared.recorded)
                 self._training = make_training(
                     decoder,
                     spec,
@@ -363,14 +363,12 @@ class TrainingJob:
     ) -> StepMetrics | None:
         """Take up the newest checkpoint, if any. Returns the metrics of a step that still awaits its evaluation."""
         if newest is None:
-            self._recorded = self._files.keep_steps(0)
             return None
         checkpoint, tensors = newest
         state.restore(checkpoint, tensors)
         logger.info("Job %s goes on from its checkpoint at step %d", self._spec.job_id, checkpoint.step)
         self._last = None if checkpoint.needs_evaluation else checkpoint.metrics
         self._saved = (checkpoint.step, checkpoint.needs_evaluation)
-        self._recorded = self._files.keep_steps(checkpoint.step - checkpoint.needs_evaluation)
         return checkpoint.metrics if checkpoint.needs_evaluation else None
 
     def _begin(self, training: Training) -> None:

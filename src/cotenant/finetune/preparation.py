@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.job import JobSpec
+from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.data import load_training, load_validation, unmeasured
@@ -32,14 +32,15 @@ _Checkpoint = tuple[TrainerState, dict[str, torch.Tensor]]
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """``adapter``: fresh. ``checkpoint``: the newest whole one with its tensors; None: there is none. Both lie on the
-    device if that had room for them, else on the CPU. ``validation``: None where nothing is measured. ``warnings``: for
-    the job's owner."""
+    device if that had room for them, else on the CPU. ``recorded``: the steps up to there. ``validation``: None where
+    nothing is measured. ``warnings``: for the job's owner."""
 
     dataset: Dataset
     order: DataOrder
     fingerprint: str
     adapter: LoraAdapter
     checkpoint: _Checkpoint | None
+    recorded: tuple[StepMetrics, ...]
     validation: ValidationSet | PreferenceValidationSet | None
     warnings: tuple[str, ...]
 
@@ -58,13 +59,13 @@ class Prepared:
 def prepare(
     spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int, device: torch.device | None = None
 ) -> Prepared | None:
-    """For a ``TrainingJob`` of the same arguments; None if it is finished. Takes seconds for a large file, writes
-    nothing but what a crash left undone, and may run on any thread. ``device``: where what is trained is brought to, if
-    it has room; None: nowhere.
+    """For a ``TrainingJob`` of the same arguments; None if it is finished. Takes seconds for a large file, and may run
+    on any thread. It puts in order what a crash left undone, and begins the file of metrics. ``device``: where what is
+    trained is brought to, if it has room; None: nowhere.
 
     Raises:
         InvalidInputError: the data or the settings cannot be used.
-        CotenantError: the job's folder cannot be read.
+        CotenantError: the job's folder cannot be read or written.
     """
     files = JobFiles(spec, None)
     try:
@@ -76,8 +77,10 @@ def prepare(
     dataset = load_training(spec, model)
     order = DataOrder(dataset.lengths, spec.hyperparameters)
     adapter = new_adapter(spec, model)
+    job_fingerprint = fingerprint(spec, dataset)
     try:
         checkpoint = files.newest_checkpoint()
+        recorded = _recorded(files, checkpoint, job_fingerprint)
     except OSError as error:
         raise as_job_error(error) from error
     step = 0 if checkpoint is None else checkpoint[0].step
@@ -89,7 +92,18 @@ def prepare(
         with suppress(torch.OutOfMemoryError):
             adapter, checkpoint = _moved(device, adapter, checkpoint)
             torch.cuda.current_stream(device).synchronize()  # another thread goes on with them
-    return Prepared(dataset, order, fingerprint(spec, dataset), adapter, checkpoint, validation, warnings)
+    return Prepared(dataset, order, job_fingerprint, adapter, checkpoint, recorded, validation, warnings)
+
+
+def _recorded(files: JobFiles, checkpoint: _Checkpoint | None, job_fingerprint: str) -> tuple[StepMetrics, ...]:
+    """The steps that the job does not take again; those behind them are forgotten. Of a checkpoint that is another
+    job's, with which this one will not begin, nothing is."""
+    if checkpoint is None:
+        return tuple(files.keep_steps(0))
+    state = checkpoint[0]
+    if state.fingerprint != job_fingerprint:
+        return ()
+    return tuple(files.keep_steps(state.step - state.needs_evaluation))
 
 
 def _moved(

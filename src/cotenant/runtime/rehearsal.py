@@ -121,7 +121,7 @@ class Rehearsal:
         dataset = Dataset(token_ids, torch.ones(len(token_ids)), offsets, hyper.max_length)
         spec = JobSpec("rehearsal", "", "", "", None, "rehearsal", hyper)
         order = DataOrder(dataset.lengths, hyper)
-        prepared = Prepared(dataset, order, "", new_adapter(spec, model), None, None, ())
+        prepared = Prepared(dataset, order, "", new_adapter(spec, model), None, (), None, ())
         return make_training(
             self._decoder,
             spec,
