@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from cotenant.core.tasklet import TaskletKind
-from cotenant.finetune.checkpoint import TENSOR_FILE
+from cotenant.finetune.checkpoint import TENSOR_FILE, Snapshot
 from cotenant.finetune.job import TrainingJob
-from cotenant.finetune.state import CopiedState, StateCopier
+from cotenant.finetune.state import StateCopier
 from cotenant.models.decoder import Decoder
 from finetune import support
 
@@ -23,10 +23,10 @@ class SlowCopies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may_begin = threading.Event()
-        self._run: Callable[[StateCopier], CopiedState] = StateCopier.run
+        self._run: Callable[[StateCopier], Snapshot] = StateCopier.run
         monkeypatch.setattr(StateCopier, "run", lambda copier: self._wait_and_run(copier))
 
-    def _wait_and_run(self, copier: StateCopier) -> CopiedState:
+    def _wait_and_run(self, copier: StateCopier) -> Snapshot:
         assert self.may_begin.wait(60)
         return self._run(copier)
 
@@ -115,7 +115,7 @@ def test_a_pause_has_its_checkpoint_when_the_copy_is_there(
 def test_where_a_copy_finds_no_memory_the_job_fails_and_does_not_wait_for_ever(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(copier: StateCopier) -> CopiedState:
+    def fail(copier: StateCopier) -> Snapshot:
         raise MemoryError("no memory for a copy")
 
     job = _job(decoder, tmp_path)

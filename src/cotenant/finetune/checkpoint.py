@@ -55,9 +55,9 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copies of the training state after a step, for the writer's thread. ``tensors`` go into ``TENSOR_FILE``."""
+    """Copies of the training state, on the CPU, where later steps leave them alone. ``tensors`` go into
+    ``TENSOR_FILE``."""
 
-    state: TrainerState
     adapter: LoraAdapter
     tensors: dict[str, torch.Tensor]
 
@@ -81,16 +81,16 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
 
-    def write(self, snapshot: Snapshot, best_step: int | None) -> Path:
+    def write(self, state: TrainerState, snapshot: Snapshot, best_step: int | None) -> Path:
         """Write a checkpoint atomically. Then remove what it makes superfluous, and with an announced one,
         ``keep_newest``."""
-        target = self.path(snapshot.state.step)
+        target = self.path(state.step)
         with atomic_folder(target) as folder:
             write_adapter_files(snapshot.adapter, folder, self._base_model, self._tokenizer_folder)
             safetensors.torch.save_file(snapshot.tensors, folder / TENSOR_FILE)
             digests = {name: _digest(folder / name) for name in (ADAPTER_FILE, TENSOR_FILE)}
-            state = msgspec.structs.replace(snapshot.state, digests=digests)
-            (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+            with_digests = msgspec.structs.replace(state, digests=digests)
+            (folder / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(with_digests)))
         self._remove_superfluous(state.step, best_step)
         if state.announced:
             self.keep_newest(state.step, best_step)

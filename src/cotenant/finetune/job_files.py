@@ -15,7 +15,7 @@ from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot, TrainerState
 from cotenant.finetune.export import export_adapter, export_copy, exported_best_step, is_exported
 from cotenant.finetune.metrics import MetricsLog
-from cotenant.finetune.state import CopiedState, StateCopier
+from cotenant.finetune.state import StateCopier
 from cotenant.finetune.writer import FileWriter
 from cotenant.wire.messages import CheckpointSaved, FromWorker, JobSucceeded
 
@@ -46,7 +46,7 @@ class JobFiles:
         )
         self._writer = FileWriter(spec.job_id)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"copier-{spec.job_id}")
-        self._copies: deque[Future[CopiedState]] = deque()  # oldest first
+        self._copies: deque[Future[Snapshot]] = deque()  # oldest first
         self._unwritten: deque[Future[Sequence[FromWorker]]] = deque()  # checkpoints, oldest first
 
     # Reading
@@ -107,7 +107,7 @@ class JobFiles:
         """Block until nothing is."""
         wait(self._copies)
 
-    def _copy(self, tensors: StateCopier) -> Future[CopiedState]:
+    def _copy(self, tensors: StateCopier) -> Future[Snapshot]:
         self._copies.append(self._copier.submit(tensors.run))
         return self._copies[-1]
 
@@ -148,17 +148,16 @@ class JobFiles:
         return []
 
     def _write_checkpoint(
-        self, state: TrainerState, copied: Future[CopiedState], best_step: int | None
+        self, state: TrainerState, copied: Future[Snapshot], best_step: int | None
     ) -> list[FromWorker]:
         self._log.sync()  # the checkpoint's steps must be readable before the checkpoint is
-        adapter, tensors = copied.result().adapter, copied.result().tensors
-        path = self._checkpoints.write(Snapshot(state, adapter, tensors), best_step)
+        path = self._checkpoints.write(state, copied.result(), best_step)
         if not state.announced:
             return []
         return [CheckpointSaved(self._spec.job_id, state.step, str(path), state.metrics)]
 
     def _write_result(
-        self, last: Future[CopiedState], best_step: int | None, total_steps: int, trained_tokens: int
+        self, last: Future[Snapshot], best_step: int | None, total_steps: int, trained_tokens: int
     ) -> list[FromWorker]:
         if best_step is not None:
             try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import msgspec
 import torch
 
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
-from cotenant.finetune.checkpoint import TrainerState
+from cotenant.finetune.checkpoint import Snapshot, TrainerState
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.optimizer import Optimizer
 from cotenant.models.lora import LoraAdapter
@@ -81,14 +81,6 @@ def fingerprint(spec: JobSpec, dataset: Dataset) -> str:
     return hashlib.sha256(settings + dataset.digest().encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedState:
-    """On the CPU, where later steps leave it alone: the adapter, and the tensors of a checkpoint."""
-
-    adapter: LoraAdapter
-    tensors: dict[str, torch.Tensor]
-
-
 class StateCopier:
     """Copies a training state; ``run`` may be called on any thread. From a GPU it takes as long as some decode
     steps."""
@@ -101,7 +93,7 @@ class StateCopier:
             self._begins = torch.cuda.Event()
             self._begins.record()
 
-    def run(self) -> CopiedState:
+    def run(self) -> Snapshot:
         """The copy, when it is there."""
         if self._begins is None:
             return self._copied()
@@ -109,10 +101,10 @@ class StateCopier:
             torch.cuda.current_stream().wait_event(self._begins)
             return self._copied()
 
-    def _copied(self) -> CopiedState:
+    def _copied(self) -> Snapshot:
         masters, moments = self._optimizer.copied()
         tensors = {f"{_MASTER}.{name}": tensor for name, tensor in masters.items()} | moments
-        return CopiedState(self._adapter.with_weights(masters), tensors)
+        return Snapshot(self._adapter.with_weights(masters), tensors)
 
 
 @functools.cache
