@@ -21,13 +21,12 @@ _ROWS = 128
 def warm_up(decoder: Decoder) -> None:
     """Run what takes jobs longest at its first run, on next to nothing: a backward pass, an optimizer step and, where
     layers are captured, attention. It may run on any thread, and fails for no reason."""
-    device, spec = decoder.device, decoder.spec
-    _optimize(torch.device("cpu"))
-    if device.type != "cuda":
-        return
+    device = decoder.device
     try:
         _optimize(device)
-        if flash_attention.is_supported(device, decoder.dtype, spec.head_dim):
+        if device.type != "cuda":
+            return
+        if flash_attention.is_supported(device, decoder.dtype, decoder.spec.head_dim):
             attend(decoder, (_ROWS // 4, _ROWS - _ROWS // 4))
             attend(decoder, (_ROWS,))
         torch.cuda.current_stream(device).synchronize()
