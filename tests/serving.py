@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,11 @@ from typing import Any
 import httpx
 import psutil
 
+from cotenant.bench.server import free_port
+
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
 _LOG_TAIL_CHARS = 4000
-_HOLDERS: list[socket.socket] = []
 
 
 class ServerDied(AssertionError):  # noqa: N818 - it reads as the sentence that pytest prints
@@ -151,17 +151,6 @@ def running_server(data_dir: Path, *flags: str, **arguments: Any) -> Iterator[Ru
         yield server
     finally:
         server.kill()
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on. Until this process ends the kernel gives it to nobody who asks for
-    any port; a server, which sets SO_REUSEADDR, can listen on it."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
-    _HOLDERS.append(holder)
-    port: int = holder.getsockname()[1]
-    return port
 
 
 def _wait_gone(pid: int) -> None:

@@ -23,6 +23,7 @@ from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.store import StoreError
+from cotenant.text.prepared_file import PreparedFile
 
 
 def make_task(folder: Path, content: bytes, target: Path | None = None) -> Task:
@@ -89,11 +90,7 @@ def test_a_process_that_is_killed_is_started_once_more(tmp_path: Path) -> None:
         task = slow_task(tmp_path)
         preparing = asyncio.create_task(prepare(task))
         await kill_first()
-        source = await asyncio.to_thread(open_once_read, tmp_path / "source")
-        with os.fdopen(source, "wb") as file:
-            file.write(examples(12))
-        (prepared,) = await preparing
-        assert prepared.num_examples == 12
+        await give(tmp_path / "source", preparing)
 
     run(scenario)
 
@@ -155,15 +152,21 @@ def test_a_signal_to_all_processes_is_the_servers_to_handle(
 
     async def scenario() -> None:
         preparing = asyncio.create_task(prepare(slow_task(tmp_path)))
-        source = await asyncio.to_thread(open_once_read, tmp_path / "source")
-        if moment == "work":
-            started[-1].send_signal(number)
-        with os.fdopen(source, "wb") as file:
-            file.write(examples(12))
-        (prepared,) = await preparing
-        assert prepared.num_examples == 12
+        await give(tmp_path / "source", preparing, before=lambda: moment == "work" and started[-1].send_signal(number))
 
     run(scenario)
+
+
+async def give(
+    pipe: Path, preparing: asyncio.Task[tuple[PreparedFile, ...]], before: Callable[[], object] = lambda: None
+) -> None:
+    """Twelve examples to who reads them; ``before`` that is called. They are found valid."""
+    source = await asyncio.to_thread(open_once_read, pipe)
+    before()
+    with os.fdopen(source, "wb") as file:
+        file.write(examples(12))
+    (prepared,) = await preparing
+    assert prepared.num_examples == 12
 
 
 def open_once_read(pipe: Path) -> int:

@@ -21,12 +21,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cotenant.bench.server import free_port
 from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.models.registry import model_path, resolve_model
 from forked import run_command
 from online import figure_in
-from serving import RunningServer, free_port, running_server, start_server
+from serving import RunningServer, running_server, start_server
 from small_model import CONFIG
 
 FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
