@@ -638,7 +638,8 @@ SECTIONS = (
         "16 sequences decode, and a job begins. The gap between two tokens that is planned for is three times the TPOT "
         "target at most: 45 ms, 180 with `--enforce-eager`, whose steps take longer. First a version without a "
         "rehearsal, whose first job kept the loop for 108 ms with one launch; then one with it. What is committed "
-        "rehearses with fewer lengths, each of which cost tens of milliseconds, and was not measured again.",
+        "rehearses with fewer lengths, each of which cost tens of milliseconds, and was not measured again. The script "
+        "said the same figures in other words then, and noted where its thread was, which slowed it a little.",
         "python bench/job_start.py llama-3.1-8b --load-format dummy --slo-tpot-ms 15",
     ),
     Section(
