@@ -463,3 +463,23 @@ def test_the_openapi_document_describes_what_is_answered(tmp_path: Path) -> None
                 assert set(document["paths"][path]) == {"get", "delete"}
 
     run(scenario)
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_answers_as_clients_write_them_are_trained_on(tmp_path: Path, method: str) -> None:
+    nothing = {**dict.fromkeys(("name", "function_call", "audio", "refusal", "reasoning_content")), "tool_calls": []}
+    question: dict[str, Any] = {**nothing, "role": "user", "content": "Hi"}
+    answers: list[dict[str, Any]] = [{**nothing, "role": "assistant", "content": text} for text in ("Hello!", "No.")]
+    line = {"messages": [question, answers[0]]}
+    if method == "dpo":
+        outputs = {"preferred_output": answers[:1], "non_preferred_output": answers[1:]}
+        line = {"input": {"messages": [question]}, **outputs}
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            file = await there.upload((json.dumps(line) + "\n").encode() * 10)
+            job = await there.create(training_file=file, method={"type": method})
+            job = await there.wait(job["id"], "running", "failed")
+            assert job["error"] is None
+
+    run(scenario)

@@ -57,8 +57,9 @@ def _text(example: EncodedExample, *, trained: bool) -> str:
     return tokenizer.decode(ids)
 
 
-def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
-    nothing = dict.fromkeys(("name", "tool_calls", "function_call", "weight"))
+@pytest.mark.parametrize("no_calls", [None, []])
+def test_fields_that_are_null_count_as_absent(tmp_path: Path, no_calls: list[Any] | None) -> None:
+    nothing = {**dict.fromkeys(("name", "function_call", "weight", "refusal", "audio")), "tool_calls": no_calls}
     prompt, good, bad = (
         [{**message, **nothing} for message in messages] for messages in (EARLIER, _says("a"), _says("b"))
     )
@@ -80,8 +81,9 @@ def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
     ]
 
 
-def test_a_shared_prompt_is_found_where_one_side_alone_writes_nulls(tmp_path: Path) -> None:
-    nulls = [{"name": None, **message, "tool_calls": None} for message in EARLIER]
+@pytest.mark.parametrize("no_calls", [None, []])
+def test_a_shared_prompt_is_found_where_one_side_alone_writes_nulls(tmp_path: Path, no_calls: list[Any] | None) -> None:
+    nulls = [{"name": None, **message, "tool_calls": no_calls} for message in EARLIER]
     good, bad = _says("a"), _says("b")
     lines = [
         {"chosen": EARLIER + good, "rejected": EARLIER + bad},

@@ -60,9 +60,12 @@ def test_everything_that_is_allowed(tmp_path: Path) -> None:
     assert len(_validate(_file(tmp_path, *lines))) == 11
 
 
-def test_fields_that_are_null_count_as_absent(tmp_path: Path) -> None:
-    """OpenAI's client writes them all when it is asked for what it was answered."""
+@pytest.mark.parametrize("no_calls", [None, []])
+def test_fields_that_are_null_count_as_absent(tmp_path: Path, no_calls: list[Any] | None) -> None:
+    """OpenAI's client writes them all when it is asked for what it was answered; other servers answer no tool calls as
+    an empty list."""
     nothing = dict.fromkeys(("name", "tool_calls", "tool_call_id", "function_call", "weight", "refusal", "audio"))
+    nothing["tool_calls"] = no_calls
     given = [*GOOD["messages"], USER, call_message(), tool_message()]
     written = [{**nothing, **message} for message in given]
     for call in written[3]["tool_calls"]:
@@ -133,7 +136,8 @@ BROKEN: list[tuple[Any, str]] = [
     (_with({"role": "assistant", "content": "x", "weight": 0}), "nothing to train on: every message of the assistant"),
     (_with({"role": "assistant", "function_call": {"name": "f"}}), "'function_call' and the role 'function' are"),
     (_with({"role": "function", "content": "x"}), "'function_call' and the role 'function' are the old form"),
-    (_with({"role": "assistant", "tool_calls": []}), "'tool_calls' must be a list with at least one call"),
+    (_with({"role": "assistant", "tool_calls": []}), "(assistant): it has neither 'content' nor 'tool_calls'"),
+    (_with({"role": "assistant", "content": "x", "tool_calls": {}}), "(assistant): 'tool_calls' must be a list"),
     (_with({"role": "assistant", "tool_calls": [{"id": "1"}]}), "message 2 (assistant): tool call 1: it must be"),
     (_call(name="f", arguments="{"), "tool call 1: its 'arguments' are not valid JSON"),
     (_call(name="f", arguments='{"x": NaN}'), "tool call 1: its 'arguments' are not valid JSON"),

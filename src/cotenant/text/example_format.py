@@ -1,6 +1,7 @@
 """The shape of one training example in OpenAI's chat format, and the words for what is wrong with it.
 
-A field that is null counts as one that is not there: clients that write what an API has answered write all fields.
+A field that is null counts as one that is not there, and so does an empty list of tool calls: clients that write
+what an API has answered write all fields.
 """
 
 from __future__ import annotations
@@ -69,11 +70,19 @@ def without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if value is not None}
 
 
+def message_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a message."""
+    fields = without_nulls(message)
+    if fields.get("tool_calls") == []:
+        del fields["tool_calls"]
+    return fields
+
+
 def message_problem(message: Any) -> str | None:
     """What is wrong with a message, in words that follow 'message 2: '; None if nothing is."""
     if not isinstance(message, dict):
         return "a message must be a dictionary"
-    message = without_nulls(message)
+    message = message_fields(message)
     role = message.get("role")
     if role is None:
         return "it has no 'role'"
@@ -106,8 +115,8 @@ def _assistant_problem(message: dict[str, Any]) -> str | None:
         return f"'weight' must be 0 or 1, not {_shown(weight)}"
     calls = message.get("tool_calls")
     if calls is not None:
-        if not isinstance(calls, list) or not calls:
-            return "'tool_calls' must be a list with at least one call"
+        if not isinstance(calls, list):
+            return "'tool_calls' must be a list"
         for number, call in enumerate(calls, start=1):
             if problem := _call_problem(call):
                 return f"tool call {number}: {problem}"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cotenant.text.example_format import message_problem, tools_problems, without_nulls
+from cotenant.text.example_format import message_fields, message_problem, tools_problems, without_nulls
 
 Message = Mapping[str, Any]
 
@@ -119,7 +119,7 @@ def _compared(message: Any) -> Any:
     """A message of a prompt: it is context, whatever its ``weight``."""
     if not isinstance(message, dict):
         return message
-    return {key: value for key, value in without_nulls(message).items() if key != "weight"}
+    return {key: value for key, value in message_fields(message).items() if key != "weight"}
 
 
 def _prompt_problems(messages: Any, field: str) -> list[str]:
