@@ -67,6 +67,20 @@ def test_none_of_them_comes_before_min_tokens(http: httpx.Client, folder: Path, 
     assert _answer(http, token_id, min_tokens=3, ignore_eos=True) == ("length", 4)
 
 
+@pytest.mark.parametrize("name", ENDS)
+def test_nor_where_they_are_ignored(http: httpx.Client, folder: Path, name: str) -> None:
+    """As in vLLM: what is ignored may come after them alone."""
+    token_id = _id(folder, name)
+    body = {"model": "m", "prompt": [50, 60], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    fields = {"logit_bias": {str(token_id): 100}, "skip_special_tokens": False}
+    texts = [
+        http.post("/v1/completions", json={**body, **fields, "min_tokens": number}).json()["choices"][0]["text"]
+        for number in (0, 3, 4)
+    ]
+    assert [text.count(ENDS[name]) for text in texts] == [4, 1, 0]
+    assert texts[1].endswith(ENDS[name])
+
+
 def test_no_stop_token_comes_before_min_tokens(http: httpx.Client) -> None:
     assert _answer(http, 100, stop_token_ids=[100]) == ("stop", 1)
     assert _answer(http, 100, stop_token_ids=[100], min_tokens=2, ignore_eos=True) == ("stop", 3)

@@ -63,13 +63,18 @@ def test_no_end_comes_before_them(small, num_pages) -> None:
     assert num_prevented >= 3
 
 
-def test_ends_that_are_ignored_may_come(small) -> None:
+def test_ends_that_are_ignored_come_after_them_alone(small) -> None:
     prompt = small.prompt(6)
     text = small.greedy(prompt, NUM_TOKENS)
-    engine = small.engine(eos_token_ids=(text[3],))
-    (outputs,) = small.run(engine, [small.request(prompt, NUM_TOKENS, ignore_eos=True, min_tokens=9)]).values()
-    assert small.tokens(outputs) == text
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    ends = (text[3],)
+    engine = small.engine(eos_token_ids=ends)
+    for least in (0, 1, 9):
+        (outputs,) = small.run(engine, [small.request(prompt, NUM_TOKENS, ignore_eos=True, min_tokens=least)]).values()
+        tokens = small.tokens(outputs)
+        assert tokens[:least] == theirs(small, prompt, ends, NUM_TOKENS)[:least]
+        assert (tokens == text) == (least <= text.index(text[3]))
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert len(tokens) == NUM_TOKENS
 
 
 def test_ends_outside_the_vocabulary(small) -> None:

@@ -23,7 +23,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 means all tokens. ``logprobs`` is the number of alternatives
     reported beside the sampled token (0: only the sampled one's; None: no logprobs at all), of the
     distribution before temperature and filters. ``prompt_logprobs`` is the same for the prompt's tokens. Before
-    ``min_tokens`` tokens no token is chosen that would end the sequence.
+    ``min_tokens`` tokens no token is chosen that would end the sequence, or would if ``ignore_eos`` were not set.
     """
 
     max_tokens: int = 16

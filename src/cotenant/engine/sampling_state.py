@@ -47,15 +47,16 @@ class SamplingState:
     a seed gives depends on nothing else in the batch, and a preempted sequence goes on where it was.
 
     ``stop_token_ids``: the tokens that end the sequence, those of the model (``eos_token_ids``) among them unless they
-    are ignored. ``num_spared``: so many tokens at its beginning are none of them. ``num_adjusted``: for so many at its
-    beginning logits are not sampled as they are; infinite: for all.
+    are ignored. ``num_spared``: so many tokens at its beginning are none of them, and none of the model's in any case.
+    ``num_adjusted``: for so many at its beginning logits are not sampled as they are; infinite: for all.
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self.params = params
-        ends = frozenset(params.stop_token_ids)
-        self.stop_token_ids = ends if params.ignore_eos else ends | eos_token_ids
-        self.num_spared = params.min_tokens if self.stop_token_ids else 0
+        asked_for = frozenset(params.stop_token_ids)
+        ends = asked_for | eos_token_ids
+        self.stop_token_ids = asked_for if params.ignore_eos else ends
+        self.num_spared = params.min_tokens if ends else 0
         self.greedy = params.temperature < MIN_TEMPERATURE
         self.key = _key(params.seed)
         self.has_penalties = bool(
@@ -65,7 +66,7 @@ class SamplingState:
         self._bias = _arrays(params.logit_bias)
         self._bias_at_first = self._bias
         if self.num_spared:
-            self._bias_at_first = _arrays(params.logit_bias | dict.fromkeys(self.stop_token_ids, -math.inf))
+            self._bias_at_first = _arrays(params.logit_bias | dict.fromkeys(ends, -math.inf))
         # As the sampler's plan lists them: temperature (0: greedy), min_p, top_p, top_k (infinite: all tokens).
         temperature = 0.0 if self.greedy else params.temperature
         self.figures = (temperature, params.min_p, params.top_p, float(params.top_k or "inf"))
