@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -11,13 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import uvloop
 
-from api_jobs.support import READY, TINY, examples, run
+from api_jobs.support import READY, TINY, examples, run, server
+from cotenant.api.jobs import prepare as prepare_module
 from cotenant.api.jobs import prepare_main
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
@@ -129,6 +133,53 @@ def test_a_process_that_dies_before_it_is_told_its_task(tmp_path: Path, monkeypa
     async def scenario() -> None:
         with pytest.raises(CotenantError, match="killed by signal 9"):
             await prepare(slow_task(tmp_path))
+
+    run(scenario)
+
+
+def fail_to_start(monkeypatch: pytest.MonkeyPatch, num_failures: int) -> None:
+    """For so many times the program is not there."""
+    start, calls = asyncio.create_subprocess_exec, itertools.count()
+
+    async def start_or_fail(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        program = "/is/not/there" if next(calls) < num_failures else command[0]
+        return await start(program, *command[1:], **options)
+
+    monkeypatch.setattr(prepare_module, "START_DELAYS_S", (0.01, 0.02, 0.04))
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_fail)
+
+
+def test_a_process_that_cannot_be_started_fails_its_job_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_to_start(monkeypatch, 4)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            file = await there.upload(examples())
+            first, second = [(await there.create(training_file=file))["id"] for _ in range(2)]
+            error = (await there.wait(first, "failed"))["error"]
+            assert error["code"] == "validation_failed"
+            assert "could not be started, in 4 attempts" in error["message"]
+            assert f"({sys.executable}: No such file or directory)" in error["message"]
+            assert "create the job again" in error["message"]
+            await there.wait_started(second)
+
+    run(scenario)
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 3
+    for message, delay_s in zip(said, ("0.01", "0.02", "0.04"), strict=True):
+        assert message.startswith("the process that validates files could not be started (")
+        assert message.endswith(f"; trying again in {delay_s} s")
+    assert "Traceback" not in caplog.text
+
+
+def test_a_process_that_is_started_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_start(monkeypatch, 3)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            await there.wait_started((await there.create())["id"])
 
     run(scenario)
 

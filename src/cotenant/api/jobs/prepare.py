@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 # Where all processes of a server are killed, the server may be the last one: it is gone by then. And memory that
 # another program had may be free again.
 _AGAIN_AFTER_S = 0.5
+# Waits between attempts to start a process: memory, processes or open files that others had may be free again, and an
+# installation that is being replaced is there again.
+START_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+_FAILED = "validation_failed"
 
 
 async def prepare(task: Task) -> tuple[PreparedFile, ...]:
     """Run ``task`` in a child process, which is killed if this is cancelled; one that a signal ends is started once
-    more.
+    more, and one that cannot be started is tried again a few times.
 
     Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
     """
@@ -41,7 +45,7 @@ async def prepare(task: Task) -> tuple[PreparedFile, ...]:
         ended = killed if exit_code < 0 else f"ended with exit code {exit_code}"
         raise CotenantError(
             f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
-            code="validation_failed",
+            code=_FAILED,
         )
     reply = msgspec.json.decode(output, type=Reply)
     if reply.failure is not None:
@@ -61,15 +65,7 @@ async def _run_until_done(task: Task) -> tuple[int, bytes]:
 
 async def _run(task: Task) -> tuple[int, bytes]:
     """The child's exit code, negative if a signal ended it, and what it has written."""
-    process = await start_process(
-        sys.executable,
-        "-m",
-        prepare_main.__name__,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C in a terminal is the server's to handle
-        env=child_environment(),
-    )
+    process = await _start()
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -84,6 +80,45 @@ async def _run(task: Task) -> tuple[int, bytes]:
             process.kill()
             await process.wait()
         process.stdin.close()
+
+
+async def _start() -> asyncio.subprocess.Process:
+    """The child. Raises CotenantError if, tried a few times, it cannot be started at all."""
+    for delay_s in START_DELAYS_S:
+        try:
+            return await _start_once()
+        except OSError as error:
+            logger.warning(
+                "the process that validates files could not be started (%s); trying again in %g s",
+                _described(error),
+                delay_s,
+            )
+        await asyncio.sleep(delay_s)
+    try:
+        return await _start_once()
+    except OSError as error:
+        raise CotenantError(
+            "The files could not be validated: the process that does it could not be started, in "
+            f"{len(START_DELAYS_S) + 1} attempts ({_described(error)}). See that this program is there and that the "
+            "machine has memory, processes and open files to spare, then create the job again.",
+            code=_FAILED,
+        ) from error
+
+
+async def _start_once() -> asyncio.subprocess.Process:
+    return await start_process(
+        sys.executable,
+        "-m",
+        prepare_main.__name__,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C in a terminal is the server's to handle
+        env=child_environment(),
+    )
+
+
+def _described(error: OSError) -> str:
+    return f"{sys.executable}: {error.strerror or error}"
 
 
 def _error_of(failure: Failure) -> CotenantError:
