@@ -193,6 +193,7 @@ async def server(
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             await jobs.start()
+            await names.log_unserved()
             yield Server(store, worker, jobs, http)
     finally:
         await jobs.stop()

@@ -69,6 +69,7 @@ def test_jobs_and_their_models_belong_to_their_base(tmp_path: Path, shallow: str
     data = tmp_path / "data"
     with running_server(data, *FLAGS, "--seed", "1") as server, client(server) as http:
         done = wait(http, create(http, "tiny", max_steps=2, r=4), "succeeded")
+        wide = wait(http, create(http, "tiny", max_steps=1, r=8), "succeeded")["fine_tuned_model"]
         interrupted = create(http, "tiny", max_steps=400, r=4, save_steps=1)
         wait(http, interrupted, "running", min_steps=3)
         server.stop()
@@ -90,9 +91,17 @@ def test_jobs_and_their_models_belong_to_their_base(tmp_path: Path, shallow: str
                 assert answer.status_code == 404
                 assert "belongs to another base model" in answer.json()["error"]["message"]
 
-    with running_server(data, *FLAGS, "--seed", "1") as server, client(server) as http:
+    with (
+        running_server(data, *FLAGS, "--seed", "1", "--max-lora-rank", "4") as server,
+        client(server) as http,
+    ):
         wait(http, interrupted, "running", min_steps=20)
         done_steps = steps(http, interrupted)  # it goes on meanwhile
         assert done_steps == list(range(1, len(done_steps) + 1))
         body = {"model": done["fine_tuned_model"], "prompt": "a", "max_tokens": 1}
         assert http.post("/v1/completions", json=body).status_code == 200
+        assert wide not in [card["id"] for card in http.get("/v1/models").json()["data"]]
+        answer = http.post("/v1/completions", json={**body, "model": wide})
+        assert answer.status_code == 404
+        assert "rank is 8, and this server serves none of more than 4" in answer.json()["error"]["message"]
+        assert f"{wide} (rank 8)" in server.log

@@ -4,6 +4,7 @@ serving), and what jobs have trained."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,16 @@ import msgspec
 from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, NotFoundError
 from cotenant.core.request import AdapterRef
+from cotenant.store import StoreError
 
 if TYPE_CHECKING:
     from cotenant.api.worker_client import WorkerClient
     from cotenant.store import ServedAdapter, Store
 
+logger = logging.getLogger(__name__)
+
 OWNER = "cotenant"
+_MAX_LOGGED = 10  # names of models in a line of the log
 
 
 class ModelCard(msgspec.Struct):
@@ -99,8 +104,10 @@ class ModelNames:
         adapter = await asyncio.to_thread(self._store.find_adapter, name)
         if adapter is None:
             raise unknown_model(name)
-        if not self._fits(adapter):
+        if not self._is_of_base(adapter):
             raise _of_another_base(adapter)
+        if not self._has_room(adapter):
+            raise _of_too_high_a_rank(adapter, self._max_rank)
         return ResolvedName(name, AdapterRef(adapter.name, adapter.path))
 
     async def check_served(self, adapter: AdapterRef) -> None:
@@ -116,12 +123,32 @@ class ModelNames:
         for named in self._named.values():
             cards.append(self._card(named.ref.name, named.ref.path, base, named.created_at))
         for adapter in await asyncio.to_thread(self._store.served_adapters):
-            if self._fits(adapter):
+            if self._is_of_base(adapter) and self._has_room(adapter):
                 cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
         listed: dict[str, ModelCard] = {}
         for card in cards:
             listed.setdefault(card.id, card)
         return list(listed.values())
+
+    async def log_unserved(self) -> None:
+        """One line of the log names what jobs have trained that has too high a rank to be served, if there is any."""
+        try:
+            adapters = await asyncio.to_thread(self._store.served_adapters)
+        except StoreError as error:
+            logger.warning("what jobs have trained could not be listed: %s", error.message)
+            return
+        unserved = [adapter for adapter in adapters if self._is_of_base(adapter) and not self._has_room(adapter)]
+        if not unserved:
+            return
+        names = [f"{adapter.name} (rank {adapter.rank})" for adapter in unserved[:_MAX_LOGGED]]
+        if len(unserved) > _MAX_LOGGED:
+            names.append(f"and {len(unserved) - _MAX_LOGGED} more")
+        logger.warning(
+            "not served, as --max-lora-rank is %d; start the server with --max-lora-rank %d to serve all of them: %s",
+            self._max_rank,
+            max(adapter.rank for adapter in unserved),
+            ", ".join(names),
+        )
 
     async def card(self, name: str) -> ModelCard:
         """The card of the model called ``name``. Raises ``NotFoundError`` if there is none."""
@@ -192,8 +219,15 @@ class ModelNames:
             return
         raise InvalidInputError(f"The name '{name}' is in use: {reason}.", code="invalid_value", param="lora_name")
 
-    def _fits(self, adapter: ServedAdapter) -> bool:
+    def _is_of_base(self, adapter: ServedAdapter) -> bool:
         return adapter.base_fingerprint in (None, self._base_fingerprint)
+
+    def _has_room(self, adapter: ServedAdapter) -> bool:
+        return adapter.rank <= self._max_rank
+
+    @property
+    def _max_rank(self) -> int:
+        return self._config.lora.max_lora_rank
 
     @property
     def _base_root(self) -> str:
@@ -225,5 +259,14 @@ def _of_another_base(adapter: ServedAdapter) -> NotFoundError:
         f"The model '{adapter.name}' belongs to another base model, '{adapter.parent}' ({adapter.base_root}, "
         f"fingerprint {adapter.base_fingerprint}); it is served where that one is.",
         code="model_not_found",
+        param="model",
+    )
+
+
+def _of_too_high_a_rank(adapter: ServedAdapter, max_rank: int) -> NotFoundError:
+    return NotFoundError(
+        f"The model '{adapter.name}' is not served: its adapter's rank is {adapter.rank}, and this server serves none "
+        f"of more than {max_rank}. Start the server with --max-lora-rank {adapter.rank} to serve it.",
+        code="model_not_served",
         param="model",
     )

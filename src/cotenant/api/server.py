@@ -198,6 +198,7 @@ class _Session:
         logger.info("listening on %s; the model is being loaded", address)
         await self._worker.start()
         await self._state.jobs.start()
+        await self._state.models.log_unserved()
         serving = asyncio.create_task(self._http.serve(sockets=[self._listener]), name="http")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         others = [

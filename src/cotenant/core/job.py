@@ -93,8 +93,9 @@ class Hyperparameters:
 
     @property
     def max_rank(self) -> int:
-        """What --max-lora-rank has to be at least."""
-        return max((self.r, *self.rank_pattern.values()))
+        """What --max-lora-rank has to be at least: ``r`` counts unless ``rank_pattern`` names all that is trained."""
+        unnamed = set(self.target_modules) - self.rank_pattern.keys()
+        return max((*self.rank_pattern.values(), *([self.r] if unnamed else [])))
 
     @property
     def trained(self) -> str:

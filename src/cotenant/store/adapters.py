@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sqlalchemy import Row, Select, exists, literal_column, select, union_all
 
+from cotenant.core.job import Hyperparameters
 from cotenant.store import schema
 from cotenant.store.database import Database
 from cotenant.store.records import UNFINISHED, JobStatus, ServedAdapter
@@ -22,8 +24,8 @@ def checkpoint_name(adapter_name: str, step: int) -> str:
 
 
 class AdapterCatalog:
-    """Reads the adapters off the jobs and checkpoints, of all base models. An adapter whose folder is gone is not
-    served."""
+    """Reads the adapters off the jobs and checkpoints, of all base models and ranks. An adapter whose folder is gone is
+    not served."""
 
     def __init__(self, folder: Path, database: Database) -> None:
         self._folder = folder
@@ -54,7 +56,10 @@ class AdapterCatalog:
         folder = self._folder / row.path
         if not (folder / _ADAPTER_FILE).is_file():
             return None
-        return ServedAdapter(row.name, str(folder), row.parent, row.base_root, row.base_fingerprint, row.created_at)
+        rank = msgspec.json.decode(row.hyperparameters, type=Hyperparameters).max_rank
+        return ServedAdapter(
+            row.name, str(folder), rank, row.parent, row.base_root, row.base_fingerprint, row.created_at
+        )
 
 
 def _results() -> Select[Any]:
@@ -64,6 +69,7 @@ def _results() -> Select[Any]:
         literal_column("9223372036854775807").label("step"),
         jobs.adapter_name.label("name"),
         jobs.adapter_path.label("path"),
+        jobs.hyperparameters,
         jobs.model.label("parent"),
         jobs.base_root,
         jobs.base_fingerprint,
@@ -78,6 +84,7 @@ def _checkpoints() -> Select[Any]:
         checkpoints.step,
         checkpoints.name,
         checkpoints.path,
+        jobs.hyperparameters,
         jobs.model,
         jobs.base_root,
         jobs.base_fingerprint,

@@ -155,11 +155,13 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """A trained adapter that requests may name. ``path``: its folder in PEFT's format; ``parent``: the base model, of
-    which ``base_root`` and ``base_fingerprint`` are as in JobRecord."""
+    """A trained adapter that requests may name. ``path``: its folder in PEFT's format; ``rank``: what --max-lora-rank
+    has to be at least; ``parent``: the base model, of which ``base_root`` and ``base_fingerprint`` are as in JobRecord.
+    """
 
     name: str
     path: str
+    rank: int
     parent: str
     base_root: str
     base_fingerprint: str | None

@@ -34,7 +34,7 @@ class Store:
         self._adapters = AdapterCatalog(folder, database)
 
     def served_adapters(self) -> list[ServedAdapter]:
-        """All adapters that requests may name where their base model is served."""
+        """All adapters that requests may name where their base model is served, and adapters of their rank are."""
         return self._adapters.all()
 
     def find_adapter(self, name: str) -> ServedAdapter | None:
