@@ -112,8 +112,6 @@ def test_the_stated_bytes_are_those_that_are_taken(llama: Pair, max_rank: int, d
 
 def test_an_adapter_costs_the_bytes_of_its_own_rank(llama: Pair) -> None:
     stacks = _stacks(llama, max_rank=64)
-    sizes = {
-        rank: stacks.pack(support.random_adapter(llama.decoder, 1, r=rank)).data.nbytes for rank in (1, 16, 17, 64)
-    }
+    sizes = {rank: stacks.pack(support.random_adapter(llama.decoder, 1, r=rank)).num_bytes for rank in (1, 16, 17, 64)}
     assert sizes[1] == sizes[16] == sizes[17] / 2 == sizes[64] / 4
     assert 4 * sizes[64] == stack_bytes(llama.decoder.spec, 4, 64, torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from cotenant.core.job import Hyperparameters
+from cotenant.device.transfer import to_host
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -79,11 +80,12 @@ class Optimizer:
     def device(self) -> torch.device:
         return self._all.device
 
-    def copied(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def copied(self, begins: torch.cuda.Event | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Copies on the CPU of the weights, by name, and of ``moments``; nobody trains them. Returns when they are
-        there."""
-        weights = dict(zip(self._parameters, self._split(_on_cpu(self._all)), strict=True))
-        return weights, self._moments_by_name({moment: _on_cpu(of_all) for moment, of_all in self._moments.items()})
+        there. ``begins``: on a GPU, when they are what is to be copied."""
+        weights = dict(zip(self._parameters, self._split(to_host(self._all, begins)), strict=True))
+        moments = {moment: to_host(of_all, begins) for moment, of_all in self._moments.items()}
+        return weights, self._moments_by_name(moments)
 
     def load_moments(self, tensors: Mapping[str, torch.Tensor], num_steps: int) -> None:
         """Continue after ``num_steps`` steps with what ``moments`` gave then."""
@@ -105,7 +107,3 @@ class Optimizer:
         """Views of a tensor of the weights' size, one for each weight, of its shape."""
         parts = flat.split(self._sizes)
         return [part.view(weight.shape) for part, weight in zip(parts, self._parameters.values(), strict=True)]
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)

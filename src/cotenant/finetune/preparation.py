@@ -11,6 +11,7 @@ import torch
 
 from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.device.transfer import to_device
 from cotenant.durable import remove_leftovers
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.data import load_training, load_validation, unmeasured
@@ -91,7 +92,6 @@ def prepare(
     if device is not None and device.type == "cuda":
         with suppress(torch.OutOfMemoryError):
             adapter, checkpoint = _moved(device, adapter, checkpoint)
-            torch.cuda.current_stream(device).synchronize()  # another thread goes on with them
     return Prepared(dataset, order, job_fingerprint, adapter, checkpoint, recorded, validation, warnings)
 
 
@@ -110,10 +110,9 @@ def _moved(
     device: torch.device, adapter: LoraAdapter, checkpoint: _Checkpoint | None
 ) -> tuple[LoraAdapter, _Checkpoint | None]:
     """For an 8B model's adapter of rank 16 tens of milliseconds, which requests would have to wait."""
-    adapter = adapter.trainable_on(device)
+    adapter = adapter.with_weights(to_device(adapter.named_parameters(), device)).trainable_on(device)
     if checkpoint is not None:
-        state, tensors = checkpoint
-        checkpoint = state, {name: tensor.to(device) for name, tensor in tensors.items()}
+        checkpoint = checkpoint[0], to_device(checkpoint[1], device)
     return adapter, checkpoint
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -95,22 +94,9 @@ class StateCopier:
 
     def run(self) -> Snapshot:
         """The copy, when it is there."""
-        if self._begins is None:
-            return self._copied()
-        with torch.cuda.stream(_copying_stream(self._optimizer.device)):
-            torch.cuda.current_stream().wait_event(self._begins)
-            return self._copied()
-
-    def _copied(self) -> Snapshot:
-        masters, moments = self._optimizer.copied()
+        masters, moments = self._optimizer.copied(self._begins)
         tensors = {f"{_MASTER}.{name}": tensor for name, tensor in masters.items()} | moments
         return Snapshot(self._adapter.with_weights(masters), tensors)
-
-
-@functools.cache
-def _copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """Nobody else's. One for all jobs: torch has 32 in all, and gives them to whoever asks again."""
-    return torch.cuda.Stream(device)
 
 
 def _nothing() -> None:

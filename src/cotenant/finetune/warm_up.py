@@ -7,6 +7,7 @@ import logging
 import torch
 
 from cotenant.core.job import Hyperparameters
+from cotenant.device.transfer import to_host
 from cotenant.finetune.optimizer import Optimizer
 from cotenant.models import flash_attention
 from cotenant.models.batch import TrainingSegment
@@ -24,6 +25,7 @@ def warm_up(decoder: Decoder) -> None:
     device = decoder.device
     try:
         _optimize(device)
+        to_host(torch.zeros(1, device=device))  # its pinned memory
         if device.type != "cuda":
             return
         if flash_attention.is_supported(device, decoder.dtype, decoder.spec.head_dim):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from cotenant.device.transfer import pinned
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, ModuleKey, PackedBlock, PackedGroup, fingerprint
 from cotenant.models.products import has_triton
@@ -77,11 +78,15 @@ class HostAdapter:
     name: str
     rank: int
     modules: frozenset[ModuleKey]
-    data: torch.Tensor  # [elements per rank * rank], pinned for CUDA
+    parts: tuple[torch.Tensor, ...]  # together [elements per rank * rank]; pinned for CUDA
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def fingerprint(self) -> bytes:
         """As ``LoraAdapter.fingerprint``."""
-        return fingerprint(str(self.rank), [self.data])
+        return fingerprint(str(self.rank), self.parts)
 
 
 class LoraStacks:
@@ -101,12 +106,11 @@ class LoraStacks:
         self.ranks = [0] * num_slots
 
     def pack(self, adapter: LoraAdapter) -> HostAdapter:
-        """A copy of ``adapter`` in host memory, ready for ``load``. May be called from any thread."""
+        """A copy of ``adapter`` in host memory, ready for ``load``. May be called from any thread; on another than the
+        loop's no request waits for it."""
         rank = rounded_rank(max(len(a) for a, _ in adapter.weights.values()))
         assert rank <= self.max_rank, f"rank {rank} in slots for {self.max_rank}"
-        data = torch.zeros(
-            rank * self._elements_per_rank, dtype=self.storage.dtype, pin_memory=self.storage.device.type == "cuda"
-        )
+        data = torch.zeros(rank * self._elements_per_rank, dtype=self.storage.dtype)
         for (layer, _), group in self.groups.items():
             a, b = _matrices(data, group, rank)
             for index, (module, b_rows) in enumerate(zip(group.modules, b.split(group.sizes), strict=True)):
@@ -114,13 +118,17 @@ class LoraStacks:
                 if pair is not None:
                     a[index * rank : index * rank + len(pair.a)].copy_(pair.a.detach())
                     b_rows[:, : len(pair.a)].copy_(pair.b.detach() * adapter.scale_of(layer, module))
-        return HostAdapter(adapter.name, rank, frozenset(adapter.weights), data)
+        parts = pinned(data) if self.storage.device.type == "cuda" else (data,)
+        return HostAdapter(adapter.name, rank, frozenset(adapter.weights), parts)
 
     def load(self, slot: int, host: HostAdapter) -> LoraAdapter:
         """Copy an adapter into a slot, on the current stream and without waiting for it. What the slot held is gone."""
         # By .data, a write does not count as a change of the tensors that a training step beside it keeps for its
         # backward: what it computes for the rows of served adapters is dropped.
-        self.storage.data[slot, : len(host.data)].copy_(host.data, non_blocking=True)
+        num_elements = sum(len(part) for part in host.parts)
+        places = self.storage.data[slot, :num_elements].split([len(part) for part in host.parts])
+        for place, part in zip(places, host.parts, strict=True):
+            place.copy_(part, non_blocking=True)
         self.ranks[slot] = host.rank
         return _SlotAdapter(self, slot, host)
 

@@ -1,0 +1,126 @@
+"""Large tensors between host and device, while the device and whoever launches on it go on.
+
+A copy to or from pageable memory is the driver's own: it may keep all launches of the process waiting, for as long as
+what lies before it on the stream takes, and longer. Pinned memory is copied by the device alone; but to make a large
+piece of it keeps launches waiting, too, about a millisecond per MB. So it goes by way of a few small pieces that stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+# One is filled or emptied while the other is on its way.
+_NUM_PIECES, _PIECE_BYTES = 2, 4 << 20
+_ASK_EVERY_S = 50e-6
+# Of what is pinned for longer.
+_PINNED_BYTES, _BETWEEN_PINNED_S = 2 << 20, 1e-3
+
+
+def to_host(tensor: torch.Tensor, begins: torch.cuda.Event | None = None) -> torch.Tensor:
+    """A copy in host memory, when it is there, of a contiguous tensor as it is when the device gets to ``begins``: None
+    where nobody is changing it. May be called on any thread; on a thread of its own nobody else waits."""
+    if tensor.is_cuda:
+        return _transfer(tensor.device).to_host(tensor.detach(), begins)
+    return tensor.detach().clone()
+
+
+def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies there, when they are there, of tensors of one dtype; where they are already, the same tensors. On a GPU
+    they are views of one, which was allocated on the current stream. May be called on any thread, as ``to_host``."""
+    if not tensors or device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    assert len({tensor.dtype for tensor in tensors.values()}) == 1, "of one dtype"
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
+    parts = _transfer(device).to_device(flat).split([tensor.numel() for tensor in tensors.values()])
+    return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+
+
+def pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A copy of a flat tensor in small parts, pinned, to be copied to a GPU without anybody waiting. Takes a moment for
+    each part, in which others get to launch. May be called on any thread, as ``to_host``."""
+    parts = []
+    for source in tensor.split(_PINNED_BYTES // tensor.element_size()):
+        part = torch.empty_like(source, pin_memory=True)
+        _copy_on_host(source.view(torch.uint8), part.view(torch.uint8))
+        parts.append(part)
+        time.sleep(_BETWEEN_PINNED_S)
+    return tuple(parts)
+
+
+class _Transfer:
+    """One at a time, on a stream that nobody else has: torch has 32 in all, and gives them to whoever asks again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pieces = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_NUM_PIECES)]
+        self._lock = threading.Lock()
+
+    def to_host(self, tensor: torch.Tensor, begins: torch.cuda.Event | None) -> torch.Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        arriving: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()
+        with self._lock, torch.cuda.stream(self._stream):
+            if begins is not None:
+                self._stream.wait_event(begins)
+            for index, (source, target) in enumerate(zip(_parts(tensor), _parts(copy), strict=True)):
+                if len(arriving) == _NUM_PIECES:
+                    _take_over(*arriving.popleft())
+                piece = self._pieces[index % _NUM_PIECES][: len(source)]
+                piece.copy_(source, non_blocking=True)
+                arriving.append((self._noted(), piece, target))
+            while arriving:
+                _take_over(*arriving.popleft())
+        return copy
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_like(tensor, device=self._device)
+        sent: deque[torch.cuda.Event] = deque()
+        with self._lock:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which the memory was another's on
+            with torch.cuda.stream(self._stream):
+                for index, (source, target) in enumerate(zip(_parts(tensor), _parts(copy), strict=True)):
+                    if len(sent) == _NUM_PIECES:
+                        _wait(sent.popleft())
+                    piece = self._pieces[index % _NUM_PIECES][: len(source)]
+                    _copy_on_host(source, piece)
+                    target.copy_(piece, non_blocking=True)
+                    sent.append(self._noted())
+                while sent:
+                    _wait(sent.popleft())
+        return copy
+
+    def _noted(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+
+@functools.cache
+def _transfer(device: torch.device) -> _Transfer:
+    return _Transfer(device)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(tensor.view(-1).view(torch.uint8).split(_PIECE_BYTES))
+
+
+def _take_over(arrives: torch.cuda.Event, piece: torch.Tensor, target: torch.Tensor) -> None:
+    _wait(arrives)
+    _copy_on_host(piece, target)
+
+
+def _wait(event: torch.cuda.Event) -> None:
+    while not event.query():
+        time.sleep(_ASK_EVERY_S)
+
+
+def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """By this thread alone: torch would take all that there are, and the loop's with them."""
+    np.copyto(target.numpy(), source.numpy())
