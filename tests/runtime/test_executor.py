@@ -111,6 +111,24 @@ def test_tasklets_behind_a_batch_may_keep_a_request_waiting_for_a_while(
     assert bench.run(plan, looks_before_arrival=0) == count
 
 
+@pytest.mark.parametrize(("predicted_ms", "least", "most"), [(None, 10, 10), (1e6, 10, 10), (100.0, 1, 6)])
+def test_no_tasklet_behind_a_batch_begins_later_than_was_planned(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, predicted_ms: float | None, least: int, most: int
+) -> None:
+    """Each takes 20 ms, of which the plan knows nothing."""
+    job = bench.training._job
+    assert job is not None
+    run_tasklet = job.run_tasklet
+
+    def run_slowly() -> TaskletShape:
+        time.sleep(0.02)
+        return run_tasklet()
+
+    monkeypatch.setattr(job, "run_tasklet", run_slowly)
+    bench.engine.add(request("r", [5, 6, 7], 3))
+    assert least <= bench.run(Plan(num_tasklets=10, mode=Mode.TEMPORAL, predicted_ms=predicted_ms)) <= most
+
+
 def test_a_plan_that_cannot_be_interrupted_runs_to_its_end(bench: Bench) -> None:
     plan = Plan(run_online=False, num_tasklets=5, interruptible=False, mode=Mode.TEMPORAL)
     assert bench.run(plan, looks_before_arrival=0) == 5

@@ -30,6 +30,10 @@ from cotenant.runtime.training import NOTHING, TrainingTenant
 
 Emit = Callable[[list[SequenceOutput]], None]
 
+# So many times what was predicted an iteration may take before no more tasklets are launched in it: those that run for
+# the first time, say, are launched one by one and more slowly than the device runs them, as no record tells.
+_MOST_OVER = 1.05
+
 
 class _Launched(NamedTuple):
     """A batch that was launched: by which plan, its shape, and the tasklets that were fused into it. ``with_tasklet``:
@@ -136,9 +140,12 @@ class Executor:
         online_end = time.perf_counter()
         if num_behind == 0 and (landed is not None or not self._launched):
             num_beside += self._tasklets.run_awaited(plan, num_beside, interrupted)
-        # What was begun was counted before tasklets went on beside the batch before: others follow, and by time.
-        is_timed = begun is not None and plan.predicted_ms is not None
-        until_s = start + (plan.predicted_ms or 0.0) / 1e3 if is_timed else math.inf
+        until_s = math.inf
+        if plan.predicted_ms is not None and begun is not None:
+            # It was counted before tasklets went on beside the batch before: others follow, and by time.
+            until_s = start + plan.predicted_ms / 1e3
+        elif plan.predicted_ms is not None and landed is not None:
+            until_s = online_end + (_MOST_OVER * plan.predicted_ms - landed.collected.device_ms) / 1e3
         stops = _not_before(interrupted, online_end + plan.hold_ms / 1e3)
         num_launched += self._tasklets.run_behind(plan, num_launched, stops, until_s)
         end = time.perf_counter()
