@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 
 from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Plan
+from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.preparation import Prepared
@@ -69,6 +72,33 @@ def test_who_comes_while_a_job_ends_waits_for_all_of_its_writes(
     told = [update for update in bench.updates if isinstance(update, CheckpointSaved | JobFailed)]
     assert [(type(update), update.job_id) for update in told] == [(CheckpointSaved, "ftjob-1"), (JobFailed, "ftjob-1")]
     assert bench.training.job_id == "ftjob-2"
+
+
+def test_a_job_begins_when_nothing_is_left_of_the_one_before(tmp_path: Path) -> None:
+    """What captured graphs hold is no memory that it could have."""
+
+    class WithGraphs(CpuDevice):
+        num_left = 0
+
+        def destroy_retired(self, most_s: float = math.inf) -> bool:
+            self.num_left = max(0, self.num_left - 1)
+            return self.num_left > 0
+
+    device = WithGraphs()
+    bench = Bench(tmp_path, device)
+    bench.pause()
+    device.num_left = 3
+    bench.training.prepare(replace(support.make_spec(tmp_path / "next"), job_id="ftjob-2"))
+    deadline_s, num_tidied = time.monotonic() + 60, 0
+    while bench.training.is_preparing:
+        assert time.monotonic() < deadline_s
+        assert bench.training.waits_shortly
+        bench.training.tidy()
+        num_tidied += 1
+        bench.training.start_prepared()
+    assert num_tidied >= 3
+    assert bench.training.runnable
+    bench.pause()
 
 
 def test_a_job_that_finds_no_memory_begins_again_with_nothing_on_the_device(

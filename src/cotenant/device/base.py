@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
@@ -122,6 +123,13 @@ class Device(Protocol):
         """Give back the memory that arenas have kept for one another, and say whether there was any. It takes a
         millisecond or more per GiB: ``most_bytes``, but at least one piece, are given back at a time; None: all. An
         arena that finds no memory gives it back itself."""
+
+    def retire(self, graphs: Iterable[object]) -> None:
+        """Let go of captured graphs that nobody launches again, little by little: some thousands at once would keep
+        requests waiting for longer than a step. They hold their memory until then."""
+
+    def destroy_retired(self, most_s: float = math.inf) -> bool:
+        """Let go of what was retired for so long at most. Whether something is left."""
 
     def set_aside(self, num_bytes: int) -> bool:
         """Have torch keep so many bytes for what batches that have all SMs need while they run: so none of them waits

@@ -197,25 +197,26 @@ class Activations:
 
     def drop(self) -> None:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
-        self._clear()
+        self._retire_graphs()
         self._arena.unmap(self._arena.mapped)
         self._device.release_kept_memory()
 
     def close(self) -> None:
-        """As ``drop``, but the device keeps the arena's memory for others: to give it back would be a long pause."""
-        self._clear()
+        """As ``drop``, but the device keeps the arena's memory for others and lets go of the graphs later: to do so at
+        once would be a long pause."""
+        self._retire_graphs()
         self._arena.unmap(self._arena.mapped, keep=True)
         self._arena.close()
 
-    def _clear(self) -> None:
-        """Let go of all graphs."""
-        self._device.synchronize()
+    def _retire_graphs(self) -> None:
+        self._device.wait_for_tasklets()
+        for layers in self._frames.values():
+            self._device.retire(layers.take_graphs())
+        self._device.retire(self._refreshing.values())
         self._frames.clear()
         self._refreshing.clear()
-        if self._pool is not None:
-            # A pool's memory can be given back once it has no graph left, and is when torch is asked to.
+        if self._pool is not None:  # whose memory can be given back once it has no graph left
             self._pool = torch.cuda.graph_pool_handle()
-            torch.cuda.empty_cache()
 
 
 class _Reaches:

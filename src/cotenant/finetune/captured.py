@@ -208,6 +208,10 @@ class CapturedLayers:
         """That there are, on all lanes."""
         return self.loss.num_graphs + (0 if self._graphs is None else len(self._graphs))
 
+    def take_graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """See ``LaneGraphs.take_all``."""
+        return self.loss.take_graphs() + ([] if self._graphs is None else self._graphs.take_all())
+
     def load(self, micro_batch: MicroBatch, token_keys: torch.Tensor | None) -> None:
         """Begin a micro-batch of this frame: its embedded tokens are the first layer's input. ``token_keys`` [tokens]:
         see ``DropoutMasks``; None without dropout."""

@@ -50,6 +50,10 @@ class CapturedLoss:
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
 
+    def take_graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """See ``LaneGraphs.take_all``."""
+        return [] if self._graphs is None else self._graphs.take_all()
+
     def begin(self, micro_batch: MicroBatch, scales: torch.Tensor | None = None) -> None:
         """Take over the targets. ``scales`` [targets]: of their gradients, if there are any."""
         self._num_begun += 1

@@ -212,6 +212,7 @@ class WorkerLoop:
             if self._self_profile is not None and isinstance(message, AddRequest | StartJob | Drain):
                 self._self_profile.stop()
             self._handle(message)
+        self._training.tidy()
         self._training.start_prepared()
         now_s, requests, is_profiling = time.monotonic(), self._engine.views(), self._active_profile is not None
         in_flight = self._executor.in_flight

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 # When serving runs out of memory: the share of its activations that a job goes without from then on, and how long.
 _SHORTAGE_SHARE = 4
 _SHORTAGE_S = 60.0
+_TIDY_S = 1e-3  # of an iteration, for what ended jobs have left behind
 _MOST_SHORTAGES = 8  # that a job's own tasklets may run into, one after the other, before it fails
 _Ran = TypeVar("_Ran")
 NOTHING = TaskletShape(TaskletKind.FORWARD, 0)  # of a tasklet that came to nothing
@@ -77,6 +78,7 @@ class TrainingTenant:
         self._ending: type[JobPaused] | type[JobCancelled] | None = None
         self._withheld_bytes = 0  # from the job, since memory was short
         self._withheld_until_s = 0.0
+        self._is_tidy = True
         self.at_step_end = False
         self._num_shortages = 0
 
@@ -135,10 +137,14 @@ class TrainingTenant:
         )
         self._preparation = _Preparation(spec, result)
 
+    def tidy(self) -> None:
+        """Let go of a little of what jobs that have ended left behind."""
+        self._is_tidy = not self._device.destroy_retired(_TIDY_S)
+
     def start_prepared(self) -> None:
         """Begin the job that ``prepare`` was called for, or go on with it from its newest checkpoint, if what it needs
-        has been read."""
-        if self._preparation is None or not self._preparation.result.done():
+        has been read, and memory has only what is in use."""
+        if self._preparation is None or not self._preparation.result.done() or not self._is_tidy:
             return
         spec, result = self._preparation
         self._preparation = None
@@ -169,12 +175,15 @@ class TrainingTenant:
         self.prepare(spec)
         if self._preparation is not None:
             wait([self._preparation.result])
+        while not self._is_tidy:
+            self.tidy()
         self.start_prepared()
 
     @property
     def waits_shortly(self) -> bool:
-        """Whether a job cannot go on, but most likely can in a moment."""
-        return self.is_preparing or (self._job is not None and self._job.waits_for_copy)
+        """Whether a job cannot go on, but most likely can in a moment, or there is something to ``tidy``."""
+        waits = self.is_preparing or (self._job is not None and self._job.waits_for_copy)
+        return waits or not self._is_tidy
 
     @property
     def is_preparing(self) -> bool:
@@ -324,7 +333,7 @@ class TrainingTenant:
         """Run no more tasklets and begin a checkpoint. The files are written beside the loop, which goes on serving."""
         assert self._job is not None
         if self._ending is None:
-            self._device.synchronize()
+            self._device.wait_for_tasklets()
             try:
                 self._job.begin_checkpoint()
             except Exception as error:
@@ -333,12 +342,13 @@ class TrainingTenant:
         self._ending = answer
 
     def _forget(self) -> None:
-        """Free all that the job holds, once the device has stopped using it."""
+        """Free what the job holds, once the device has stopped using it; the rest is for ``tidy``."""
         assert self._job is not None
         self._tokens_before = self.trained_tokens
-        self._device.synchronize()
+        self._device.wait_for_tasklets()
         self._job.close()
         self._job = None
+        self._is_tidy = False
         self._ending = None
         self._withheld_bytes = 0
         self._num_shortages = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -96,6 +97,12 @@ class CpuDevice:
     def memory_bytes(self) -> tuple[int, int]:
         page_bytes = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes
+
+    def retire(self, graphs: Iterable[object]) -> None:
+        return
+
+    def destroy_retired(self, most_s: float = math.inf) -> bool:
+        return False
 
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return False  # the operating system has it

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -48,6 +51,7 @@ class CudaDevice:
         self._default = self._current = torch.cuda.default_stream(self.torch_device)
         self._tasklets = TaskletQueue(self._best_effort)
         self._memory = PhysicalMemory(self.torch_device)
+        self._retired: deque[object] = deque()
         self._anchor: torch.Tensor | None = None  # what keeps the memory that was set aside
 
     def split(self, online_sms: Iterable[int]) -> None:
@@ -160,7 +164,23 @@ class CudaDevice:
         return free + unused + self._memory.kept_bytes, total
 
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
-        return self._memory.release(most_bytes) > 0
+        had_retired = bool(self._retired) and most_bytes is None
+        if had_retired:
+            self.destroy_retired()
+        return self._memory.release(most_bytes) > 0 or had_retired
+
+    def retire(self, graphs: Iterable[object]) -> None:
+        self._retired.extend(graphs)
+
+    def destroy_retired(self, most_s: float = math.inf) -> bool:
+        if not self._retired:
+            return False
+        until_s = time.perf_counter() + most_s
+        while self._retired and time.perf_counter() < until_s:
+            self._retired.popleft()
+        if not self._retired:
+            torch.cuda.empty_cache()  # the memory of a pool without graphs can be given back now
+        return bool(self._retired)
 
     def set_aside(self, num_bytes: int) -> bool:
         num_bytes = max(num_bytes + _ANCHOR_BYTES, _LEAST_ASIDE)

@@ -31,6 +31,12 @@ class LaneGraphs:
         """Graphs that there are."""
         return len(self._graphs)
 
+    def take_all(self) -> list[torch.cuda.CUDAGraph]:
+        """All of them, which are the caller's then."""
+        graphs = list(self._graphs.values())
+        self._graphs.clear()
+        return graphs
+
     def run(self, piece: Hashable, kind: Hashable, launch: Callable[[], None], *, may_capture: bool = True) -> None:
         """Launch a piece. Each kind of them runs once as it is before a piece of it is captured: that compiles its
         kernels and makes its libraries ready."""
