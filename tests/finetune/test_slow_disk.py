@@ -24,8 +24,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 
 def _run_until_it_waits(job: TrainingJob) -> None:
-    while job.upcoming():
-        job.run_tasklet()
+    """For the disk; a copy in memory is over in a moment."""
+    while job.runnable or job.waits_for_copy:
+        if job.runnable:
+            job.run_tasklet()
+        else:
+            time.sleep(0.001)
 
 
 def _wait_until_it_goes_on(job: TrainingJob) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import safetensors
 import safetensors.torch
 import torch
 
@@ -23,6 +22,8 @@ from cotenant.core.job import StepMetrics
 from cotenant.durable import atomic_folder, remove_folder
 from cotenant.finetune.export import write_adapter_files
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.safetensors_file import read_header, read_whole
+from cotenant.models.tensors_in_memory import tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -134,14 +135,15 @@ class CheckpointStore:
         for path in self._newest_first():
             try:
                 state = read_state(path)
-                # Read, not mapped: what was found whole stays so, whatever becomes of the file.
-                content = (path / TENSOR_FILE).read_bytes()
+                with (path / TENSOR_FILE).open("rb") as file:
+                    header = read_header(file)
+                    content = read_whole(file, header)
                 found = {ADAPTER_FILE: _digest(path / ADAPTER_FILE), TENSOR_FILE: hashlib.sha256(content).hexdigest()}
                 for name, digest in state.digests.items():
                     if found[name] != digest:
                         raise CheckpointError(f"{name} is damaged")
-                return state, safetensors.torch.load(content)
-            except (CheckpointError, OSError, safetensors.SafetensorError) as error:
+                return state, tensors_in(content, header)
+            except (CheckpointError, OSError, ValueError) as error:
                 logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
         return None
 

@@ -10,10 +10,10 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-import safetensors.torch
 import torch
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.models.tensors_in_memory import read_tensors
 
 _DTYPES = {"token_ids": torch.int32, "weights": torch.float32, "offsets": torch.int64}
 
@@ -61,8 +61,8 @@ class Dataset:
     def digest(self) -> str:
         """A fingerprint of what is trained on (SHA-256)."""
         digest = hashlib.sha256(repr(self.lengths).encode())
-        digest.update(self._token_ids.numpy().tobytes())
-        digest.update(self._weights.numpy().tobytes())
+        digest.update(self._token_ids.numpy().data)
+        digest.update(self._weights.numpy().data)
         return digest.hexdigest()
 
 
@@ -88,11 +88,10 @@ def _bad(path: Path, problem: str) -> InvalidInputError:
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     try:
-        # From bytes rather than memory-mapped: the file may be replaced while the job runs.
-        tensors: dict[str, torch.Tensor] = safetensors.torch.load(path.read_bytes())
+        tensors = read_tensors(path)
     except FileNotFoundError as error:
         raise _bad(path, "the file does not exist") from error
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError) as error:
         raise _bad(path, f"the file cannot be read ({error})") from error
     for name, dtype in _DTYPES.items():
         if name not in tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import BinaryIO
 
@@ -46,14 +47,14 @@ def check_adapter(folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFiles:
         return _check(config, path, read_header(file), spec, max_rank)
 
 
-def read_adapter_files(folder: Path, spec: ModelSpec, max_rank: int) -> tuple[AdapterFiles, bytes]:
-    """As ``check_adapter``, with the content of the weights' file: of the one that was checked, if it is replaced
-    meanwhile."""
+def read_adapter_files(folder: Path, spec: ModelSpec, max_rank: int) -> tuple[AdapterFiles, Header, mmap]:
+    """As ``check_adapter``, with the header and the content of the weights' file: of the one that was checked, if it is
+    replaced meanwhile."""
     config, path = read_config(folder), folder / WEIGHTS_FILE
     with _opened(path) as file:
         header = read_header(file)
         files = _check(config, path, header, spec, max_rank)
-        return files, read_whole(file, header)
+        return files, header, read_whole(file, header)
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
@@ -24,6 +23,7 @@ from cotenant.models.adapter_files import WEIGHTS_FILE, read_adapter_files, tens
 from cotenant.models.dropout import DropoutMasks
 from cotenant.models.peft_config import CONFIG_FILE, matched, written_config
 from cotenant.models.spec import ModelSpec
+from cotenant.models.tensors_in_memory import tensors_in
 
 # Modules that read the same input, in the order in which the decoder fuses their weights.
 MODULE_GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -300,11 +300,11 @@ def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdap
     Raises InvalidInputError as ``check_adapter`` does.
     """
     folder = Path(folder)
-    files, content = read_adapter_files(folder, spec, max_rank)
+    files, header, content = read_adapter_files(folder, spec, max_rank)
     config = files.config
     try:
-        tensors = load(content)
-    except SafetensorError as error:
+        tensors = tensors_in(content, header)
+    except ValueError as error:
         raise InvalidInputError(f"{files.weights_path} is not a readable safetensors file: {error}") from error
     weights = {}
     for key in files.alphas:

@@ -4,18 +4,21 @@ killed by SIGBUS. No torch."""
 from __future__ import annotations
 
 import json
+import mmap
 from collections import Counter
-from typing import Any, BinaryIO, NamedTuple
+from io import BufferedReader
+from typing import Any, BinaryIO, NamedTuple, cast
 
 LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 
 class Header(NamedTuple):
-    """``raw``: as it stands in the file, with its length before it. ``spans``: where tensors begin and end behind that.
-    ``size_bytes``: of the whole file."""
+    """``raw``: as it stands in the file, with its length before it. ``dtypes``: by their names there. ``spans``: where
+    tensors begin and end behind it. ``size_bytes``: of the whole file."""
 
     raw: bytes
+    dtypes: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     spans: dict[str, tuple[int, int]]
     size_bytes: int
@@ -32,6 +35,7 @@ def read_header(file: BinaryIO) -> Header:
     try:
         entries = json.loads(raw[LENGTH_BYTES:], object_pairs_hook=without_repetition)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        dtypes = {name: str(tensor["dtype"]) for name, tensor in tensors.items()}
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
         offsets = {name: tensor["data_offsets"] for name, tensor in tensors.items()}
         spans = {name: (int(begin), int(end)) for name, (begin, end) in offsets.items()}
@@ -39,15 +43,20 @@ def read_header(file: BinaryIO) -> Header:
         raise ValueError(f"its header is not one of tensors ({error!r:.200})") from error
     size_bytes = len(raw) + max((end for _, end in spans.values()), default=0)
     _check_size(file.seek(0, 2), size_bytes)
-    return Header(raw, shapes, spans, size_bytes)
+    return Header(raw, dtypes, shapes, spans, size_bytes)
 
 
-def read_whole(file: BinaryIO, header: Header) -> bytes:
-    """All of a file whose header was read. Raises ValueError if it has changed since, OSError."""
+def read_whole(file: BinaryIO, header: Header) -> mmap.mmap:
+    """All of a file whose header was read, in memory of its own, into which the system reads while other threads run.
+    Raises ValueError if it has changed since, OSError."""
+    content = mmap.mmap(-1, header.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_read, left = 0, memoryview(content)
     file.seek(0)
-    content = file.read(header.size_bytes + 1)
-    _check_size(len(content), header.size_bytes)
-    if not content.startswith(header.raw):
+    while left and (count := cast(BufferedReader, file).readinto(left)):
+        num_read += count
+        left = left[count:]
+    _check_size(num_read + len(file.read(1)), header.size_bytes)
+    if content[: len(header.raw)] != header.raw:
         raise ValueError("it has changed while it was read")
     return content
 
