@@ -1,4 +1,5 @@
-"""What the start of a job does to requests, and its end: sequences that decode, without a job and beside one.
+"""What the start of a job does to requests, its checkpoints and its end, and adapters that are read: sequences that
+decode, without a job and beside one.
 
     python bench/job_start.py llama-3.1-8b --load-format dummy --slo-tpot-ms 15
 
@@ -6,7 +7,11 @@ The worker's loop in this process. ``--jobs`` come one after the other, and are 
 tokens are as each begins, goes on and ends, and what kept the loop's thread for longest when a job was made ready
 (`start`) and its tasklets were launched. Before the first one the loop is idle, and so it rehearses; with ``--busy`` it
 never is. ``--stacks 3``: of the three longest iterations, where the thread was, as another one saw it, which slows all
-down a little. ``--save-steps 2``: checkpoints are copied and written meanwhile.
+down a little. ``--save-steps 2``: checkpoints are copied and written meanwhile. ``--adapters 4``: so many of rank 16,
+for all linear layers, are read one after the other, and none is used.
+
+The longest iterations are shown with what was planned for them, "cut" where that was over before all tasklets had been
+launched.
 """
 
 from __future__ import annotations
@@ -27,26 +32,46 @@ from types import FrameType
 
 from cotenant.config import LOAD_FORMATS, BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import CotenantError
-from cotenant.core.job import JobSpec
-from cotenant.core.plan import Slo
+from cotenant.core.job import LINEAR_MODULES, JobSpec
+from cotenant.core.plan import IterationRecord, Mode, Slo
 from cotenant.core.tasklet import TaskletShape
+from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.runtime.finetune_workload import Workload, write_random_dataset
 from cotenant.runtime.load import Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.tenants import Tenants, build_tenants
+from cotenant.runtime.worker_process import SWITCH_S
 from cotenant.scheduler.space import sm_shares
-from cotenant.wire.messages import FromWorker, JobFailed, StartJob, ToWorker
+from cotenant.wire.messages import (
+    AdapterFailed,
+    AdapterLoaded,
+    FromWorker,
+    JobFailed,
+    LoadAdapter,
+    StartJob,
+    ToWorker,
+)
 
 _TTFT_MS = 500.0
 _PROMPT_TOKENS = 256
 _STEPS_PER_EPOCH = 64
 _NUM_LONGEST = 8
+_RANK = 16  # of adapters
 _SAMPLE_S = 1e-3
 _MOST_FRAMES = 8  # of a stack, the innermost
 
 
 class JobLoad(Load):
-    """A load that jobs come with."""
+    """A load that jobs come with, and adapters that are read."""
+
+    num_asked = num_read = 0
+    failure: AdapterFailed | None = None
+
+    def send(self, message: FromWorker) -> None:
+        if isinstance(message, AdapterFailed):
+            self.failure = message
+        self.num_read += isinstance(message, AdapterLoaded)
+        super().send(message)
 
     def tell(self, message: ToWorker) -> None:
         self._messages.append(message)
@@ -54,13 +79,29 @@ class JobLoad(Load):
 
 @dataclass(frozen=True)
 class Phase:
-    """``launches``: what was launched or begun, and for how many ms that kept the thread. ``iterations``: from when to
-    when each took. ``gaps_ms``: between two tokens of a sequence, sorted."""
+    """``launches``: what was launched or begun, and for how many ms that kept the thread. ``gaps_ms``: between two
+    tokens of a sequence, sorted."""
 
     name: str
     gaps_ms: list[float]
     launches: list[tuple[str, float]]
-    iterations: list[tuple[float, float]]
+    iterations: list[Iteration]  # the longest first
+
+
+@dataclass(frozen=True)
+class Iteration:
+    begin_s: float
+    end_s: float
+    record: IterationRecord
+
+    @property
+    def took_ms(self) -> float:
+        return (self.end_s - self.begin_s) * 1e3
+
+    def __str__(self) -> str:
+        mode, planned_ms = self.record.mode, self.record.predicted_ms
+        planned = "cut" if planned_ms is None else f"{planned_ms:.1f} planned"
+        return f"{self.took_ms:.1f}" if mode is Mode.NONE else f"{self.took_ms:.1f} ({mode}, {planned})"
 
 
 class StackSampler:
@@ -99,6 +140,7 @@ def main() -> None:
     parser.add_argument("--min-len", type=int, default=64, help="of an example")
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--save-steps", type=int, default=0, help="a checkpoint after so many steps; 0: none meanwhile")
+    parser.add_argument("--adapters", type=int, default=0, help="that are read before the first job")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each phase")
     parser.add_argument("--stacks", type=int, default=0, help="iterations of each phase that are shown")
@@ -148,7 +190,11 @@ class Measurement:
         self._until(loop, lambda: all(len(answer.token_s) > 8 for answer in load.answers))
         gc.collect()
         gc.freeze()  # as in the worker
+        sys.setswitchinterval(SWITCH_S)
         self._show(self._phase(loop, load, "without a job"))
+        if arguments.adapters:
+            self._write_adapter()
+            self._show(self._phase(loop, load, "adapters are read", lambda: self._all_are_read(load)))
         for number in range(1, arguments.jobs + 1):
             name = f"ftjob-{number}"
             folder = self._folder / name
@@ -170,6 +216,22 @@ class Measurement:
     def _hear(self, message: FromWorker) -> None:
         if isinstance(message, JobFailed):
             self._failures.append(message)
+
+    def _write_adapter(self) -> None:
+        serving = self._tenants.serving
+        adapter = LoraAdapter.trainable(
+            serving.resolved.spec, r=_RANK, alpha=2.0 * _RANK, target_modules=LINEAR_MODULES, seed=0
+        )
+        save_adapter(adapter, self._folder / "adapter", serving.resolved.name)
+
+    def _all_are_read(self, load: JobLoad) -> bool:
+        """If not, the next one is asked for when the one before is there."""
+        if load.failure is not None:
+            raise CotenantError(load.failure.message)
+        if load.num_read == load.num_asked < self._arguments.adapters:
+            load.num_asked += 1
+            load.tell(LoadAdapter(f"adapter-{load.num_asked}", str(self._folder / "adapter")))
+        return load.num_read == self._arguments.adapters
 
     def _rehearse(self) -> None:
         """In idle time, unless there is to be none; kernels are compiled in any case."""
@@ -209,11 +271,16 @@ class Measurement:
 
     def _until(self, loop: WorkerLoop, is_there: Callable[[], bool]) -> None:
         while not is_there():
-            loop.iterate()
-            if self._failures:
-                raise CotenantError(f"the job failed: {self._failures[0].message}")
+            self._iterate(loop)
 
-    def _phase(self, loop: WorkerLoop, load: Load, name: str) -> Phase:
+    def _iterate(self, loop: WorkerLoop) -> IterationRecord:
+        record = loop.iterate()
+        if self._failures:
+            raise CotenantError(self._failures[0].message)
+        return record
+
+    def _phase(self, loop: WorkerLoop, load: Load, name: str, ends: Callable[[], bool] | None = None) -> Phase:
+        """``ends``: when, if not after the usual time."""
         first_s, iterations = load.now_s, []
         num_tokens = [len(answer.token_s) for answer in load.answers]
         self._launches.clear()
@@ -221,12 +288,14 @@ class Measurement:
         def is_over() -> bool:
             if any(answer.done for answer in load.answers):
                 raise CotenantError("the sequences ended before the last phase did: fewer --jobs, or --seconds")
-            iterations.append(time.perf_counter())
-            if load.now_s < first_s + self._arguments.seconds:
+            if not (load.now_s >= first_s + self._arguments.seconds if ends is None else ends()):
                 return False
             return all(len(answer.token_s) > num + 1 for answer, num in zip(load.answers, num_tokens, strict=True))
 
-        self._until(loop, is_over)
+        while not is_over():
+            begin_s = time.perf_counter()
+            record = self._iterate(loop)
+            iterations.append(Iteration(begin_s, time.perf_counter(), record))
         last_s = load.now_s
         gaps_ms = sorted(
             (after_s - at_s) * 1e3
@@ -234,7 +303,7 @@ class Measurement:
             for at_s, after_s in itertools.pairwise(answer.token_s)
             if first_s <= at_s and after_s <= last_s
         )
-        return Phase(name, gaps_ms, list(self._launches), list(itertools.pairwise(iterations)))
+        return Phase(name, gaps_ms, list(self._launches), sorted(iterations, key=lambda each: -each.took_ms))
 
     def _show(self, phase: Phase) -> None:
         gaps_ms = phase.gaps_ms
@@ -248,11 +317,13 @@ class Measurement:
             # A job's beginning first, then the longest.
             longest = sorted(phase.launches, key=lambda launch: (launch[0] != "start", -launch[1]))[:_NUM_LONGEST]
             print("  longest launches, ms: " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in longest))
+        print("  longest iterations, ms: " + ", ".join(map(str, phase.iterations[:_NUM_LONGEST])), flush=True)
         if self._sampler is None:
             return
-        for begin_s, end_s in sorted(phase.iterations, key=lambda pair: pair[0] - pair[1])[: self._arguments.stacks]:
-            print(f"  an iteration of {(end_s - begin_s) * 1e3:.1f} ms:")
-            seen = collections.Counter(stack for at_s, stack in self._sampler.samples if begin_s <= at_s <= end_s)
+        for each in phase.iterations[: self._arguments.stacks]:
+            print(f"  an iteration of {each.took_ms:.1f} ms:")
+            samples = self._sampler.samples
+            seen = collections.Counter(stack for at_s, stack in samples if each.begin_s <= at_s <= each.end_s)
             for stack, count in seen.most_common(3):
                 print(f"    {count} x " + " < ".join(stack))
 
