@@ -23,9 +23,13 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     return SlowDisk(monkeypatch)
 
 
-def _run_until_it_waits(job: TrainingJob) -> None:
+def _run_until_it_waits(job: TrainingJob | TrainingTenant) -> None:
     """For the disk; a copy in memory is over in a moment."""
-    while job.runnable or job.waits_for_copy:
+
+    def waits_for_copy() -> bool:
+        return job.waits_for_copy if isinstance(job, TrainingJob) else job.waits_shortly
+
+    while job.runnable or waits_for_copy():
         if job.runnable:
             job.run_tasklet()
         else:
@@ -107,8 +111,7 @@ def test_a_job_that_waits_can_be_stopped(
     sent: list[FromWorker] = []
     tenant, spec = _tenant(decoder, sent), support.make_spec(tmp_path, **SETTINGS)
     tenant.start(spec)
-    while tenant.runnable:
-        tenant.run_tasklet()
+    _run_until_it_waits(tenant)
     assert tenant.view() is None
     stop = tenant.pause if answer is JobPaused else tenant.cancel
     stop("ftjob-1")
@@ -127,8 +130,7 @@ def test_a_job_that_waits_for_a_full_disk_fails(decoder: Decoder, tmp_path: Path
     sent: list[FromWorker] = []
     tenant = _tenant(decoder, sent)
     tenant.start(support.make_spec(tmp_path, **SETTINGS))
-    while tenant.runnable:
-        tenant.run_tasklet()
+    _run_until_it_waits(tenant)
     disk.is_full = True
     disk.let_through()
     _go_on(tenant)

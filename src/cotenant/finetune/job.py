@@ -18,7 +18,7 @@ from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.job_training import Training, make_training
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preparation import Prepared, as_job_error, prepare
-from cotenant.finetune.selection import Selection
+from cotenant.finetune.selection import Selection, best_of
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.trainer import FusedInput, Trainer
 from cotenant.finetune.writer import WriteError
@@ -114,10 +114,8 @@ class TrainingJob:
                     limit_is_fixed=limit_is_fixed,
                 )
                 self._resumed_step = self._training.state.step
-            for step in self._recorded:
-                self._selection.add(step)
+            self._selection = best_of(self._recorded, spec.hyperparameters)
             if self._training is not None:
-                self._files.tidy_checkpoints(self._resumed_step, self._best_step)  # a kill may have come before
                 self._begin(self._training)
         except OSError as error:
             self.close()

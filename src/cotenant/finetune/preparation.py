@@ -22,6 +22,7 @@ from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference_evaluation import PreferenceValidationSet
 from cotenant.finetune.schedule import schedule_warnings
+from cotenant.finetune.selection import best_of
 from cotenant.finetune.state import fingerprint
 from cotenant.finetune.writer import as_write_error
 from cotenant.models.lora import LoraAdapter
@@ -82,6 +83,10 @@ def prepare(
     try:
         checkpoint = files.newest_checkpoint()
         recorded = _recorded(files, checkpoint, job_fingerprint)
+        if checkpoint is not None and checkpoint[0].fingerprint == job_fingerprint:  # a kill may have come before
+            best_step = best_of(recorded, spec.hyperparameters).best_step
+            keeps_best = spec.hyperparameters.load_best_model_at_end
+            files.tidy_checkpoints(checkpoint[0].step, best_step if keeps_best else None)
     except OSError as error:
         raise as_job_error(error) from error
     step = 0 if checkpoint is None else checkpoint[0].step

@@ -7,6 +7,7 @@ follows from the steps' figures, so a job that is taken up again gets here by ad
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from cotenant.core.job import BEST_METRICS, Hyperparameters, StepMetrics
 
@@ -43,6 +44,14 @@ class Selection:
         if is_better:
             self._best, self.best_step = value, metrics.step
         return is_better
+
+
+def best_of(steps: Iterable[StepMetrics], hyper: Hyperparameters) -> Selection:
+    """That of steps which are over."""
+    selection = Selection(hyper)
+    for step in steps:
+        selection.add(step)
+    return selection
 
 
 def _value(metrics: StepMetrics, field: str) -> float | None:
