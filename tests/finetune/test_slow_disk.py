@@ -126,6 +126,28 @@ def test_a_job_that_waits_can_be_stopped(
     assert isinstance(sent[-1], JobSucceeded)
 
 
+@pytest.mark.parametrize("answer", [JobPaused, JobCancelled, None])
+def test_a_job_that_fails_keeps_nobody_waiting_for_the_disk(
+    decoder: Decoder, tmp_path: Path, disk: SlowDisk, answer: type[JobPaused | JobCancelled] | None
+) -> None:
+    """Who stops it meanwhile is answered, too."""
+    sent: list[FromWorker] = []
+    tenant = _tenant(decoder, sent)
+    tenant.start(support.make_spec(tmp_path, **SETTINGS))
+    _run_until_it_waits(tenant)
+    tenant.fail(RuntimeError("it is broken"))
+    tenant.publish()
+    assert (tenant.job_id, tenant.runnable, tenant.view()) == ("ftjob-1", False, None), "nothing is on disk yet"
+    assert not [message for message in sent if isinstance(message, CheckpointSaved | JobFailed)]
+    disk.let_through()
+    if answer is not None:
+        (tenant.pause if answer is JobPaused else tenant.cancel)("ftjob-1")
+    _go_on(tenant)
+    told = [message for message in sent if isinstance(message, CheckpointSaved | JobFailed | JobPaused | JobCancelled)]
+    last = [] if answer is None else [answer]
+    assert [type(message) for message in told] == [CheckpointSaved, CheckpointSaved, JobFailed, *last]
+
+
 def test_a_job_that_waits_for_a_full_disk_fails(decoder: Decoder, tmp_path: Path, disk: SlowDisk) -> None:
     sent: list[FromWorker] = []
     tenant = _tenant(decoder, sent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from clocks import SteppedTime
 from cotenant.config import POLICIES, BatchConfig, LoraConfig
@@ -29,6 +29,7 @@ from cotenant.core.request import FinishReason
 from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.engine.engine import OnlineEngine
+from cotenant.models.tensors_in_memory import read_tensors
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
 from cotenant.runtime.executor import Executor
@@ -647,33 +648,20 @@ def test_the_loop_rests_while_the_job_waits_for_the_disk(tmp_path: Path, monkeyp
 class SlowFile:
     """A job whose training file says nothing before ``feed``: whoever reads it until then waits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spec = support.make_spec(folder, n_epochs=1)
-        self._path = Path(self.spec.dataset_path)
-        self.content = self._path.read_bytes()
         self.is_read = threading.Event()
-        self._may_feed = threading.Event()
-        self._begin()
+        self._may_read = threading.Semaphore(0)
+        monkeypatch.setattr("cotenant.finetune.dataset.read_tensors", self._wait_and_read)
 
     def feed(self) -> None:
         """To the one who reads or the next who will."""
-        self._may_feed.set()
-        self._feeder.join()
-        self._begin()
+        self._may_read.release()
 
-    def _begin(self) -> None:
-        # Another pipe each time: whoever still reads the one before comes to its end.
-        self._path.unlink()
-        os.mkfifo(self._path)
-        self._feeder = threading.Thread(target=self._run, daemon=True)
-        self._feeder.start()
-
-    def _run(self) -> None:
-        with self._path.open("wb") as file:  # once there is a reader
-            self.is_read.set()
-            self._may_feed.wait(20)  # a loop that reads the file itself fails the test, late
-            self._may_feed.clear()
-            file.write(self.content)
+    def _wait_and_read(self, path: Path) -> dict[str, torch.Tensor]:
+        self.is_read.set()
+        self._may_read.acquire(timeout=20)  # a loop that reads the file itself fails the test, late
+        return read_tensors(path)
 
 
 def kinds(channel: Channel) -> set[type[FromWorker]]:
@@ -690,10 +678,12 @@ def iterate_until_answered(loop: WorkerLoop, channel: Channel, name: str) -> Non
 
 
 @pytest.mark.parametrize("is_good", [True, False])
-def test_requests_are_answered_while_a_jobs_file_is_read(is_good: bool, tmp_path: Path) -> None:
-    job = SlowFile(tmp_path / "job")
+def test_requests_are_answered_while_a_jobs_file_is_read(
+    is_good: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = SlowFile(tmp_path / "job", monkeypatch)
     if not is_good:
-        job.content = b"nothing"
+        Path(job.spec.dataset_path).write_bytes(b"nothing")
     channel = Channel(StartJob(job.spec), AddRequest(request("r", [5, 6, 7], 10)))
     loop, _ = small_loop(tmp_path, channel, "adaptive")
     iterate_until_answered(loop, channel, "r")
@@ -712,9 +702,9 @@ def test_requests_are_answered_while_a_jobs_file_is_read(is_good: bool, tmp_path
     ids=["pause", "cancel", "drain"],
 )
 def test_a_job_whose_file_is_being_read_can_be_stopped(
-    message: Callable[..., ToWorker], answer: type[FromWorker], tmp_path: Path
+    message: Callable[..., ToWorker], answer: type[FromWorker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = SlowFile(tmp_path / "job")
+    job = SlowFile(tmp_path / "job", monkeypatch)
     channel = Channel(StartJob(job.spec), StartJob(job.spec))  # said twice
     loop, _ = small_loop(tmp_path, channel, "adaptive")
     for _ in range(3):

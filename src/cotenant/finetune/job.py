@@ -92,6 +92,7 @@ class TrainingJob:
         self.finished_path: str | None = str(self._files.adapter_path) if self._files.finished else None
         self.done = self.finished_path is not None
         self._training: Training | None = None
+        self._is_stopped = False
         self._resumed_step = 0
         self._warnings: tuple[str, ...] = ()
         try:
@@ -315,10 +316,16 @@ class TrainingJob:
         """Block until everything that is being written is on disk (or has failed)."""
         self._files.wait()
 
-    def close(self) -> None:
-        """Let go of the step in flight and end the writing thread, after what it was given."""
-        if self._training is not None:
+    def stop_training(self) -> None:
+        """Let go of the step in flight and of all activations' memory, once the device is done with it. Run no tasklet
+        after it; what is being written goes on."""
+        if self._training is not None and not self._is_stopped:
+            self._is_stopped = True
             self._training.trainer.close()
+
+    def close(self) -> None:
+        """``stop_training``, and end the writing thread, after what it was given."""
+        self.stop_training()
         self._files.close()
 
     # Inside

@@ -75,7 +75,7 @@ class TrainingTenant:
         self._job_id = ""
         self._tokens_before = 0
         self._tokens_at_start = 0
-        self._ending: type[JobPaused] | type[JobCancelled] | None = None
+        self._ending: type[JobPaused] | type[JobCancelled] | JobFailed | None = None
         self._withheld_bytes = 0  # from the job, since memory was short
         self._withheld_until_s = 0.0
         self._is_tidy = True
@@ -125,9 +125,7 @@ class TrainingTenant:
     def prepare(self, spec: JobSpec) -> None:
         """Begin to read what a job needs on a thread, for ``start_prepared``."""
         if self._job is not None and self._ending is not None:
-            self._job.wait_for_writes()
-            while self._job is not None and self._ending is not None:  # what succeeded is told before what failed
-                self.publish()
+            self._wait_until_ended()
         if self.job_id is not None:
             if self.job_id != spec.job_id:
                 self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))
@@ -215,7 +213,7 @@ class TrainingTenant:
         if self._forget_preparation(job_id):
             self._send(JobPaused(job_id, 0))
         elif self._job is not None and self._job_id == job_id:
-            self._stop(self._ending or JobPaused)
+            self._stop(self._ending if isinstance(self._ending, type) else JobPaused)
 
     def cancel(self, job_id: str) -> None:
         """Like ``pause``, for good. A job that is not running is confirmed as well: it has nothing left to stop."""
@@ -294,20 +292,19 @@ class TrainingTenant:
         self._job.end_fused(output, tape)
 
     def fail(self, error: Exception) -> None:
-        """End the running job, if there is one, because of ``error``."""
+        """End the running job, if there is one, because of ``error``. It is told when the checkpoints before it are on
+        disk, and these first."""
         if self._job is None:
             return
         logger.error("job %s failed at step %d", self._job_id, self._job.step, exc_info=error)
-        self._job.wait_for_writes()  # a checkpoint that is on disk is reported before the end
-        for update in self._job.take_updates():
-            self._send(update)
-        if not self._job.done:
-            self._send(_failure(self._job_id, self._job.step, error))
-        self._forget()
+        self._device.wait_for_tasklets()
+        self._job.stop_training()
+        self._ending = _failure(self._job_id, self._job.step, error)
+        self.publish()
 
     def publish(self) -> None:
-        """Send what the job has to say; forget it once it has ended, or has stopped and its checkpoint is on disk. Give
-        it back what it went without, if memory has not been short for a while."""
+        """Send what the job has to say; forget it once it has ended, or has stopped or failed and its checkpoint is on
+        disk. Give it back what it went without, if memory has not been short for a while."""
         if self._job is None:
             return
         if self._withheld_bytes and self._ending is None and self._clock() >= self._withheld_until_s:
@@ -317,8 +314,12 @@ class TrainingTenant:
             self._send(update)
         if not self._job.done and (self._ending is None or self._job.writing):
             return
-        if self._ending is JobCancelled or (self._ending is JobPaused and not self._job.done):
-            self._send(self._ending(self._job_id, self._job.step))
+        ending = self._ending
+        if isinstance(ending, JobFailed):
+            if not self._job.done:
+                self._send(ending)
+        elif ending is JobCancelled or (ending is JobPaused and not self._job.done):
+            self._send(ending(self._job_id, self._job.step))
         self._forget()
 
     def _forget_preparation(self, job_id: str) -> bool:
@@ -329,9 +330,20 @@ class TrainingTenant:
         self._preparation = None
         return True
 
+    def _wait_until_ended(self) -> None:
+        """Of a job that is being stopped, or has failed: what succeeded is told before what failed."""
+        while self._job is not None:
+            self._job.wait_for_writes()
+            self.publish()
+
     def _stop(self, answer: type[JobPaused] | type[JobCancelled]) -> None:
         """Run no more tasklets and begin a checkpoint. The files are written beside the loop, which goes on serving."""
         assert self._job is not None
+        if isinstance(self._ending, JobFailed):
+            job_id = self._job_id
+            self._wait_until_ended()
+            self._send(answer(job_id, 0))
+            return
         if self._ending is None:
             self._device.wait_for_tasklets()
             try:
