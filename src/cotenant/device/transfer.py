@@ -8,13 +8,16 @@ piece of it keeps launches waiting, too, about a millisecond per MB. So it goes 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+
+from cotenant.host_memory import allocate
 
 # One is filled or emptied while the other is on its way.
 _NUM_PIECES, _PIECE_BYTES = 2, 4 << 20
@@ -28,18 +31,27 @@ def to_host(tensor: torch.Tensor, begins: torch.cuda.Event | None = None) -> tor
     where nobody is changing it. May be called on any thread; on a thread of its own nobody else waits."""
     if tensor.is_cuda:
         return _transfer(tensor.device).to_host(tensor.detach(), begins)
-    return tensor.detach().clone()
+    return host_tensor(tensor.shape, tensor.dtype).copy_(tensor.detach())
 
 
 def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copies there, when they are there, of tensors of one dtype; where they are already, the same tensors. On a GPU
-    they are views of one, which was allocated on the current stream. May be called on any thread, as ``to_host``."""
-    if not tensors or device.type != "cuda":
+    they are views of one, which is allocated on the current stream. May be called on any thread, as ``to_host``."""
+    if device.type != "cuda" or not tensors or any(tensor.is_cuda for tensor in tensors.values()):
         return {name: tensor.to(device) for name, tensor in tensors.items()}
     assert len({tensor.dtype for tensor in tensors.values()}) == 1, "of one dtype"
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
-    parts = _transfer(device).to_device(flat).split([tensor.numel() for tensor in tensors.values()])
+    sizes = [tensor.numel() for tensor in tensors.values()]
+    parts = torch.empty(sum(sizes), dtype=next(iter(tensors.values())).dtype, device=device).split(sizes)
+    _transfer(device).to_device([tensor.detach().contiguous() for tensor in tensors.values()], parts)
     return {name: part.view(tensor.shape) for (name, tensor), part in zip(tensors.items(), parts, strict=True)}
+
+
+def host_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory; see ``allocate``."""
+    size = math.prod(shape)
+    if size == 0:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(allocate(size * dtype.itemsize), dtype=dtype).view(shape)
 
 
 def pinned(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -64,7 +76,7 @@ class _Transfer:
         self._lock = threading.Lock()
 
     def to_host(self, tensor: torch.Tensor, begins: torch.cuda.Event | None) -> torch.Tensor:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = host_tensor(tensor.shape, tensor.dtype)
         arriving: deque[tuple[torch.cuda.Event, torch.Tensor, torch.Tensor]] = deque()
         with self._lock, torch.cuda.stream(self._stream):
             if begins is not None:
@@ -79,13 +91,18 @@ class _Transfer:
                 _take_over(*arriving.popleft())
         return copy
 
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_like(tensor, device=self._device)
+    def to_device(self, tensors: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """``targets``: as long, flat, and allocated on the current stream."""
+        pairs = (
+            pair
+            for tensor, target in zip(tensors, targets, strict=True)
+            for pair in zip(_parts(tensor), _parts(target), strict=True)
+        )
         sent: deque[torch.cuda.Event] = deque()
         with self._lock:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which the memory was another's on
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # where the memory was another's before
             with torch.cuda.stream(self._stream):
-                for index, (source, target) in enumerate(zip(_parts(tensor), _parts(copy), strict=True)):
+                for index, (source, target) in enumerate(pairs):
                     if len(sent) == _NUM_PIECES:
                         _wait(sent.popleft())
                     piece = self._pieces[index % _NUM_PIECES][: len(source)]
@@ -94,7 +111,6 @@ class _Transfer:
                     sent.append(self._noted())
                 while sent:
                     _wait(sent.popleft())
-        return copy
 
     def _noted(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

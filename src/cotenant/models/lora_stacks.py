@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from cotenant.device.transfer import pinned
+from cotenant.device.transfer import host_tensor, pinned
 from cotenant.models.fused_linear import FusedLinear
 from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, ModuleKey, PackedBlock, PackedGroup, fingerprint
 from cotenant.models.products import has_triton
@@ -110,7 +110,7 @@ class LoraStacks:
         loop's no request waits for it."""
         rank = rounded_rank(max(len(a) for a, _ in adapter.weights.values()))
         assert rank <= self.max_rank, f"rank {rank} in slots for {self.max_rank}"
-        data = torch.zeros(rank * self._elements_per_rank, dtype=self.storage.dtype)
+        data = host_tensor((rank * self._elements_per_rank,), self.storage.dtype)
         for (layer, _), group in self.groups.items():
             a, b = _matrices(data, group, rank)
             for index, (module, b_rows) in enumerate(zip(group.modules, b.split(group.sizes), strict=True)):

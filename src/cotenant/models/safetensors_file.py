@@ -9,6 +9,8 @@ from collections import Counter
 from io import BufferedReader
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from cotenant.host_memory import allocate
+
 LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
@@ -49,7 +51,7 @@ def read_header(file: BinaryIO) -> Header:
 def read_whole(file: BinaryIO, header: Header) -> mmap.mmap:
     """All of a file whose header was read, in memory of its own, into which the system reads while other threads run.
     Raises ValueError if it has changed since, OSError."""
-    content = mmap.mmap(-1, header.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    content = allocate(header.size_bytes)
     num_read, left = 0, memoryview(content)
     file.seek(0)
     while left and (count := cast(BufferedReader, file).readinto(left)):

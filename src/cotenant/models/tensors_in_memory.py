@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cotenant.host_memory import allocate
 from cotenant.models.safetensors_file import Header, read_header, read_whole
 
 _DTYPES = {
@@ -57,6 +58,6 @@ def _tensor(content: mmap.mmap, header: Header, name: str) -> torch.Tensor:
 
 
 def _moved(content: mmap.mmap, begin: int, num_bytes: int) -> mmap.mmap:
-    moved = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    moved = allocate(num_bytes)
     moved[:] = content[begin : begin + num_bytes]
     return moved

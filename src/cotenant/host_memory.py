@@ -1,0 +1,16 @@
+"""Large pieces of host memory that come and go while others wait for the interpreter."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+
+def allocate(num_bytes: int) -> mmap.mmap:
+    """Zeros, of an address range of their own, which goes with the last reference. In huge pages, if the system has
+    some: to free a MB of ordinary ones takes 0.1 ms, and no other thread has the interpreter meanwhile."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
