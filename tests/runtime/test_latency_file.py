@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.tenants import build_tenants
 from cotenant.wire.messages import AddRequest
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, small_loop
+from runtime.test_loop import Channel, iterate_until_answered, small_loop
 from small_model import CONFIG
 from taught import FORWARD, taught_predictor
 
@@ -173,6 +174,38 @@ def test_a_loop_that_is_never_idle_saves_by_parts(
         loop.iterate()
     assert num_parts == (19 if is_long else 0), "nothing was learned before the first"
     loop.run()
+
+
+def test_an_idle_loop_saves_by_parts_and_then_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_SAVE_EVERY_S", -1.0)
+    num_parts = 0
+
+    def save_part() -> bool:
+        nonlocal num_parts
+        num_parts += 1
+        return num_parts == 3
+
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 2)))
+    loop, _ = small_loop(tmp_path, channel, "adaptive", save_part=save_part)
+    iterate_until_answered(loop, channel, "r")
+    assert num_parts == 0
+    for expected in (1, 2, 3, 3, 3):
+        loop.iterate()
+        assert num_parts == expected
+    loop.run()
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, predictor = LatencyFile(tmp_path, "hardware", "model"), LatencyPredictor("hardware", "model")
+    _learn(predictor, 1)
+    goes_on = threading.Event()
+    monkeypatch.setattr(file, "_write", lambda exported: goes_on.wait(60))
+    for _ in range(2):
+        while not file.save_part(predictor):
+            pass
+    assert threading.active_count() > 1
+    goes_on.set()
+    file.wait()
 
 
 def test_it_is_the_models_whatever_name_it_is_served_under(tmp_path: Path) -> None:

@@ -68,15 +68,16 @@ class LatencyFile:
 
     def save_part(self, predictor: LatencyPredictor) -> bool:
         """A small part of what ``save`` does, for who has no time: encode some records; once that was the last of them,
-        have a thread write the file, and return True."""
+        have a thread write the file, unless one still does, and return True."""
         if self._parts is None:
             self._parts, self._encoded = predictor.export_parts(_PART_RECORDS), []
         part = next(self._parts, None)
         if part is not None:
             self._encoded.append(part)
             return False
-        self.wait()  # for the thread of the save before, which has ended long ago
         self._parts, encoded = None, self._encoded
+        if self._writer is not None and self._writer.is_alive():  # the disk is slow, or hangs
+            return True
         self._writer = threading.Thread(target=self._write_beside, args=(encoded,), name="latencies", daemon=True)
         self._writer.start()
         return True

@@ -93,16 +93,15 @@ class WorkerLoop:
         partitions: tuple[Partition, ...] = (),
         sizes_chunks: bool = False,
         trace: Trace | None = None,
-        save: Callable[[], None] | None = None,
         save_part: Callable[[], bool] | None = None,
         self_profile: SelfProfile | None = None,
         lanes: LaneCaptures | None = None,
         rehearsal: Rehearsal | None = None,
     ) -> None:
-        """``save``: keeps what the predictor has learned; called now and then while there is nothing to do.
-        ``save_part``: the same in small parts, for when there is always something; whether that was the last.
-        ``self_profile``: measures then what the predictor lacks. ``lanes``: what partitions wait for; None: nothing.
-        ``rehearsal``: of what jobs will run; None: none."""
+        """``save_part``: keeps a small part of what the predictor has learned; whether that was the last. Called now
+        and then while there is nothing to do, and seldom where there always is something. ``self_profile``: measures in
+        idle time what the predictor lacks. ``lanes``: what partitions wait for; None: nothing. ``rehearsal``: of what
+        jobs will run; None: none."""
         self._channel = channel
         self._engine = engine
         self._training = training
@@ -114,7 +113,6 @@ class WorkerLoop:
         self._partitions = partitions
         self._sizes_chunks = sizes_chunks
         self._trace = trace
-        self._save = save
         self._save_part = save_part
         self._self_profile = self_profile
         self._lanes = lanes
@@ -314,18 +312,22 @@ class WorkerLoop:
         self._next_stats_s = time.monotonic() + _STATS_EVERY_S
         self._training.publish()
         self._executor.tidy()
-        self._save_while_busy()
+        self._save_if_due(_SAVE_BUSY_AFTER_S)
         if os.getppid() != self._parent_pid:
             logger.error("the API process is gone; the worker exits")
             self._finished = True
         if with_stats:
             self._publish_stats(snapshot)
 
-    def _save_while_busy(self) -> None:
-        """Nothing was saved for long, for there was no idle moment: do so little by little."""
-        is_due = self._has_learned and time.monotonic() >= self._next_save_s + _SAVE_BUSY_AFTER_S
-        if self._save_part is not None and is_due and self._save_part():
-            self._next_save_s = time.monotonic() + _SAVE_EVERY_S
+    def _save_if_due(self, after_s: float = 0.0) -> bool:
+        """Save a part of what was learned, if it is time for that, or was ``after_s`` ago; whether there is more."""
+        if self._save_part is None or not self._has_learned or time.monotonic() < self._next_save_s + after_s:
+            return False
+        if not self._save_part():
+            return True
+        self._has_learned = False
+        self._next_save_s = time.monotonic() + _SAVE_EVERY_S
+        return False
 
     def _publish_stats(self, snapshot: Snapshot) -> None:
         requests, now_s, step_ms = snapshot.requests, snapshot.now_s, next_batch_ms(self._predictor, snapshot)
@@ -348,11 +350,7 @@ class WorkerLoop:
             self._unchecked = False
         if self._training.job_id is not None:
             self._training.publish()
-        if self._save is not None and self._has_learned and time.monotonic() >= self._next_save_s:
-            self._save()
-            self._has_learned = False
-            self._next_save_s = time.monotonic() + _SAVE_EVERY_S
-        if self._get_ready(delays_requests=False) or self._begin_profile():
+        if self._save_if_due() or self._get_ready(delays_requests=False) or self._begin_profile():
             return
         self._channel.wait(min(wait_s, _SHORT_WAIT_S) if self._training.waits_shortly else wait_s)
 

@@ -82,7 +82,6 @@ class Tenants:
             partitions,
             sizes_chunks=self.serving.device.overlaps,
             trace=self.trace,
-            save=lambda: self.latencies.save(self.predictor),
             save_part=lambda: self.latencies.save_part(self.predictor),
             self_profile=SelfProfile(engine, self.predictor, partitions, vocab_size) if profiles_itself else None,
             lanes=self.lanes,
