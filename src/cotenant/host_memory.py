@@ -1,4 +1,4 @@
-"""Large pieces of host memory that come and go while others wait for the interpreter."""
+"""Large pieces of host memory that come and go quickly: whoever frees one may be the loop, or keep it waiting."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from contextlib import suppress
 
 def allocate(num_bytes: int) -> mmap.mmap:
     """Zeros, of an address range of their own, which goes with the last reference. In huge pages, if the system has
-    some: to free a MB of ordinary ones takes 0.1 ms, and no other thread has the interpreter meanwhile."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    some: to free a MB of ordinary ones takes 0.1 ms. Raises MemoryError."""
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {num_bytes} bytes: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cotenant.device.transfer import host_tensor, to_device, to_host
@@ -38,3 +39,9 @@ def test_what_is_there_already_is_not_copied() -> None:
     assert {name: id(tensor) for name, tensor in to_device(tensors, torch.device("cpu")).items()} == {
         name: id(tensor) for name, tensor in tensors.items()
     }
+
+
+def test_what_there_is_no_memory_for_is_a_memory_error() -> None:
+    """Not one of the disk: a checkpoint that cannot be read for lack of memory is a good one all the same."""
+    with pytest.raises(MemoryError, match="no memory for"):
+        allocate(1 << 62)

@@ -426,3 +426,24 @@ def test_old_checkpoints_are_served_but_keep_no_training_state(decoder: Decoder,
     announced = [update.step for update in again.start_updates() if isinstance(update, CheckpointSaved)]
     again.close()
     assert announced == list(range(1, 7))
+
+
+def test_a_checkpoint_that_finds_no_memory_is_not_passed_over(
+    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = support.make_spec(tmp_path, save_steps=1, max_steps=4)
+    job = support.make_job(decoder, spec)
+    support.run_step(job)
+    job.checkpoint()
+    job.close()
+
+    def fail(num_bytes: int) -> None:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cotenant.finetune.checkpoint.read_whole", lambda file, header: fail(header.size_bytes))
+        with pytest.raises(MemoryError):
+            support.make_job(decoder, spec)
+    again = support.make_job(decoder, spec)
+    assert again.step == 1
+    again.close()

@@ -139,9 +139,10 @@ def test_a_job_that_fails_keeps_nobody_waiting_for_the_disk(
     tenant.publish()
     assert (tenant.job_id, tenant.runnable, tenant.view()) == ("ftjob-1", False, None), "nothing is on disk yet"
     assert not [message for message in sent if isinstance(message, CheckpointSaved | JobFailed)]
-    disk.let_through()
     if answer is not None:
         (tenant.pause if answer is JobPaused else tenant.cancel)("ftjob-1")
+        assert tenant.job_id is not None, "nor has it waited for that"
+    disk.let_through()
     _go_on(tenant)
     told = [message for message in sent if isinstance(message, CheckpointSaved | JobFailed | JobPaused | JobCancelled)]
     last = [] if answer is None else [answer]

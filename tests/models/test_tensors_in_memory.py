@@ -72,9 +72,17 @@ def test_they_may_lie_at_odd_places(tmp_path: Path) -> None:
     [
         ({"dtype": "F4"}, "a is stored as F4"),
         ({"shape": [3]}, "does not lie in the bytes"),
-        ({"shape": [-2, -2]}, "does not lie in the bytes"),
-        ({"data_offsets": [-4, 12]}, "does not lie in the bytes"),
-        ({"data_offsets": [0, 32]}, "it is cut short"),
+        ({"shape": [-2, -2]}, "sizes or offsets that are none"),
+        ({"shape": [4.0]}, "sizes or offsets that are none"),
+        ({"shape": [True, 4]}, "sizes or offsets that are none"),
+        ({"shape": ["4"]}, "sizes or offsets that are none"),
+        ({"shape": [0, 1 << 70], "data_offsets": [0, 0]}, "sizes or offsets that are none"),
+        ({"shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}, "b does not begin where"),
+        ({"data_offsets": [-4, 12]}, "sizes or offsets that are none"),
+        ({"data_offsets": [0, 16.2]}, "sizes or offsets that are none"),
+        ({"data_offsets": [0, 32]}, "b does not begin where"),
+        ({"data_offsets": [0, 12], "shape": [3]}, "b does not begin where"),
+        ({"data_offsets": [16, 0]}, "does not begin where"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, object], words: str) -> None:

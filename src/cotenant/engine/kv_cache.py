@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -126,12 +126,20 @@ class KvCache:
     def _grow(self, count: int) -> None:
         chunks = self._chunks.take(KV, count)
         try:
-            self._arena.map(chunks)
+            self._map(chunks)
         except torch.OutOfMemoryError as error:
             self._chunks.give_back(KV, chunks)
             self._give_up("grow", error)
             return
         self.pool.add(self._pages_of(chunks))
+
+    def _map(self, chunks: Collection[int]) -> None:
+        """Raises torch.OutOfMemoryError if there is no memory even with what others have kept."""
+        with suppress(torch.OutOfMemoryError):
+            self._arena.map(chunks)
+            return
+        self._device.release_kept_memory()
+        self._arena.map(chunks)
 
     def _give_up(self, wanted: str, error: torch.OutOfMemoryError) -> None:
         target, self._target = self._target, len(self._chunks.owned(KV))

@@ -351,7 +351,7 @@ class TrainingJob:
     def _measured(self) -> Iterator[JobMetrics]:
         """The new steps; without any, now and then what is known of the time left."""
         training, now_s = self._training, self._clock()
-        is_due = self._failure is None and now_s - self._estimated_s >= _ESTIMATE_EVERY_S
+        is_due = not self._is_stopped and self._failure is None and now_s - self._estimated_s >= _ESTIMATE_EVERY_S
         if training is None or not (self._new_steps or is_due):
             return
         remaining_s = training.progress.remaining_s(training.trainer.work_left())

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from cotenant.host_memory import allocate
 
 LENGTH_BYTES = 8
+_MOST = (1 << 63) - 1  # of a size or an offset
 _MAX_HEADER_BYTES = 100_000_000  # as the format has it
 
 
@@ -35,7 +36,7 @@ def read_header(file: BinaryIO) -> Header:
         raise ValueError("its header is too long")
     raw += _read(file, num_bytes)
     try:
-        entries = json.loads(raw[LENGTH_BYTES:], object_pairs_hook=without_repetition)
+        entries = json.loads(raw[LENGTH_BYTES:].decode(), object_pairs_hook=without_repetition)
         tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
         dtypes = {name: str(tensor["dtype"]) for name, tensor in tensors.items()}
         shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
@@ -43,6 +44,10 @@ def read_header(file: BinaryIO) -> Header:
         spans = {name: (int(begin), int(end)) for name, (begin, end) in offsets.items()}
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its header is not one of tensors ({error!r:.200})") from error
+    numbers = (number for name in tensors for number in (*shapes[name], *offsets[name]))
+    if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
+        raise ValueError("its header has sizes or offsets that are none")
+    _check_spans(spans)
     size_bytes = len(raw) + max((end for _, end in spans.values()), default=0)
     _check_size(file.seek(0, 2), size_bytes)
     return Header(raw, dtypes, shapes, spans, size_bytes)
@@ -76,6 +81,15 @@ def _read(file: BinaryIO, num_bytes: int) -> bytes:
     if len(part) < num_bytes:
         raise ValueError("it is cut short: it ends within its header")
     return part
+
+
+def _check_spans(spans: dict[str, tuple[int, int]]) -> None:
+    """One tensor follows another, as the format has it: without overlaps and without holes."""
+    stop = 0
+    for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
+        if begin != stop or end < begin:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        stop = end
 
 
 def _check_size(size_bytes: int, wanted_bytes: int) -> None:

@@ -47,10 +47,13 @@ def _tensor(content: mmap.mmap, header: Header, name: str) -> torch.Tensor:
         raise ValueError(f"{name} is stored as {header.dtypes[name]}; known are {', '.join(_DTYPES)}")
     shape, (begin, end) = header.shapes[name], header.spans[name]
     size = math.prod(shape)
-    if min(begin, *shape, 0) < 0 or end - begin != size * dtype.itemsize:
+    if end - begin != size * dtype.itemsize:
         raise ValueError(f"{name} of shape {list(shape)} does not lie in the bytes {begin} to {end}")
     if size == 0:
-        return torch.empty(shape, dtype=dtype)
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:  # sizes that are too large for it
+            raise ValueError(f"{name} cannot have the shape {list(shape)}: {error}") from error
     begin += len(header.raw)
     if begin % dtype.itemsize:  # as no writer leaves it
         content, begin = _moved(content, begin, size * dtype.itemsize), 0

@@ -350,7 +350,9 @@ class WorkerLoop:
             self._unchecked = False
         if self._training.job_id is not None:
             self._training.publish()
-        if self._save_if_due() or self._get_ready(delays_requests=False) or self._begin_profile():
+        if not self._training.is_tidy or self._save_if_due():
+            return
+        if self._get_ready(delays_requests=False) or self._begin_profile():
             return
         self._channel.wait(min(wait_s, _SHORT_WAIT_S) if self._training.waits_shortly else wait_s)
 

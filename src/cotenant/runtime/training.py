@@ -76,6 +76,7 @@ class TrainingTenant:
         self._tokens_before = 0
         self._tokens_at_start = 0
         self._ending: type[JobPaused] | type[JobCancelled] | JobFailed | None = None
+        self._answer: type[JobPaused] | type[JobCancelled] | None = None  # to who stops a job that has failed
         self._withheld_bytes = 0  # from the job, since memory was short
         self._withheld_until_s = 0.0
         self._is_tidy = True
@@ -139,6 +140,11 @@ class TrainingTenant:
         """Let go of a little of what jobs that have ended left behind."""
         self._is_tidy = not self._device.destroy_retired(_TIDY_S)
 
+    @property
+    def is_tidy(self) -> bool:
+        """Whether there is nothing to ``tidy``, as far as is known."""
+        return self._is_tidy
+
     def start_prepared(self) -> None:
         """Begin the job that ``prepare`` was called for, or go on with it from its newest checkpoint, if what it needs
         has been read, and memory has only what is in use."""
@@ -179,9 +185,8 @@ class TrainingTenant:
 
     @property
     def waits_shortly(self) -> bool:
-        """Whether a job cannot go on, but most likely can in a moment, or there is something to ``tidy``."""
-        waits = self.is_preparing or (self._job is not None and self._job.waits_for_copy)
-        return waits or not self._is_tidy
+        """Whether a job cannot go on, but most likely can in a moment."""
+        return self.is_preparing or (self._job is not None and self._job.waits_for_copy)
 
     @property
     def is_preparing(self) -> bool:
@@ -318,6 +323,8 @@ class TrainingTenant:
         if isinstance(ending, JobFailed):
             if not self._job.done:
                 self._send(ending)
+            if self._answer is not None:
+                self._send(self._answer(self._job_id, 0))
         elif ending is JobCancelled or (ending is JobPaused and not self._job.done):
             self._send(ending(self._job_id, self._job.step))
         self._forget()
@@ -340,9 +347,7 @@ class TrainingTenant:
         """Run no more tasklets and begin a checkpoint. The files are written beside the loop, which goes on serving."""
         assert self._job is not None
         if isinstance(self._ending, JobFailed):
-            job_id = self._job_id
-            self._wait_until_ended()
-            self._send(answer(job_id, 0))
+            self._answer = answer
             return
         if self._ending is None:
             self._device.wait_for_tasklets()
@@ -361,7 +366,7 @@ class TrainingTenant:
         self._job.close()
         self._job = None
         self._is_tidy = False
-        self._ending = None
+        self._ending = self._answer = None
         self._withheld_bytes = 0
         self._num_shortages = 0
 

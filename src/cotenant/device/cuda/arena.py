@@ -53,8 +53,9 @@ class CudaArena:
         return self._bytes.view(dtype)
 
     def close(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._unmap(self.mapped)
+        if self._mapped:
+            torch.cuda.synchronize(self._device)
+            self._unmap(self.mapped)
 
     def _with_kept_memory(self, attempt: Callable[[], None]) -> None:
         """If it finds no memory, once more with what arenas and torch's allocator have kept for later."""
@@ -120,8 +121,9 @@ class _Reservation:
 
 
 def _release(memory: PhysicalMemory, address: int, size_bytes: int, chunk_bytes: int, mapped: set[int]) -> None:
-    torch.cuda.synchronize(memory.device)
-    _unmap(memory, address, chunk_bytes, mapped, frozenset(mapped), keep=False)
+    if mapped:
+        torch.cuda.synchronize(memory.device)
+        _unmap(memory, address, chunk_bytes, mapped, frozenset(mapped), keep=False)
     memory.free(address, size_bytes)
 
 
