@@ -25,6 +25,8 @@ from cotenant.store import lock_folder, open_store
 from forked import run_command
 from small_model import small_model
 
+ALONE = ["--alone-seconds", "0.5"]  # each of its tasklets is measured many times in it
+
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_command("profile", *arguments)
@@ -32,7 +34,7 @@ def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = run_profile("--batch-sizes", "2", *flags)
+    result = run_profile("--batch-sizes", "2", *flags, *ALONE)
     assert result.returncode == 0, result.stderr
     (line,) = (each for each in result.stdout.splitlines() if "sequence" in each)
     said = re.fullmatch(
@@ -53,7 +55,7 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
     assert (beside_ms - alone_ms) / num_tasklets < 3 * max(tasklet_ms)
     # The same sizes of a model, whatever its folder is called.
     small = Path(flags[0]).rename(tmp_path / "elsewhere")
-    again = run_profile("--batch-sizes", "1,3,4000", str(small), *flags[1:], "--contexts", "64,100000")
+    again = run_profile("--batch-sizes", "1,3,4000", str(small), *flags[1:], *ALONE, "--contexts", "64,100000")
     assert again.returncode == 0, again.stderr
     assert "are more: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
     assert "1 sequence of about 64 tokens: " in again.stdout
@@ -64,7 +66,7 @@ def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
 
 def test_tasklets_are_no_longer_than_a_jobs(tmp_path: Path) -> None:
     flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = run_profile("--batch-sizes", "1", *flags, "--tasklet-tokens", "32")
+    result = run_profile("--batch-sizes", "1", *flags, *ALONE, "--tasklet-tokens", "32")
     assert result.returncode == 0, result.stderr
     (path,) = (tmp_path / "latencies").iterdir()
     tasklets = [shape[1] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "tasklet"]
@@ -76,7 +78,7 @@ def test_tasklets_are_no_longer_than_a_jobs(tmp_path: Path) -> None:
 def test_a_server_finds_what_was_profiled_with_its_flags(tmp_path: Path, is_eager: bool) -> None:
     model = small_model(tmp_path)
     flags = [*model, "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = run_profile("--batch-sizes", "1", *flags, *(["--enforce-eager"] if is_eager else []))
+    result = run_profile("--batch-sizes", "1", *flags, *ALONE, *(["--enforce-eager"] if is_eager else []))
     assert result.returncode == 0, result.stderr
 
     def num_found(*, enforce_eager: bool) -> int:
@@ -132,7 +134,7 @@ def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path) -> None:
     thread = threading.Thread(target=get_in_the_way, daemon=True)
     thread.start()
     flags = ["--device", "cpu", "--batch-sizes", "1", "--contexts", "64", "--data-dir", str(tmp_path / "data")]
-    result = run_profile(*small_model(tmp_path), *flags)
+    result = run_profile(*small_model(tmp_path), *flags, *ALONE)
     assert result.returncode == 1
     assert "latencies in" not in result.stdout
     line = result.stderr.strip().splitlines()[-1]  # the log may say before that there is nothing to read
@@ -150,7 +152,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
 
     monkeypatch.setattr(ColocateBench, "profile", interrupted)
     flags = ["--device", "cpu", "--batch-sizes", "1,2,3", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = CliRunner().invoke(app, ["profile", *small_model(tmp_path), *flags])
+    result = CliRunner().invoke(app, ["profile", *small_model(tmp_path), *flags, *ALONE])
     assert (result.exit_code, asked) == (130, [1, 2])
     assert result.stderr.strip().splitlines()[-1] == "error: interrupted: what was measured so far is kept"
     (path,) = (tmp_path / "latencies").iterdir()

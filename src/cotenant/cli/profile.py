@@ -21,7 +21,6 @@ from cotenant.core.plan import Slo
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
 
-_SECONDS_ALONE = 5.0  # of training
 _NUM_TOKENS = 24  # of each sequence, for each shape
 _TASKLETS = 4  # beside each step, if all take as long as the longest
 _SEQ_LEN, _ROWS = 2048, 2  # of the training beside them
@@ -38,6 +37,7 @@ def profile(
     tasklet_tokens: Annotated[
         int | None, typer.Option(min=16, help="As for `cotenant serve`.", show_default=False)
     ] = None,
+    alone_seconds: Annotated[float, typer.Option(min=0.1, help="How long training is measured by itself.")] = 5.0,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
@@ -90,7 +90,7 @@ def profile(
     try:
         with ColocateBench(config, workload, uses_data_dir=True) as bench:
             try:
-                _measure(bench, shapes)
+                _measure(bench, shapes, alone_seconds)
             except KeyboardInterrupt:  # what was measured so far is as good
                 was_interrupted = True
             try:
@@ -113,9 +113,9 @@ def _coexecution(policy: str, tasklet_tokens: int | None, sm_shares: Sequence[fl
     return found
 
 
-def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]]) -> None:
+def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]], alone_seconds: float) -> None:
     """Each of these shapes, a number of sequences and their tokens, and say what came of it."""
-    alone = bench.alone(_SECONDS_ALONE)
+    alone = bench.alone(alone_seconds)
     most = bench.max_num_seqs
     _say_left_out(f"a batch has {most} sequences", [shape for shape in shapes if shape[0] > most])
     for size, length in (shape for shape in shapes if shape[0] <= most):
