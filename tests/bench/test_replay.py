@@ -17,7 +17,7 @@ from small_model import small_model
 SCRIPT = Path(__file__).parents[2] / "bench" / "replay.py"
 LOADS = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,12,64
-2023-11-16 18:15:49.0,9,66
+2023-11-16 18:15:46.4,9,66
 """
 
 

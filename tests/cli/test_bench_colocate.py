@@ -24,9 +24,9 @@ from small_model import small_model
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,20,12
-2023-11-16 18:15:46.5,33,1
-2023-11-16 18:15:46.6,5000,9
-2023-11-16 18:15:47.5,8,20
+2023-11-16 18:15:46.2,33,1
+2023-11-16 18:15:46.3,5000,9
+2023-11-16 18:15:46.5,8,20
 """
 SHORT = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,12,4
@@ -224,7 +224,7 @@ def test_another_part_of_a_trace_is_measured_too(tmp_path: Path) -> None:
     path, page = tmp_path / "grid.json", tmp_path / "grid.html"
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(tmp_path / "conv.csv")]
     arguments += ["--min-requests", "1", "--slo-tpot-ms", "10000", "--policies", "inference-only"]
-    arguments += ["--json", str(path), "--html", str(page), "--resume"]
+    arguments += ["--learning-seconds", "0.1", "--json", str(path), "--html", str(page), "--resume"]
     for window in ("0:1", "1:2", "0:1"):
         result = bench_colocate(*arguments, "--window", window)
         assert result.returncode == 0, result.stderr
@@ -343,9 +343,11 @@ def test_forwards_run_inside_batches_where_that_is_asked_for(tmp_path: Path) -> 
 
 def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: Path) -> None:
     path, trace = tmp_path / "grid.json", tmp_path / "trace.csv"
-    trace.write_text(TRACE)
+    rows = [f"2023-11-16 18:15:4{second},12,4" for second in ("6.0", "6.5", "7.5")]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "", "--trace", str(trace), "--cell-seconds", "1"]
     arguments += ["--min-requests", "1", "--time-scale", "0.5,1", "--slo-tpot-ms", "0.001,10000"]
+    arguments += ["--learning-seconds", "0.1"]
     arguments += ["--slo-ttft-ms", "60000", "--policies", "multitask,inference-only", "--skip-hopeless"]
     arguments += ["--json", str(path)]
     result = bench_colocate(*arguments)
