@@ -12,6 +12,7 @@ import pytest
 
 from cotenant import __version__
 from forked import run_command
+from small_model import small_model
 
 MODELS = ("tiny", "llama-3.1-8b", "llama-3.2-1b", "qwen2.5-7b", "qwen3-8b")
 LONG = "a" * 300  # than which no file's name is longer
@@ -149,6 +150,22 @@ import cotenant.cli.main, cotenant.api.server, cotenant.models.registry
 from cotenant.config import ModelConfig
 cotenant.models.registry.resolve_model(ModelConfig("tiny"))
 print({"httpx", "numpy", "torch"} & set(sys.modules))
+"""
+    result = python(code)
+    assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_no_server_waits_for_algebra_before_it_is_ready(tmp_path: Path) -> None:
+    """Torch has it for shapes that are symbols, and imports it in a third of a second. Nor does the first job."""
+    config = f"ServerConfig(ModelConfig({small_model(tmp_path)[0]!r}, load_format='dummy', device='cpu'))"
+    code = f"""
+import sys
+from cotenant.config import ModelConfig, ServerConfig
+from cotenant.runtime.colocate_bench import ColocateBench
+from cotenant.runtime.finetune_workload import Workload
+with ColocateBench({config}, Workload(16, 16, 16, 4, False)) as bench:
+    bench.alone(0.1)
+print({{"sympy", "torch._dynamo"}} & set(sys.modules))
 """
     result = python(code)
     assert result.stdout.strip() == "set()", result.stderr

@@ -38,7 +38,7 @@ def warm_up(decoder: Decoder) -> None:
 
 def _optimize(device: torch.device) -> None:
     weight = torch.zeros(1, device=device, requires_grad=True)
-    torch.autograd.backward(weight * 1.0, torch.zeros(1, device=device))
+    torch.autograd.backward((weight * 0.0).sum())
     optimizer = Optimizer({"weight": weight}, Hyperparameters())
     optimizer.clip()
     optimizer.step(0.0)

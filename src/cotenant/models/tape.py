@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,8 +48,24 @@ class KeptGraph(NamedTuple):
     out: torch.Tensor  # [rows, heads * head_dim]
 
     def backward(self, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        query, key, value = torch.autograd.grad(self.out, self.leaves, gradient)
+        with torch.enable_grad():
+            end = _Given.apply(self.out, gradient)  # type: ignore[no-untyped-call]
+        query, key, value = torch.autograd.grad(end, self.leaves)
         return query, key, value
+
+
+class _Given(torch.autograd.Function):
+    """A scalar at which a backward pass begins with the gradient of ``out`` that is given: the same as to name it to
+    autograd, which would check its shape with symbols, and import sympy for them in the first backward pass."""
+
+    @staticmethod
+    def forward(context: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        context.gradient = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return context.gradient, None
 
 
 @dataclass(slots=True)
