@@ -14,7 +14,7 @@ import pytest
 from serving import RunningServer, start_server
 
 HYPERPARAMETERS = {
-    "max_steps": 60,
+    "max_steps": 48,
     "batch_size": 4,
     "save_steps": 7,
     "learning_rate": 1e-3,
@@ -113,11 +113,11 @@ def test_killed_at_random_moments(tmp_path: Path, undisturbed: bytes) -> None:
         events = {event["id"]: event for event in all_events(server, job["id"])}
         assert seen.items() <= {key: event["message"] for key, event in events.items()}.items(), "an event was lost"
         steps = sorted(event["data"]["step"] for event in events.values() if event["type"] == "metrics")
-        assert steps == list(range(1, 61))
+        assert steps == list(range(1, 49))
         assert adapter_bytes(server, job) == undisturbed
         assert len(get(server, "/v1/files")["data"]) == 3  # training, validation, result
         checkpoints = get(server, f"/v1/fine_tuning/jobs/{job['id']}/checkpoints", limit=100)["data"]
-        assert {7, 14, 56, 60} <= {checkpoint["step_number"] for checkpoint in checkpoints}
+        assert {7, 14, 42, 48} <= {checkpoint["step_number"] for checkpoint in checkpoints}
     finally:
         server.kill()
 
