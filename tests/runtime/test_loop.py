@@ -71,6 +71,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SteppedTime:
     return SteppedTime(monkeypatch, loop_module, cotenancy)
 
 
+A_MOMENT_S = 1e-3  # of the real time, in which threads write files while the loop waits
+
+
 class Channel:
     """Holds what the API process sends; when the loop waits for more, it is drained."""
 
@@ -93,6 +96,7 @@ class Channel:
 
     def wait(self, timeout_s: float) -> bool:
         self.num_looks_before_wait = 0
+        time.sleep(A_MOMENT_S)
         if timeout_s < 0.05:  # for something else than messages
             loop_module.time.sleep(timeout_s)  # type: ignore[attr-defined]
             return False
@@ -572,6 +576,7 @@ class PatientChannel(Channel):
     def wait(self, timeout_s: float) -> bool:
         self.timeouts_s.append(timeout_s)
         self.num_looks_before_wait = 0
+        time.sleep(A_MOMENT_S)
         if any(isinstance(sent, JobSucceeded) for sent in self.sent):
             self.inbox.append(Drain())
         return bool(self.inbox)
@@ -627,6 +632,7 @@ class SlowDiskChannel(Channel):
 
     def wait(self, timeout_s: float) -> bool:
         self.num_looks_before_wait = 0
+        time.sleep(A_MOMENT_S)
         self.num_steps.append(sum(len(sent.steps) for sent in self.sent if isinstance(sent, JobMetrics)))
         self._disk.let_through(1)
         if any(isinstance(sent, JobSucceeded) for sent in self.sent):
