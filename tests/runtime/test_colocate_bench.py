@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,14 @@ from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.scheduler import margin
+from small_model import small_model
 
 TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
+
+
+def small_config(folder: Path, max_model_len: int) -> ModelConfig:
+    """Of a model that takes a third of the built-in one's time for a step, and less for training."""
+    return ModelConfig(small_model(folder)[0], load_format="dummy", max_model_len=max_model_len, device="cpu")
 
 
 def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> None:
@@ -54,9 +61,9 @@ def test_a_cell_has_the_training_of_its_first_iteration() -> None:
         assert (cell.train_tokens_per_s, cell.num_failed) == (0.0, 0)
 
 
-def test_training_alone_is_timed_until_it_has_come_somewhere() -> None:
+def test_training_alone_is_timed_until_it_has_come_somewhere(tmp_path: Path) -> None:
     """Its speed is what harvest is a share of."""
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=512, device="cpu"), batch=BatchConfig())
+    config = ServerConfig(model=small_config(tmp_path, 512), batch=BatchConfig())
     with ColocateBench(config, Workload(512, 1024, 512, 16, False)) as bench:
         assert bench.alone(1e-6) > 0
 
@@ -100,7 +107,7 @@ def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: py
         assert len(cell.itl_ms) == sum(at_s <= until_s for at_s in token_s) - 1
 
 
-def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those that come in its time; nothing of it is left for what is measured then."""
     loads = list[Load]()
 
@@ -109,7 +116,7 @@ def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pyte
             super().__init__(*arguments, **named)
             loads.append(self)
 
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
+    config = ServerConfig(model=small_config(tmp_path, 128), batch=BatchConfig())
     arrivals = [Arrival(0.0, 4, 8), Arrival(0.02, 4, 100), Arrival(0.3, 4, 8)]
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
@@ -123,7 +130,9 @@ def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pyte
     assert loads[0].answers[0].token_s
 
 
-def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Else slack that was saved up while it was lower would be spent then, and TPOT be longer than it is."""
     margins, decode = list[tuple[int, float]](), ColocateBench._decode
 
@@ -133,8 +142,8 @@ def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(monkeypatch
         return times_s
 
     monkeypatch.setattr(ColocateBench, "_decode", noted)
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=1024, device="cpu"), batch=BatchConfig())
-    slo = Slo(1e4, 12.0)
+    config = ServerConfig(model=small_config(tmp_path, 1024), batch=BatchConfig())
+    slo = Slo(1e4, 4.0)
     monkeypatch.setattr(margin, "_FIRST_RISE", 0.00007)  # at rest after 600 tokens, not 1,400
     monkeypatch.setattr(steady, "_UNTIMED", 128)
     monkeypatch.setattr(steady, "_UNDER_POLICY", 64)
@@ -146,7 +155,9 @@ def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(monkeypatch
     assert timed[1] < untimed[1] + 0.001
 
 
-def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Else some sequences would wait for pages, and others run on to their end meanwhile."""
     rooms = list[tuple[int, int]]()
 
@@ -155,13 +166,10 @@ def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(monkeypatch: 
         return min(1, steady.most_learning(answers, room))
 
     monkeypatch.setattr(colocate_bench, "most_learning", noted)
-    config = ServerConfig(
-        model=ModelConfig(model="tiny", max_model_len=1024, device="cpu"),
-        cache=CacheConfig(num_pages=64, page_tokens=16),
-    )
+    config = ServerConfig(model=small_config(tmp_path, 1024), cache=CacheConfig(num_pages=64, page_tokens=16))
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
-        cells = [bench.steady(policy, Slo(1e4, 20.0), 4, 100, 16) for policy in ("adaptive", "temporal")]
+        cells = [bench.steady(policy, Slo(1e4, 6.0), 4, 100, 16) for policy in ("adaptive", "temporal")]
     assert [(cell.num_requests, cell.num_failed) for cell in cells] == [(4, 0)] * 2
     assert rooms == [(4, 64 // 4 * 16)], "of those that aim by a margin"
     short, long = ([Answer(Arrival(0.0, 1, 2000), [0.0] * count)] * 4 for count in (16, 150))
