@@ -209,7 +209,7 @@ def test_a_server_that_ends_early_is_noticed(url: str, tmp_path: Path) -> None:
 def test_a_server_that_dies_during_the_run_is_a_failure_of_what_it_owed(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     with sse_server("--dies-after", "10") as address:
-        arguments = ("--request-rate", "20", "--duration", "6", "--random-output-len", "20", "--json", str(path))
+        arguments = ("--request-rate", "40", "--duration", "3", "--random-output-len", "20", "--json", str(path))
         process = subprocess.run(command(address, *arguments), capture_output=True, timeout=120, check=False)
     assert (process.returncode, process.stderr) == (0, b"")
     report = json.loads(path.read_text())

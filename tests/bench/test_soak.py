@@ -72,7 +72,7 @@ def test_a_run_too_short_to_judge_memory_says_so(server: RunningServer, tmp_path
 
 def test_a_worker_that_died_meanwhile_is_noticed(server: RunningServer, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
-    command = [sys.executable, str(ROOT / "bench" / "soak.py"), server.base_url, "--minutes", "0.15"]
+    command = [sys.executable, str(ROOT / "bench" / "soak.py"), server.base_url, "--minutes", "0.1"]
     flags = ["--pid", str(server.process.pid), "--rss-bound-mib", "1000", "--json", str(path)]
     process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
     while _num_live(server) < 2:  # the load has begun: what comes before sends one at a time
@@ -93,7 +93,13 @@ def _num_live(server: RunningServer) -> float:
 
 def test_a_server_that_is_not_there_is_one_line() -> None:
     command = [sys.executable, str(ROOT / "bench" / "soak.py"), "http://127.0.0.1:1", "--pid", "1"]
-    run = subprocess.run([*command, "--minutes", "0.01"], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [*command, "--minutes", "0.01", "--healthy-within", "0.5"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert run.returncode == 1
     assert run.stderr.startswith("error: the server at http://127.0.0.1:1 was not healthy")
 
