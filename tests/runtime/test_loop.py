@@ -32,6 +32,7 @@ from cotenant.engine.engine import OnlineEngine
 from cotenant.models.tensors_in_memory import read_tensors
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
+from cotenant.runtime import prompts
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
@@ -500,8 +501,8 @@ def test_chunks_and_turns_go_by_what_the_batch_in_flight_leaves(
 
     monkeypatch.setattr(Executor, "wait_ms", 7.0)
     monkeypatch.setattr(Executor, "begins_after_ms", 11.0)
-    monkeypatch.setattr(loop_module, "prompt_budget", noted)
-    monkeypatch.setattr(loop_module, "take_turns", turns)
+    monkeypatch.setattr(prompts, "prompt_budget", noted)
+    monkeypatch.setattr(prompts, "take_turns", turns)
     requests = [AddRequest(request(f"r{index}", list(range(5, 45 + index)), 6)) for index in range(12)]
     loop, _ = small_loop(
         tmp_path, Channel(*requests), "inference-only", AheadDevice(), sizes_chunks=True, predictor=taught(1.0)

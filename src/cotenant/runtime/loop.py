@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from cotenant.core.errors import CotenantError
-from cotenant.core.plan import InFlight, IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
+from cotenant.core.plan import IterationRecord, Mode, Partition, Plan, RequestView, Slo, Snapshot
 from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.lanes import LaneCaptures
+from cotenant.runtime.prompts import PromptArrangement
 from cotenant.runtime.reach import TargetReach
 from cotenant.runtime.rehearsal import Rehearsal
 from cotenant.runtime.self_profile import SelfProfile
@@ -24,12 +25,11 @@ from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.base import flight_ms, next_batch_ms
-from cotenant.scheduler.chunking import most_margin, prompt_budget
+from cotenant.scheduler.base import next_batch_ms
+from cotenant.scheduler.chunking import most_margin
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.margin import Margin
 from cotenant.scheduler.slack import decode_slack_ms, first_token_slack_ms
-from cotenant.scheduler.turns import take_turns
 from cotenant.wire.messages import (
     AbortRequests,
     AdapterFailed,
@@ -130,6 +130,7 @@ class WorkerLoop:
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
         self._answers = AnswerLengths()
+        self._prompts = PromptArrangement(engine, executor, predictor, slo, self._answers, sizes_chunks=sizes_chunks)
         for view in engine.views():  # of another loop's requests
             if view.first_token_s is not None:
                 self._margin.resume(view.request_id, view.first_token_s, view.num_generated)
@@ -215,7 +216,7 @@ class WorkerLoop:
         now_s, requests, is_profiling = time.monotonic(), self._engine.views(), self._active_profile is not None
         in_flight = self._executor.in_flight
         if not is_profiling and any(request.num_prompt_tokens_left for request in requests):
-            self._arrange_prompts(requests, now_s, in_flight)
+            self._prompts.arrange(requests, now_s, in_flight)
         batch = self._engine.next_shape()
         comes_in = self._sizes_chunks and batch.prefill_tokens > 0
         if batch.num_decode and not is_profiling and (comes_in or not self._margin.has_learned):
@@ -241,27 +242,6 @@ class WorkerLoop:
             least_answer=self._answers.least,
             since_tokens_ms=(now_s - self._last_tokens_s) * 1e3,
         )
-
-    def _arrange_prompts(self, requests: tuple[RequestView, ...], now_s: float, in_flight: InFlight | None) -> None:
-        """How many tokens of them the next batch takes, and whose come last."""
-        budget, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
-        if self._sizes_chunks:
-            budget = prompt_budget(
-                self._predictor, decodes, requests, self._slo, now_s, budget, self._answers.short,
-                ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
-            )  # fmt: skip
-        begins_ms = self._next_begins_ms(in_flight)
-        num_seats = self._engine.max_num_seqs - self._engine.num_running
-        turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms, num_seats)
-        self._engine.limit_tokens(turns.budget)
-        self._engine.put_off(turns.put_off)
-
-    def _next_begins_ms(self, in_flight: InFlight | None) -> float:
-        """From now until the next batch can begin, as far as is known."""
-        wait_ms = self._executor.wait_ms
-        if in_flight is None:
-            return max(wait_ms, self._executor.begins_after_ms)  # which is measured with what it waits for
-        return wait_ms + (flight_ms(self._predictor, in_flight) or 0.0)
 
     def _tell_margin(self, step_ms: float, *, comes_in: bool) -> None:
         """Where to begin and what to expect. ``step_ms``: of the decodes alone. ``comes_in``: prompts join them."""
