@@ -5,10 +5,11 @@ The snapshot has 32 running requests, four partitions, and a job with 161 runs o
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
 as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
 made anew for each plan, as it mostly is. "256 requests": instead of 32. "a crowd": prompts take something off what is
-aimed at. "half done": the first prompt has less than a chunk to go, behind much that is computed, and another has the
-rest. "records": each shape was measured beside the batch. "models": others were, so that linear models answer. "prior":
-one other shape of each was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about
-another batch, as each iteration's is.
+aimed at. "all of it for 64 prompts": a chunk's size, the turns, and the plan for what comes of them. "half done": the
+first prompt has less than a chunk to go, behind much that is computed, and another has the rest. "records": each shape
+was measured beside the batch. "models": others were, so that linear models answer. "prior": one other shape of each
+was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about another batch, as each
+iteration's is.
 
     python bench/planner_cost.py
 """
@@ -99,6 +100,9 @@ def main() -> None:
                 remark = f"plans {planned.num_tasklets} tasklets, {planned.mode.value}"
                 plan = partial(_plan_next, policy, cycle(snapshots))
                 _report(f"{name}, {known}{variant}", num_calls, plan, remark)
+            crowded = [_with_crowd(snapshot, batch) for batch in PROMPTS]
+            arrange = partial(_arrange_and_plan, predictor, policy, cycle(crowded))
+            _report(f"{name}, {known}, all of it for 64 prompts", num_calls, arrange, "")
         shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH),
@@ -122,6 +126,19 @@ def _shapes(num_tokens: int) -> list[TaskletShape]:
 
 def _plan_next(policy: Policy, snapshots: Iterator[Snapshot]) -> Plan:
     return policy.plan(next(snapshots))
+
+
+def _arrange_and_plan(predictor: LatencyPredictor, policy: Policy, snapshots: Iterator[Snapshot]) -> Plan:
+    """What the worker does in an iteration while prompts wait, but for the engine's share."""
+    snapshot = next(snapshots)
+    decodes = msgspec.structs.replace(BATCH)
+    budget = prompt_budget(predictor, decodes, snapshot.requests, SLO, NOW_S, 4096, 8)
+    take_turns(predictor, decodes, snapshot.requests, SLO, NOW_S, budget)
+    return policy.plan(snapshot)
+
+
+def _with_crowd(snapshot: Snapshot, batch: BatchShape) -> Snapshot:
+    return replace(snapshot, batch=batch, requests=(*snapshot.requests, *CROWD), num_ending=1)
 
 
 def _ask_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> float | None:

@@ -35,12 +35,14 @@ def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
     begin_s, target_ms = snapshot.now_s + ahead_ms / 1e3, snapshot.margin * slo.tpot_ms
     # Each of the prompts' batches has a token for the running requests.
     num = num_batches(batch, waiting)
-    late_ms = (num - 1.0) * max(0.0, batch_ms - target_ms)
-    time_ms = min(
-        (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - late_ms,
+    most_ms = min(
         slo.max_gap_ms - gap_ms - batch_ms,
         first_token_slack_ms(tuple(waiting), slo, begin_s, num * batch_ms) - (1.0 - _TTFT_SHARE) * slo.ttft_ms,
     )
+    if most_ms < _LEAST_MS:  # as where many wait
+        return 0.0
+    late_ms = (num - 1.0) * max(0.0, batch_ms - target_ms)
+    time_ms = min(most_ms, (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - late_ms)
     return min(time_ms, _MOST_MS) if time_ms >= _LEAST_MS else 0.0
 
 
@@ -50,9 +52,11 @@ def _sides(requests: tuple[RequestView, ...]) -> tuple[list[RequestView], list[R
     running: list[RequestView] = []
     for request in requests:
         has_tokens = request.first_token_s is not None
-        if request.num_prompt_tokens_left == 0 and has_tokens:
+        if not request.num_prompt_tokens_left:
+            if not has_tokens:
+                return [], []
             running.append(request)
-        elif request.num_prompt_tokens_left == 0 or request.has_begun or has_tokens:
+        elif request.has_begun or has_tokens:
             return [], []
         elif not request.waits_for_adapter:
             waiting.append(request)
