@@ -80,9 +80,12 @@ def test_a_job_begins_when_nothing_is_left_of_the_one_before(tmp_path: Path) -> 
     class WithGraphs(CpuDevice):
         num_left = 0
 
-        def destroy_retired(self, most_s: float = math.inf) -> bool:
-            self.num_left = max(0, self.num_left - 1)
+        @property
+        def has_retired(self) -> bool:
             return self.num_left > 0
+
+        def destroy_retired(self, most_s: float = math.inf) -> None:
+            self.num_left = max(0, self.num_left - 1)
 
     device = WithGraphs()
     bench = Bench(tmp_path, device)

@@ -128,8 +128,12 @@ class Device(Protocol):
         """Let go of captured graphs that nobody launches again, little by little: some thousands at once would keep
         requests waiting for longer than a step. They hold their memory until then."""
 
-    def destroy_retired(self, most_s: float = math.inf) -> bool:
-        """Let go of what was retired for so long at most. Whether something is left."""
+    @property
+    def has_retired(self) -> bool:
+        """Whether something that was retired is left."""
+
+    def destroy_retired(self, most_s: float = math.inf) -> None:
+        """Let go of what was retired for so long at most."""
 
     def set_aside(self, num_bytes: int) -> bool:
         """Have torch keep so many bytes for what batches that have all SMs need while they run: so none of them waits

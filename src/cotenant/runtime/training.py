@@ -79,7 +79,6 @@ class TrainingTenant:
         self._answer: type[JobPaused] | type[JobCancelled] | None = None  # to who stops a job that has failed
         self._withheld_bytes = 0  # from the job, since memory was short
         self._withheld_until_s = 0.0
-        self._is_tidy = True
         self.at_step_end = False
         self._num_shortages = 0
 
@@ -138,17 +137,17 @@ class TrainingTenant:
 
     def tidy(self) -> None:
         """Let go of a little of what jobs that have ended left behind."""
-        self._is_tidy = not self._device.destroy_retired(_TIDY_S)
+        self._device.destroy_retired(_TIDY_S)
 
     @property
     def is_tidy(self) -> bool:
-        """Whether there is nothing to ``tidy``, as far as is known."""
-        return self._is_tidy
+        """Whether there is nothing to ``tidy``."""
+        return not self._device.has_retired
 
     def start_prepared(self) -> None:
         """Begin the job that ``prepare`` was called for, or go on with it from its newest checkpoint, if what it needs
         has been read, and memory has only what is in use."""
-        if self._preparation is None or not self._preparation.result.done() or not self._is_tidy:
+        if self._preparation is None or not self._preparation.result.done() or not self.is_tidy:
             return
         spec, result = self._preparation
         self._preparation = None
@@ -179,7 +178,7 @@ class TrainingTenant:
         self.prepare(spec)
         if self._preparation is not None:
             wait([self._preparation.result])
-        while not self._is_tidy:
+        while not self.is_tidy:
             self.tidy()
         self.start_prepared()
 
@@ -365,7 +364,6 @@ class TrainingTenant:
         self._device.wait_for_tasklets()
         self._job.close()
         self._job = None
-        self._is_tidy = False
         self._ending = self._answer = None
         self._withheld_bytes = 0
         self._num_shortages = 0

@@ -101,8 +101,12 @@ class CpuDevice:
     def retire(self, graphs: Iterable[object]) -> None:
         return
 
-    def destroy_retired(self, most_s: float = math.inf) -> bool:
+    @property
+    def has_retired(self) -> bool:
         return False
+
+    def destroy_retired(self, most_s: float = math.inf) -> None:
+        return
 
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
         return False  # the operating system has it

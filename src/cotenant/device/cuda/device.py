@@ -164,7 +164,7 @@ class CudaDevice:
         return free + unused + self._memory.kept_bytes, total
 
     def release_kept_memory(self, most_bytes: int | None = None) -> bool:
-        had_retired = bool(self._retired) and most_bytes is None
+        had_retired = self.has_retired and most_bytes is None
         if had_retired:
             self.destroy_retired()
         return self._memory.release(most_bytes) > 0 or had_retired
@@ -172,15 +172,18 @@ class CudaDevice:
     def retire(self, graphs: Iterable[object]) -> None:
         self._retired.extend(graphs)
 
-    def destroy_retired(self, most_s: float = math.inf) -> bool:
+    @property
+    def has_retired(self) -> bool:
+        return bool(self._retired)
+
+    def destroy_retired(self, most_s: float = math.inf) -> None:
         if not self._retired:
-            return False
+            return
         until_s = time.perf_counter() + most_s
         while self._retired and time.perf_counter() < until_s:
             self._retired.popleft()
         if not self._retired:
             torch.cuda.empty_cache()  # the memory of a pool without graphs can be given back now
-        return bool(self._retired)
 
     def set_aside(self, num_bytes: int) -> bool:
         num_bytes = max(num_bytes + _ANCHOR_BYTES, _LEAST_ASIDE)
