@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -126,20 +127,21 @@ class KvCache:
     def _grow(self, count: int) -> None:
         chunks = self._chunks.take(KV, count)
         try:
-            self._map(chunks)
+            self._insist(partial(self._arena.map, chunks))
         except torch.OutOfMemoryError as error:
             self._chunks.give_back(KV, chunks)
             self._give_up("grow", error)
             return
         self.pool.add(self._pages_of(chunks))
 
-    def _map(self, chunks: Collection[int]) -> None:
-        """Raises torch.OutOfMemoryError if there is no memory even with what others have kept."""
+    def _insist(self, run: Callable[[], None]) -> None:
+        """``run``; if there is no memory for it, once more with what others have kept. Raises torch.OutOfMemoryError if
+        there is none even so."""
         with suppress(torch.OutOfMemoryError):
-            self._arena.map(chunks)
+            run()
             return
-        self._device.release_kept_memory()
-        self._arena.map(chunks)
+        self._device.release_kept_memory()  # what the attempt held is freed with its frames
+        run()
 
     def _give_up(self, wanted: str, error: torch.OutOfMemoryError) -> None:
         target, self._target = self._target, len(self._chunks.owned(KV))
@@ -182,14 +184,9 @@ class KvCache:
         return sorted(highest, key=cost)[:count]
 
     def _copy(self, moves: dict[int, int]) -> None:
-        """Copy pages. Raises torch.OutOfMemoryError if there is no memory even with what arenas have kept."""
-        if not moves:
-            return
-        with suppress(torch.OutOfMemoryError):
-            self._copy_staged(moves)
-            return
-        self._device.release_kept_memory()  # what the attempt held is freed with its frames
-        self._copy_staged(moves)
+        """Copy pages. Raises torch.OutOfMemoryError if there is no memory for that."""
+        if moves:
+            self._insist(partial(self._copy_staged, moves))
 
     def _copy_staged(self, moves: dict[int, int]) -> None:
         pages = torch.tensor([list(moves), list(moves.values())], device=self._words.device)  # [2, pages]
