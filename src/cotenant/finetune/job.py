@@ -18,7 +18,7 @@ from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.job_training import Training, make_training
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preparation import Prepared, as_job_error, prepare
-from cotenant.finetune.selection import Selection, best_of
+from cotenant.finetune.selection import best_of
 from cotenant.finetune.state import TrainingState
 from cotenant.finetune.trainer import FusedInput, Trainer
 from cotenant.finetune.writer import WriteError
@@ -87,7 +87,6 @@ class TrainingJob:
         self._new_steps: list[StepMetrics] = []
         self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
         self._failure: JobFailed | None = None
-        self._selection = Selection(spec.hyperparameters)
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
         self.finished_path: str | None = str(self._files.adapter_path) if self._files.finished else None
         self.done = self.finished_path is not None
@@ -411,18 +410,13 @@ class TrainingJob:
         state = self._running.state
         trainer_state = state.trainer_state(metrics, announced=announced, needs_evaluation=needs_evaluation)
         self._saved = (metrics.step, needs_evaluation)
-        self._files.write_checkpoint(trainer_state, state.begin_copy(), self._best_step)
+        self._files.write_checkpoint(trainer_state, state.begin_copy(), self._selection.result_step)
 
     def _finish(self) -> None:
         last = self._running.state.begin_copy()
-        self._files.write_result(last, self._best_step, self.total_steps, self.trained_tokens)
+        self._files.write_result(last, self._selection.result_step, self.total_steps, self.trained_tokens)
 
     def _fail(self, code: str, message: str, bad_step: int | None = None) -> None:
         self.discard_step()
         if self._failure is None:
             self._failure = JobFailed(self._spec.job_id, code, message, self.step, bad_step)
-
-    @property
-    def _best_step(self) -> int | None:
-        """The step whose adapter is the job's result, if that is to be the best one's."""
-        return self._selection.best_step if self._spec.hyperparameters.load_best_model_at_end else None

@@ -84,9 +84,7 @@ def prepare(
         checkpoint = files.newest_checkpoint()
         recorded = _recorded(files, checkpoint, job_fingerprint)
         if checkpoint is not None and checkpoint[0].fingerprint == job_fingerprint:  # a kill may have come before
-            best_step = best_of(recorded, spec.hyperparameters).best_step
-            keeps_best = spec.hyperparameters.load_best_model_at_end
-            files.tidy_checkpoints(checkpoint[0].step, best_step if keeps_best else None)
+            files.tidy_checkpoints(checkpoint[0].step, best_of(recorded, spec.hyperparameters).result_step)
     except OSError as error:
         raise as_job_error(error) from error
     step = 0 if checkpoint is None else checkpoint[0].step

@@ -23,9 +23,15 @@ class Selection:
         self._field, self._greater_is_better = BEST_METRICS[hyper.metric_for_best_model]
         self._patience = hyper.early_stopping_patience
         self._threshold = hyper.early_stopping_threshold
+        self._is_for_result = hyper.load_best_model_at_end
         self._num_worse = 0
         self._best = math.nan
         self.best_step: int | None = None
+
+    @property
+    def result_step(self) -> int | None:
+        """The step whose adapter is the job's result, if that is to be the best one's."""
+        return self.best_step if self._is_for_result else None
 
     @property
     def stops(self) -> bool:
