@@ -642,7 +642,7 @@ SECTIONS = (
         "checkpoints and adapters, which no version before had been measured with: tokens were up to 453 ms apart. "
         "Since then large copies go by small pinned pieces, files are read and written without keeping the "
         "interpreter, graphs are let go of little by little, and no tasklet begins 5% behind its plan's end. What is "
-        "committed also frees the copies' memory faster, by far the longest part of a job's end, and was not measured.",
+        "committed also frees the copies' memory in another way, and was not measured.",
         "python bench/job_start.py llama-3.1-8b --load-format dummy --slo-tpot-ms 15 --save-steps 2 --adapters 3",
     ),
     Section(

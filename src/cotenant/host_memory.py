@@ -8,7 +8,7 @@ from contextlib import suppress
 
 def allocate(num_bytes: int) -> mmap.mmap:
     """Zeros, of an address range of their own, which goes with the last reference. In huge pages, if the system has
-    some: to free a MB of ordinary ones takes 0.1 ms. Raises MemoryError."""
+    some: a piece of ordinary ones takes long to free. Raises MemoryError."""
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -174,7 +174,9 @@ def test_a_process_that_cannot_be_started_fails_its_job_and_no_other(
     assert "Traceback" not in caplog.text
 
 
-def test_a_process_that_is_started_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_started_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fail_to_start(monkeypatch, 3)
 
     async def scenario() -> None:
@@ -182,6 +184,7 @@ def test_a_process_that_is_started_at_last(tmp_path: Path, monkeypatch: pytest.M
             await there.wait_started((await there.create())["id"])
 
     run(scenario)
+    assert len([record for record in caplog.records if "trying again" in record.message]) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

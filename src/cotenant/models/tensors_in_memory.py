@@ -1,5 +1,5 @@
 """A safetensors file's tensors where its content lies: nothing is copied, and no other thread waits. safetensors' own
-``load`` copies all of it and keeps the interpreter meanwhile: that would stop the loop, for 0.2 s or more per GB."""
+``load`` copies all of it and keeps the interpreter meanwhile, which would stop the loop."""
 
 from __future__ import annotations
 

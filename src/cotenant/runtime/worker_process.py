@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 START_FAILED_EXIT_CODE = 2
 # While a thread reads a job's files or an adapter, say, the loop waits so long for the interpreter each time that it
-# has let go of it, as it does at each launch: by Python's own 5 ms a token would take a second.
+# has let go of it, as it does at each launch: Python's own 5 ms would be longer than a step.
 SWITCH_S = 2e-5
 
 
