@@ -437,11 +437,11 @@ def test_a_checkpoint_that_finds_no_memory_is_not_passed_over(
     job.checkpoint()
     job.close()
 
-    def fail(num_bytes: int) -> None:
+    def find_no_memory(*_: object) -> None:
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cotenant.finetune.checkpoint.read_whole", lambda file, header: fail(header.size_bytes))
+        patch.setattr("cotenant.finetune.checkpoint.read_whole", find_no_memory)
         with pytest.raises(MemoryError):
             support.make_job(decoder, spec)
     again = support.make_job(decoder, spec)
