@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import mul
 
 import pytest
 from hypothesis import given
@@ -61,6 +62,36 @@ def test_a_model_does_not_reach_where_no_measurement_has_told_its_weights() -> N
         model.update(features, truth(features))
     assert model.reached((1.0, 4.0, 6000.0)) == model.predict((1.0, 4.0, 6000.0)) > 0.0
     assert model.reached((1.0, 40.0, 60_000.0)) is None
+
+
+@given(seed=st.integers(0, 1000), size=st.integers(1, 9), num_samples=st.integers(0, 20), scale=st.floats(0.1, 100.0))
+def test_what_is_said_is_by_the_weights_and_the_covariance(
+    seed: int, size: int, num_samples: int, scale: float
+) -> None:
+    """And features that are left off are 0, in what is asked and in what is learned."""
+    rng = random.Random(seed)
+    scales = tuple(scale * (1 + place) for place in range(size))
+    model, padded = OnlineLinearModel(scales), OnlineLinearModel(scales)
+
+    def features_of() -> tuple[float, ...]:
+        return tuple(each * rng.uniform(-2.0, 2.0) for each in scales[: rng.randint(1, size)])
+
+    for _ in range(num_samples):
+        features, target = features_of(), rng.uniform(0.0, 10.0)
+        model.update(features, target)
+        padded.update((*features, *[0.0] * (size - len(features))), target)
+    asked = features_of()
+    weights, covariance, _ = model.state()
+    assert padded.state() == model.state()
+    x = [each / scale for each, scale in zip(asked, scales, strict=False)]
+    rows = [covariance[start : start + len(x)] for start in range(0, size * len(x), size)]
+    estimate = max(0.0, sum(weight * each for weight, each in zip(weights, x, strict=False)))
+    variance = sum(each * sum(map(mul, row, x)) for each, row in zip(x, rows, strict=True))
+    assert model.predict(asked) == pytest.approx(estimate, abs=1e-6)
+    if num_samples <= size:
+        assert model.reached(asked) is None
+    elif abs(variance - 4.0) > 1e-3:  # in measurements: what a prediction may be off, to be one
+        assert model.reached(asked) == (model.predict(asked) if variance < 4.0 else None)
 
 
 def test_what_another_model_learned_can_be_taken_over() -> None:

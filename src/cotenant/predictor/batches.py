@@ -154,12 +154,14 @@ def _within(measured_ms: float, expected_ms: float) -> float:
 
 def batch_features(batch: BatchShape, behind_tasklets: bool = False) -> tuple[float, ...]:
     """``behind_tasklets``: a decode step is by some time shorter then, however long it is."""
-    context = float(batch.context_tokens)
-    if not batch.prefill_tokens:
-        return (1.0, float(batch.num_decode), context, float(behind_tasklets), *adapter_features(batch))
-    rows = batch.num_decode + batch.prefill_tokens
-    in_tiles = -(-rows // TILE) * TILE
-    cached = max(0, batch.prefill_context_tokens - batch.prefill_tokens)
-    attended = (context, float(batch.prefill_pairs), float(cached))
-    beyond = float(max(0, in_tiles - _FEW_ROWS))
-    return (1.0, float(rows), float(in_tiles), beyond, *attended, *adapter_features(batch))
+    context, num_prompt = float(batch.context_tokens), batch.prefill_tokens
+    features: tuple[float, ...]
+    if not num_prompt:
+        features = (1.0, float(batch.num_decode), context, float(behind_tasklets))
+    else:
+        rows = batch.num_decode + num_prompt
+        in_tiles = -(-rows // TILE) * TILE
+        beyond = float(in_tiles - _FEW_ROWS) if in_tiles > _FEW_ROWS else 0.0
+        cached = float(batch.prefill_context_tokens - num_prompt) if batch.prefill_context_tokens > num_prompt else 0.0
+        features = (1.0, float(rows), float(in_tiles), beyond, context, float(batch.prefill_pairs), cached)
+    return features + adapter_features(batch) if batch.num_adapters else features

@@ -6,14 +6,16 @@ it, and what it does not touch stays as it is. Forgotten evenly, what is not mea
 be lost, and the covariance would grow without bound, its rounding errors first. In directions that measurements hardly
 vary in, the slope over contexts against the intercept, it forgets next to nothing by itself: there each measurement
 adds a little doubt, or a machine that has changed after hours would be noticed only after as many. Vectors have two to
-nine entries, for which plain floats are faster than arrays.
+nine entries, for which plain floats are faster than arrays, and sums that are written out than loops.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 _FORGETTING = 0.99
 _PRIOR_VARIANCE = 1e4
@@ -36,8 +38,13 @@ class LinearState(NamedTuple):
     num_samples: int
 
 
+# Of features, of weights, and of a quadratic form's terms (see ``_form_of``): weights · features, and the form of them.
+_Form = Callable[[Sequence[float], Sequence[float], Sequence[float]], tuple[float, float]]
+
+
 class OnlineLinearModel:
     """Predicts ``weights · features``. ``scales`` bring each feature near 1: the update stays well conditioned.
+    Features that are left off at the end are 0.
 
     ``typical``: errors count by their share of the target; of a target of that size as without. None: as they are.
     ``forgetting``: what is left, after a measurement, of older ones like it.
@@ -53,7 +60,8 @@ class OnlineLinearModel:
         self._covariance = [  # [features][features], symmetric
             [_PRIOR_VARIANCE if row == column else 0.0 for column in range(len(scales))] for row in range(len(scales))
         ]
-        self._halves: list[list[float]] = []  # of the covariance as it is now; none: not made since it changed
+        # As ``_form_of`` takes them, of features that are not scaled. None: not made since the last measurement.
+        self._terms: tuple[list[float], list[float]] | None = None
         self.num_samples = 0
 
     @property
@@ -61,32 +69,29 @@ class OnlineLinearModel:
         """True once there were more measurements than weights."""
         return self.num_samples > len(self._weights)
 
-    def predict(self, features: tuple[float, ...]) -> float:
+    def predict(self, features: Sequence[float]) -> float:
         """The estimate, in the unit of the targets; never negative."""
-        return max(0.0, self._estimate(self._scaled(features)))
+        weights, terms = self._terms or self._make_terms()
+        return max(0.0, _form_of(len(features))(features, weights, terms)[0])
 
-    def reached(self, features: tuple[float, ...]) -> float | None:
+    def reached(self, features: Sequence[float]) -> float | None:
         """What ``predict`` says, if it rests on what was measured and not on weights that no measurement has told."""
         if not self.ready:
             return None
-        x = list(map(mul, features, self._factors))  # asked some times for each plan: so no functions of its own
-        while x and not x[-1]:  # of adapters, mostly: what is 0 adds nothing
-            x.pop()
-        estimate = max(0.0, sum(map(mul, self._weights, x), 0.0))
-        variance = 0.0
-        for each, row in zip(x, self._halves or self._make_halves(), strict=False):  # as far as ``x`` goes
-            variance += each * sum(map(mul, row, x), 0.0)
+        weights, terms = self._terms or self._make_terms()
+        estimate, variance = _form_of(len(features))(features, weights, terms)
+        estimate = max(0.0, estimate)
         return estimate if variance * self._counts(estimate) ** 2 <= _REACH else None
 
-    def update(self, features: tuple[float, ...], target: float) -> None:
+    def update(self, features: Sequence[float], target: float) -> None:
         """Learn from one measurement. Older ones count less and less."""
         counts = self._counts(target)
-        x = [counts * each for each in self._scaled(features)]
+        x = [counts * each for each in map(mul, features, self._factors)]
         target *= counts
-        spread = self._spread(x)
+        spread = [_dot(row, x) for row in self._covariance]  # covariance · x
         variance = _dot(x, spread)
         if variance > 0:
-            correction = (target - self._estimate(x)) / (1.0 + variance)
+            correction = (target - _dot(self._weights, x)) / (1.0 + variance)
             self._weights = [weight + correction * each for weight, each in zip(self._weights, spread, strict=True)]
             # Its fixed point, a variance of 1 / forgetting - 1, is that of about 1 / (1 - forgetting) measurements.
             learned = (1.0 - self._least_variance / variance) / (1.0 + variance)
@@ -97,7 +102,7 @@ class OnlineLinearModel:
             for place, row in enumerate(self._covariance):
                 if row[place] < _MOST_DOUBT:
                     row[place] += _DOUBT
-        self._halves = []
+        self._terms = None
         self.num_samples += 1
 
     def state(self) -> LinearState:
@@ -119,19 +124,17 @@ class OnlineLinearModel:
         self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
         doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / sum(state.covariance[:: size + 1])))
         self._covariance = [[value * doubt for value in row] for row in self._covariance]
-        self._halves = []
+        self._terms = None
         self.num_samples = state.num_samples
 
-    def _make_halves(self) -> list[list[float]]:
-        """Each row of the covariance up to its diagonal, twice what is off it: enough for a variance, in half the
-        products."""
-        self._halves = [
-            [2.0 * value for value in row[:place]] + [row[place]] for place, row in enumerate(self._covariance)
-        ]
-        return self._halves
-
-    def _scaled(self, features: tuple[float, ...]) -> list[float]:
-        return list(map(mul, features, self._factors))
+    def _make_terms(self) -> tuple[list[float], list[float]]:
+        weights = list(map(mul, self._weights, self._factors))
+        terms = []
+        for place, (row, factor) in enumerate(zip(self._covariance, self._factors, strict=True)):
+            terms += [2.0 * value * factor * other for value, other in zip(row[:place], self._factors, strict=False)]
+            terms.append(row[place] * factor * factor)
+        self._terms = weights, terms
+        return self._terms
 
     def _counts(self, target: float) -> float:
         """How many times the error of such a target counts."""
@@ -140,13 +143,32 @@ class OnlineLinearModel:
         counts = self._typical / target if target > 1e-9 else _MOST_COUNTED
         return _MOST_COUNTED if counts > _MOST_COUNTED else max(_LEAST_COUNTED, counts)
 
-    def _estimate(self, x: list[float]) -> float:
-        return _dot(self._weights, x)
-
-    def _spread(self, x: list[float]) -> list[float]:
-        """``covariance · x``, as far as ``x`` goes: what follows is 0."""
-        return [_dot(row, x) for row in self._covariance[: len(x)]]
-
 
 def _dot(left: list[float], right: list[float]) -> float:
+    """As far as both go."""
     return sum(map(mul, left, right), 0.0)
+
+
+@lru_cache
+def _form_of(size: int) -> _Form:
+    """For so many features: their sum by weights, and by a symmetric matrix their quadratic form, whose terms are its
+    rows, one behind the other, each up to its diagonal and what is off it twice. There may be weights and terms of more
+    features than these. A prediction is asked for some times in each plan, and written out it takes half as long."""
+    x, w = ([f"{name}{place}" for place in range(size)] for name in "xw")
+    rows = [[f"t{row}_{column}" for column in range(row + 1)] for row in range(size)]
+    terms = [term for row in rows for term in row]
+    form = " + ".join(f"{x[place]} * ({_sum_of_products(row, x)})" for place, row in enumerate(rows))
+    source = f"""
+def form(features, weights, terms):
+    {", ".join(x)}, = features
+    {", ".join(w)}, *_ = weights
+    {", ".join(terms)}, *_ = terms
+    return {_sum_of_products(w, x)}, {form}
+"""
+    made: dict[str, object] = {}
+    exec(source, made)
+    return cast("_Form", made["form"])
+
+
+def _sum_of_products(left: list[str], right: list[str]) -> str:
+    return " + ".join(f"{each} * {other}" for each, other in zip(left, right, strict=False))
