@@ -91,7 +91,10 @@ async def measure(arguments: argparse.Namespace, port: int, server_pid: int) -> 
     used_s = user_s + system_s
     for transport, _ in connections:
         transport.close()
-    assert count.num_failed == 0, f"{count.num_failed} streams failed"
+    if count.num_failed:
+        raise SystemExit(f"{count.num_failed} streams failed")
+    if not num_events or not used_s:
+        raise SystemExit(f"no token came within {elapsed_s:.1f} s, or none that cost CPU time: try more --seconds")
     return (
         f"{arguments.endpoint}: {num_events / elapsed_s:,.0f} events/s delivered with {used_s / elapsed_s:.2f} cores: "
         f"{num_events / used_s:,.0f} events/s per core; an event costs {user_s / num_events * 1e6:.1f} us in the "
