@@ -24,6 +24,7 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.registry import resolve_model
+from cotenant.models.training_pack import TrainingPack
 from cotenant.runtime.finetune_bench import open_bench
 from cotenant.runtime.finetune_workload import Workload
 
@@ -106,7 +107,9 @@ def _gradient(
     memory = None
     if activations:
         assert can_capture(decoder)
-        memory = Activations(decoder, adapter, optimizer.gradient, device, 256, num_recomputed)
+        memory = Activations(
+            decoder, TrainingPack(adapter, decoder.dtype, optimizer.gradient), device, 256, num_recomputed
+        )
     dataset = _dataset(lengths)
     for _ in range(3):
         optimizer.gradient.zero_()

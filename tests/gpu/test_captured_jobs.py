@@ -17,7 +17,7 @@ from cotenant.device import Device, create_device
 from cotenant.device.cuda import graphs
 from cotenant.finetune import activations
 from cotenant.finetune.job import TrainingJob
-from cotenant.finetune.preparation import prepare
+from cotenant.finetune.preparation import lay_out, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.loading import load_decoder
 from cotenant.models.registry import resolve_model
@@ -104,7 +104,7 @@ def test_losses_are_those_of_a_job_without_graphs(
 
 
 def test_what_a_job_goes_on_from_may_lie_on_the_device(decoder: Decoder, tmp_path: Path) -> None:
-    """Brought there by the thread that reads it, a fresh adapter and a checkpoint are what they are otherwise."""
+    """Laid out there by the thread that reads it, a fresh adapter and a checkpoint are what they are otherwise."""
     spec = support.make_spec(tmp_path, save_steps=1, max_steps=4)
     for num_steps in (0, 2):
         device = create_device("cuda")
@@ -116,13 +116,16 @@ def test_what_a_job_goes_on_from_may_lie_on_the_device(decoder: Decoder, tmp_pat
                 job.wait_for_writes()
         job.wait_for_writes()
         job.close()
-        there = prepare(spec, decoder.spec, support.TASKLET_TOKENS, decoder.device)
-        assert there is not None
+        read = prepare(spec, decoder.spec, support.TASKLET_TOKENS)
+        assert read is not None
+        assert lay_out(read, spec, decoder, 1 << 20) is read  # there is no room
+        there = lay_out(read, spec, decoder, 1 << 33)
         back = there.on_cpu()
         assert back.device_bytes == 0
         assert {matrix.device.type for matrix in there.adapter.parameters()} == {"cuda"}
         assert (there.checkpoint is None) == (num_steps == 0)
-        assert there.device_bytes >= sum(matrix.nbytes for matrix in there.adapter.parameters())
+        assert there.device_bytes >= 5 * sum(matrix.nbytes for matrix in there.adapter.parameters()) // 2
+        assert there.pack is not None
         states = []
         for prepared in (there, back, None):
             again = support.make_job(decoder, spec, device=create_device("cuda"), prepared=prepared)

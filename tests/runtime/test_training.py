@@ -20,6 +20,7 @@ from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.preparation import Prepared
+from cotenant.finetune.state import TrainingState
 from cotenant.runtime import training as training_module
 from cotenant.wire.messages import CheckpointSaved, JobFailed
 from finetune import support
@@ -143,3 +144,27 @@ def test_what_a_job_begins_with_is_on_the_disk_before_it_begins(
     bench.training.start(support.make_spec(tmp_path / "next"))
     assert bench.training.job_id is not None
     assert [name.rpartition("_")[0] for name in threads] == ["job-preparer"]
+
+
+def test_what_a_job_trains_is_laid_out_beside_the_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is room for it; where not, the job says so as it begins."""
+    threads: list[str] = []
+    make = TrainingState.__init__
+
+    def made(*arguments: Any) -> None:
+        threads.append(threading.current_thread().name)
+        make(*arguments)
+
+    monkeypatch.setattr(TrainingState, "__init__", made)
+    bench.pause()
+    bench.training.start(support.make_spec(tmp_path / "next"))
+    assert [name.rpartition("_")[0] for name in threads] == ["job-preparer"]
+    bench.pause()
+    threads.clear()
+    monkeypatch.setattr(bench.training._device, "memory_bytes", lambda: (0, 1 << 10))
+    bench.training.start(replace(support.make_spec(tmp_path / "other"), job_id="ftjob-2"))
+    assert not threads
+    (failed,) = [update for update in bench.updates if isinstance(update, JobFailed)]
+    assert (failed.job_id, failed.code) == ("ftjob-2", "insufficient_memory")

@@ -29,7 +29,6 @@ from cotenant.finetune.state import TrainingState
 from cotenant.models import flash_attention
 from cotenant.models.decoder import Decoder
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.lora import LoraAdapter
 from cotenant.models.products import has_triton
 from cotenant.models.training_pack import TrainingPack
 
@@ -52,15 +51,14 @@ def can_capture(decoder: Decoder) -> bool:
 
 class Activations:
     """For micro-batches of at most ``max_tokens`` tokens, of whose layers ``num_recomputed`` keep their inputs alone,
-    or for what takes less; their gradients are added to ``gradient``, see ``TrainingPack``. And for such that no
-    backward pass follows, of at most ``max_passing_tokens``, which may be more. Where ``device`` is no GPU, nothing is
-    captured, and the same functions run eagerly."""
+    or for what takes less, and for such that no backward pass follows, of at most ``max_passing_tokens``, which may be
+    more. ``pack``: of what they train. Where ``device`` is no GPU, nothing is captured, and the same functions run
+    eagerly."""
 
     def __init__(
         self,
         decoder: Decoder,
-        adapter: LoraAdapter,
-        gradient: torch.Tensor,
+        pack: TrainingPack,
         device: Device,
         max_tokens: int,
         num_recomputed: int = 0,
@@ -69,7 +67,7 @@ class Activations:
     ) -> None:
         self._decoder = decoder
         self._device = device
-        self._pack = TrainingPack(adapter, decoder.dtype, gradient)
+        self._pack = pack
         self._bytes: dict[tuple[int, PassKind], int] = {}
         most = max(self.bytes_for(max_tokens, num_recomputed), self.passing_bytes_for(max_passing_tokens))
         self._arena = device.create_arena(most, CHUNK_BYTES)
@@ -90,15 +88,15 @@ class Activations:
         *,
         recompute_all: bool,
         longest_measured: int = 0,
+        pack: TrainingPack | None = None,
     ) -> Activations | None:
         """None for a job whose layers cannot be captured. ``longest_measured``: tokens of the longest validation
-        example, which is never cut; 0: there is none."""
+        example, which is never cut; 0: there is none. ``pack``: the state's; None: it is made here."""
         if not can_capture(decoder):
             return None
         return cls(
             decoder,
-            state.adapter,
-            state.optimizer.gradient,
+            pack or TrainingPack(state.adapter, decoder.dtype, state.optimizer.gradient),
             device,
             max_tokens,
             decoder.spec.num_layers - 1 if recompute_all else 0,

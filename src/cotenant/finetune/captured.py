@@ -37,6 +37,7 @@ BACKWARD_PARTS = (TaskletKind.BACKWARD_DOWN, TaskletKind.BACKWARD_UP, TaskletKin
 # Rows of a frame come in multiples of this: few frames for many lengths, and whole tiles for the products.
 _ROW_BLOCK = 128
 _ALIGNMENT = 256  # bytes, as torch's allocator aligns
+_NOWHERE = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class _Memory:
         size = math.prod(shape) * dtype.itemsize
         self.num_bytes += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
         if self._storage is None:
-            return torch.empty(0)
+            return _NOWHERE
         return self._storage[start : start + size].view(dtype).view(shape)
 
 

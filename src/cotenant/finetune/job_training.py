@@ -49,13 +49,14 @@ def make_training(
 ) -> Training:
     """As of ``TrainingJob``. Raises CotenantError if nothing has room."""
     hyper, order = spec.hyperparameters, prepared.order
-    adapter = prepared.adapter.trainable_on(decoder.device)
     measured = prepared.validation.longest if prepared.validation is not None else 0
     taken_bytes = 0
     if free_bytes is not None:
-        num_weights = sum(matrix.numel() for matrix in adapter.parameters())
+        num_weights = sum(matrix.numel() for matrix in prepared.adapter.parameters())
         taken_bytes = require_state(decoder.spec, decoder.dtype, num_weights, order.longest, measured, free_bytes)
-    state = TrainingState(adapter, spec, prepared.fingerprint)
+    state = prepared.state
+    if state is None:
+        state = TrainingState(prepared.adapter.trainable_on(decoder.device), spec, prepared.fingerprint)
     pending = resume(state, prepared.checkpoint)
     progress = Progress(clock)
     activations = None
@@ -67,6 +68,7 @@ def make_training(
             max(max_tasklet_tokens, order.longest),
             recompute_all=hyper.gradient_checkpointing,
             longest_measured=measured,
+            pack=prepared.pack,
         )
     trainer = Trainer(
         decoder,

@@ -1,9 +1,8 @@
 """What a job begins with that no other thread waits for: reading and checking its files, laying out its first step, and
-bringing what it trains to the device."""
+laying out what it trains on the device."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,29 +12,33 @@ from cotenant.core.errors import CotenantError
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.device.transfer import to_device
 from cotenant.durable import remove_leftovers
+from cotenant.finetune.activations import can_capture
 from cotenant.finetune.checkpoint import TrainerState
 from cotenant.finetune.data import load_training, load_validation, unmeasured
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import ValidationSet
+from cotenant.finetune.footprint import require_state
 from cotenant.finetune.job_files import JobFiles
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference_evaluation import PreferenceValidationSet
 from cotenant.finetune.schedule import schedule_warnings
 from cotenant.finetune.selection import best_of
-from cotenant.finetune.state import fingerprint
+from cotenant.finetune.state import TrainingState, fingerprint
 from cotenant.finetune.writer import as_write_error
+from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.spec import ModelSpec
+from cotenant.models.training_pack import TrainingPack
 
 _Checkpoint = tuple[TrainerState, dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """``adapter``: fresh. ``checkpoint``: the newest whole one with its tensors; None: there is none. Both lie on the
-    device if that had room for them, else on the CPU. ``recorded``: the steps up to there. ``validation``: None where
-    nothing is measured. ``warnings``: for the job's owner."""
+    """``adapter``: fresh. ``checkpoint``: the newest whole one with its tensors; None: there is none. ``recorded``: the
+    steps up to there. ``validation``: None where nothing is measured. ``warnings``: for the job's owner. ``state``:
+    what ``lay_out`` has made of the adapter, and ``pack`` of that, where layers are captured; None: not made."""
 
     dataset: Dataset
     order: DataOrder
@@ -45,25 +48,27 @@ class Prepared:
     recorded: tuple[StepMetrics, ...]
     validation: ValidationSet | PreferenceValidationSet | None
     warnings: tuple[str, ...]
+    state: TrainingState | None = None
+    pack: TrainingPack | None = None
 
     @property
     def device_bytes(self) -> int:
-        """Of the device's memory, what the adapter and the checkpoint have taken. A job that begins gives them back."""
-        tensors = (*self.adapter.parameters(), *(() if self.checkpoint is None else self.checkpoint[1].values()))
+        """Of the device's memory, what this has taken: a part of what the job needs, and a checkpoint, which it gives
+        back as it begins."""
+        tensors = [*self.adapter.parameters(), *(() if self.checkpoint is None else self.checkpoint[1].values())]
+        tensors += () if self.state is None else (self.state.optimizer.gradient,)
+        tensors += () if self.pack is None else self.pack.tensors()
         return sum(tensor.nbytes for tensor in tensors if tensor.device.type != "cpu")
 
     def on_cpu(self) -> Prepared:
         """The same, which takes none of it."""
         adapter, checkpoint = _moved(torch.device("cpu"), self.adapter, self.checkpoint)
-        return replace(self, adapter=adapter, checkpoint=checkpoint)
+        return replace(self, adapter=adapter, checkpoint=checkpoint, state=None, pack=None)
 
 
-def prepare(
-    spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int, device: torch.device | None = None
-) -> Prepared | None:
+def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepared | None:
     """For a ``TrainingJob`` of the same arguments; None if it is finished. Takes seconds for a large file, and may run
-    on any thread. It puts in order what a crash left undone, and begins the file of metrics. ``device``: where what is
-    trained is brought to, if it has room; None: nowhere.
+    on any thread. It puts in order what a crash left undone, and begins the file of metrics.
 
     Raises:
         InvalidInputError: the data or the settings cannot be used.
@@ -92,10 +97,26 @@ def prepare(
         order.step(step)  # which it then has at hand, with the whole epoch's
     validation = load_validation(spec, model, max_tasklet_tokens)
     warnings = _warnings(spec, model, order, len(dataset), has_validation=validation is not None)
-    if device is not None and device.type == "cuda":
-        with suppress(torch.OutOfMemoryError):
-            adapter, checkpoint = _moved(device, adapter, checkpoint)
     return Prepared(dataset, order, job_fingerprint, adapter, checkpoint, recorded, validation, warnings)
+
+
+def lay_out(prepared: Prepared, spec: JobSpec, decoder: Decoder, free_bytes: int) -> Prepared:
+    """The same with its training state on the decoder's device, and its checkpoint; as it is where the job would not
+    fit into ``free_bytes`` of the device's memory. For an 8B model's adapter of rank 16 it takes tens of milliseconds,
+    and may run on any thread."""
+    measured = 0 if prepared.validation is None else prepared.validation.longest
+    num_weights = sum(matrix.numel() for matrix in prepared.adapter.parameters())
+    try:
+        require_state(decoder.spec, decoder.dtype, num_weights, prepared.order.longest, measured, free_bytes)
+    except CotenantError:
+        return prepared  # which the job says as it begins, if it is so then
+    try:
+        adapter, checkpoint = _moved(decoder.device, prepared.adapter, prepared.checkpoint)
+        state = TrainingState(adapter, spec, prepared.fingerprint)
+        pack = TrainingPack(adapter, decoder.dtype, state.optimizer.gradient) if can_capture(decoder) else None
+    except torch.OutOfMemoryError:
+        return prepared
+    return replace(prepared, adapter=adapter, checkpoint=checkpoint, state=state, pack=pack)
 
 
 def _recorded(files: JobFiles, checkpoint: _Checkpoint | None, job_fingerprint: str) -> tuple[StepMetrics, ...]:
@@ -112,7 +133,6 @@ def _recorded(files: JobFiles, checkpoint: _Checkpoint | None, job_fingerprint: 
 def _moved(
     device: torch.device, adapter: LoraAdapter, checkpoint: _Checkpoint | None
 ) -> tuple[LoraAdapter, _Checkpoint | None]:
-    """For an 8B model's adapter of rank 16 tens of milliseconds, which requests would have to wait."""
     adapter = adapter.with_weights(to_device(adapter.named_parameters(), device)).trainable_on(device)
     if checkpoint is not None:
         checkpoint = checkpoint[0], to_device(checkpoint[1], device)

@@ -7,7 +7,7 @@ The modules of a group (those that read the same input) share their products: th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,7 +104,12 @@ class PackedLayer:
     @property
     def num_ranks(self) -> dict[str, int]:
         """The sum of the ranks of each group with LoRA, by its first module."""
-        return {first: len(group.a) for first, group in self._groups.items()}
+        return {first: group.a.shape[0] for first, group in self._groups.items()}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The matrices."""
+        for group in self._groups.values():
+            yield from (group.a, group.b)
 
     def refresh(self) -> None:
         """Take the weights over as they are now: the products read copies."""
@@ -195,6 +200,12 @@ class TrainingPack:
             layers.append(groups)
         self.layers = tuple(map(PackedLayer, layers))
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that it has taken memory for."""
+        yield self._of_micro_batch.all
+        for layer in self.layers:
+            yield from layer.tensors()
+
     def commit(self) -> None:
         """Add the micro-batch's gradients to the step's."""
         self._gradient += self._of_micro_batch.all
@@ -212,7 +223,7 @@ def _pack_group(
         column = columns.stop
         if module in pairs:
             pair = pairs[module]
-            ranks = slice(rank, rank + len(pair.a))
+            ranks = slice(rank, rank + pair.a.shape[0])
             rank = ranks.stop
             key, scale = (layer, module), adapter.scale_of(layer, module)
             parts.append(_Part(key, pair, scale, ranks, columns, gradients.place(pair.b)))

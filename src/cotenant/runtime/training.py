@@ -18,7 +18,7 @@ from cotenant.core.plan import JobView
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device
 from cotenant.finetune.job import FusedInput, TrainingJob
-from cotenant.finetune.preparation import Prepared, prepare
+from cotenant.finetune.preparation import Prepared, lay_out, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.shortage import is_out_of_memory
@@ -123,17 +123,19 @@ class TrainingTenant:
         return JobView(self._job_id, upcoming) if upcoming else None
 
     def prepare(self, spec: JobSpec) -> None:
-        """Begin to read what a job needs on a thread, for ``start_prepared``."""
+        """Begin to read what a job needs on a thread, and to lay it out, for ``start_prepared``."""
         if self._job is not None and self._ending is not None:
             self._wait_until_ended()
         if self.job_id is not None:
             if self.job_id != spec.job_id:
                 self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))
             return
-        result = self._preparer.submit(
-            prepare, spec, self._decoder.spec, self._max_tasklet_tokens, self._device.torch_device
-        )
-        self._preparation = _Preparation(spec, result)
+        self._preparation = _Preparation(spec, self._preparer.submit(self._prepare, spec, self.free_bytes()))
+
+    def _prepare(self, spec: JobSpec, free_bytes: int) -> Prepared | None:
+        """On the preparing thread."""
+        prepared = prepare(spec, self._decoder.spec, self._max_tasklet_tokens)
+        return None if prepared is None else lay_out(prepared, spec, self._decoder, free_bytes)
 
     def tidy(self) -> None:
         """Let go of a little of what jobs that have ended left behind."""
@@ -154,7 +156,7 @@ class TrainingTenant:
         job = None
         try:
             prepared = result.result()
-            del result  # it would keep what was brought to the device
+            del result  # it would keep what was laid out on the device
             with suppress(torch.OutOfMemoryError):
                 job = self._make_job(spec, prepared)
             if job is None:  # memory that arenas have kept is free, but torch does not know of it
