@@ -11,16 +11,19 @@ was measured beside the batch. "models": others were, so that linear models answ
 was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about another batch, as each
 iteration's is.
 
+A core may be half as fast for some seconds, where others have its twin. So all kinds are called in turn, in rounds, and
+the fastest and the slowest of the rounds' medians are said, too.
+
     python bench/planner_cost.py
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 
@@ -51,6 +54,7 @@ from cotenant.scheduler.turns import Turns, take_turns
 NUM_LAYERS = 32
 NUM_REQUESTS = 32
 NOW_S = 1000.0
+NUM_ROUNDS = 10
 SLO = Slo(500.0, 40.0)
 FORWARD_MS = {TaskletKind.FORWARD_ATTENTION: 0.4, TaskletKind.FORWARD_MLP: 0.9}
 BACKWARD_MS = {
@@ -77,10 +81,44 @@ PARTITIONS = (Partition(32, 100), PARTITION, Partition(64, 68), Partition(80, 52
 SIZES = ModelSizes(32, 4096, 14336, 32, 8, 128, 128256, 2.0, 2.0)
 
 
+@dataclass
+class Row:
+    """A kind of call, and how long each took, round by round."""
+
+    name: str
+    call: Callable[[], object]
+    remark: str = ""
+    rounds_us: list[list[float]] = field(default_factory=list)
+
+    def run(self, num_calls: int) -> None:
+        times_us = []
+        for _ in range(num_calls):
+            start = time.perf_counter_ns()
+            self.call()
+            times_us.append((time.perf_counter_ns() - start) / 1e3)
+        self.rounds_us.append(times_us)
+
+    def __str__(self) -> str:
+        times_us = sorted(us for of_round in self.rounds_us for us in of_round)
+        p50, p99 = (times_us[len(times_us) * percent // 100] for percent in (50, 99))
+        medians_us = [statistics.median(of_round) for of_round in self.rounds_us]
+        rounds = f"rounds {min(medians_us):.2f} to {max(medians_us):.2f}"
+        return f"{self.name:40} p50 {p50:7.2f} us, p99 {p99:7.2f} us, {rounds} us  {self.remark}".rstrip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--calls", type=int, default=5000, help="of each kind")
+    parser.add_argument("--calls", type=int, default=500, help="of each kind, in each round")
     num_calls = parser.parse_args().calls
+    rows = list(_rows())
+    for _ in range(NUM_ROUNDS):
+        for row in rows:
+            row.run(num_calls)
+    for row in rows:
+        print(row)
+
+
+def _rows() -> Iterator[Row]:
     snapshot = _snapshot(num_generated=105)
     variants = {
         "": [snapshot],
@@ -98,11 +136,10 @@ def main() -> None:
             for variant, snapshots in variants.items():
                 planned = policy.plan(snapshots[0])
                 remark = f"plans {planned.num_tasklets} tasklets, {planned.mode.value}"
-                plan = partial(_plan_next, policy, cycle(snapshots))
-                _report(f"{name}, {known}{variant}", num_calls, plan, remark)
+                yield Row(f"{name}, {known}{variant}", partial(_plan_next, policy, cycle(snapshots)), remark)
             crowded = [_with_crowd(snapshot, batch) for batch in PROMPTS]
             arrange = partial(_arrange_and_plan, predictor, policy, cycle(crowded))
-            _report(f"{name}, {known}, all of it for 64 prompts", num_calls, arrange, "")
+            yield Row(f"{name}, {known}, all of it for 64 prompts", arrange)
         shape = snapshot.job.next_shape
         calls: dict[str, Callable[[], object]] = {
             "batch_ms": partial(predictor.batch_ms, BATCH),
@@ -117,7 +154,7 @@ def main() -> None:
             "tasklet_ms on a partition": partial(predictor.tasklet_ms, shape, partition=PARTITION),
         }
         for name, call in calls.items():
-            _report(f"{name}, {known}", num_calls, call, "is not known" if call() is None else "")
+            yield Row(f"{name}, {known}", call, "is not known" if call() is None else "")
 
 
 def _shapes(num_tokens: int) -> list[TaskletShape]:
@@ -211,17 +248,6 @@ def _with_prior() -> LatencyPredictor:
     predictor = LatencyPredictor("hardware", "model", Prior(Roofline(SIZES, RATES["NVIDIA H200"])))
     _teach(predictor, BatchShape(8, 4000), 512, times=3)
     return predictor
-
-
-def _report(name: str, num_calls: int, call: Callable[[], object], remark: str) -> None:
-    times_us = []
-    for _ in range(num_calls):
-        start = time.perf_counter_ns()
-        call()
-        times_us.append((time.perf_counter_ns() - start) / 1e3)
-    times_us.sort()
-    p50, p99 = (times_us[math.floor(share * num_calls)] for share in (0.5, 0.99))
-    print(f"{name:40} p50 {p50:7.2f} us, p99 {p99:7.2f} us  {remark}")
 
 
 if __name__ == "__main__":
