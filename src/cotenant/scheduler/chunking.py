@@ -61,15 +61,16 @@ def step_limit_ms(
     least_ms, limit_ms, token_ms = _always_ms(slo, step_ms), slo.max_gap_ms, _MEAN_SHARE * slo.tpot_ms
     counts_from = _counts_from(short)
     for request in requests:
-        num_generated, max_tokens, first_token_s = request.num_generated, request.max_tokens, request.first_token_s
+        first_token_s = request.first_token_s
+        if first_token_s is None and (num_ahead == 0 or request.num_prompt_tokens_left or not request.has_begun):
+            continue  # its first token is not in flight
+        num_generated, max_tokens = request.num_generated, request.max_tokens
         num_tokens = num_generated + num_ahead
         if max_tokens is not None and num_tokens >= max_tokens:
             continue  # no more to come
         slack_ms = num_tokens * token_ms
         if first_token_s is not None:
             slack_ms += (first_token_s - now_s) * 1e3 - ahead_ms
-        elif num_ahead == 0 or request.num_prompt_tokens_left or not request.has_begun:
-            continue  # its first token is not in flight
         if slack_ms >= limit_ms:
             continue
         fewest = short if max_tokens is None or max_tokens > short else max_tokens

@@ -22,7 +22,7 @@ def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
     """How long tasklets may run before the batch of ``snapshot``, so that running requests have their tokens in time
     even so. 0 where none is to be held: some prompt has begun, or nobody runs, or there is too little to spend."""
     batch, slo, in_flight = snapshot.batch, snapshot.slo, snapshot.in_flight
-    if not batch.prefill_tokens:
+    if not batch.prefill_tokens or _waits_too_long(snapshot):  # as where many wait
         return 0.0
     waiting, running = _sides(snapshot.requests)
     batch_ms = predictor.batch_ms(batch)
@@ -39,11 +39,20 @@ def held_ms(predictor: LatencyPredictor, snapshot: Snapshot) -> float:
         slo.max_gap_ms - gap_ms - batch_ms,
         first_token_slack_ms(tuple(waiting), slo, begin_s, num * batch_ms) - (1.0 - _TTFT_SHARE) * slo.ttft_ms,
     )
-    if most_ms < _LEAST_MS:  # as where many wait
+    if most_ms < _LEAST_MS:
         return 0.0
     late_ms = (num - 1.0) * max(0.0, batch_ms - target_ms)
     time_ms = min(most_ms, (_due_s(running, num_ahead, target_ms) - begin_s) * 1e3 - batch_ms - late_ms)
     return min(time_ms, _MOST_MS) if time_ms >= _LEAST_MS else 0.0
+
+
+def _waits_too_long(snapshot: Snapshot) -> bool:
+    """Whether for some first token nothing is to be held, even if its batch took no time."""
+    arrivals_s = [
+        each.arrival_s for each in snapshot.requests if each.first_token_s is None and not each.waits_for_adapter
+    ]
+    waits_ms = (snapshot.now_s - min(arrivals_s)) * 1e3 if arrivals_s else 0.0
+    return _TTFT_SHARE * snapshot.slo.ttft_ms - waits_ms < _LEAST_MS
 
 
 def _sides(requests: tuple[RequestView, ...]) -> tuple[list[RequestView], list[RequestView]]:
