@@ -192,6 +192,7 @@ class Costs:
         self.batch = batch or BatchShape()
         self._alone = CostTable(self._ask_alone)
         self._beside: dict[Partition, CostTable] = {}
+        self._shared_ms: dict[Partition, float] = {}
         self.behind = CostTable(partial(self._ask_with_batch, fused=False))
         """Behind the batch, which has all SMs."""
         self.fused = CostTable(partial(self._ask_with_batch, fused=True))
@@ -208,13 +209,25 @@ class Costs:
             self._shape = shape
             self.behind.forget()
             self.fused.forget()
+            self._shared_ms.clear()
         tables = (self._alone, self.behind, self.fused)
         self._renewed = (self._renewed + 1) % (len(tables) + len(self._beside))
         if self._renewed < len(tables):
             tables[self._renewed].forget()
         else:
-            del self._beside[next(iter(self._beside))]
+            partition = next(iter(self._beside))
+            del self._beside[partition]
+            self._shared_ms.pop(partition, None)
         return self
+
+    def shared_ms(self, partition: Partition) -> float | None:
+        """What the batch takes in a partition that ``beside`` knows, beside training."""
+        shared_ms = self._shared_ms.get(partition)
+        if shared_ms is None:
+            shared_ms = self.predictor.batch_ms(self.batch, beside_training=True, partition=partition)
+            if shared_ms is not None:
+                self._shared_ms[partition] = shared_ms
+        return shared_ms
 
     def beside(self, partition: Partition) -> CostTable | None:
         """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the

@@ -83,8 +83,11 @@ def in_each(
 
 
 def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ...], step_ms: float) -> Beside:
-    known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
-    table = None if known_ms is None else costs.beside(partition)
+    table = costs.beside(partition)
+    if table is None:
+        known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
+    else:
+        known_ms = costs.shared_ms(partition)
     if known_ms is None or table is None:
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     taken = take(upcoming, known_ms, table)
