@@ -110,6 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=500, help="of each kind, in each round")
     num_calls = parser.parse_args().calls
+    if num_calls < 1:
+        parser.error("--calls: at least 1")
     rows = list(_rows())
     for _ in range(NUM_ROUNDS):
         for row in rows:

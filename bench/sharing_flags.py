@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
+from cotenant.cli.options import MOST_ALONE_S
+from cotenant.config import require_target
+from cotenant.core.errors import InvalidInputError
 
 ALL_SMS = 100  # percent
 
@@ -63,6 +66,18 @@ def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Non
         parser.error("--json or --append-to: where are the figures to go?")
     if not arguments.modes or not set(arguments.modes) <= {"separate", "mps"}:
         parser.error(f"--modes: separate and mps there are, got {','.join(arguments.modes)}")
+    try:
+        for tpot_ms in arguments.slo_tpot_ms:
+            require_target(tpot_ms, "slo-tpot-ms")
+        require_target(arguments.slo_ttft_ms, "slo-ttft-ms")
+    except InvalidInputError as error:
+        parser.error(error.message)
+    if not arguments.slo_tpot_ms:
+        parser.error("--slo-tpot-ms: which targets?")
+    if not 0 < arguments.slo_attainment < 1:
+        parser.error("--slo-attainment: expected a share above 0 and below 1")
+    if not 0 < arguments.alone_seconds <= MOST_ALONE_S:
+        parser.error(f"--alone-seconds: expected seconds above 0, at most {MOST_ALONE_S:g}")
     if not all(0 < share <= ALL_SMS for share in arguments.mps_shares):
         parser.error("--mps-shares: expected percent, like 100,60")
     if arguments.device == "cpu" and needs_mps(arguments):

@@ -36,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
 _API_KEY_VARIABLE = "COTENANT_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-_LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
+LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
 # Far beyond what a machine holds: what is more is a slip, which counters of 64 bits would notice deep in the worker.
 _MOST_SEQS = _MOST_LORAS = 1 << 16
 _MOST_CPU_LORAS = 1 << 20
@@ -56,9 +56,10 @@ def check_api_key(key: str) -> None:
     _require(is_plain, "api-key", f"a key (or {_API_KEY_VARIABLE}) is printable text without spaces around it")
 
 
-def _require_target(value_ms: float | None, flag: str) -> None:
+def require_target(value_ms: float | None, flag: str) -> None:
+    """Raise InvalidInputError for what is no latency to aim at; None: the default."""
     # The worker gets the configuration as JSON, in which what is not finite would be null, which is the default.
-    is_target = value_ms is None or 0 < value_ms <= _LONGEST_TARGET_MS
+    is_target = value_ms is None or 0 < value_ms <= LONGEST_TARGET_MS
     _require(is_target, flag, "must be above 0 and at most 1e9; leave it out for the default")
 
 
@@ -215,9 +216,9 @@ class CoExecutionConfig:
 
     def __post_init__(self) -> None:
         _require(self.policy in POLICIES, "policy", f"must be one of {', '.join(POLICIES)}")
-        _require_target(self.slo_ttft_ms, "slo-ttft-ms")
-        _require_target(self.slo_tpot_ms, "slo-tpot-ms")
-        _require_target(self.slo_itl_ms, "slo-itl-ms")
+        require_target(self.slo_ttft_ms, "slo-ttft-ms")
+        require_target(self.slo_tpot_ms, "slo-tpot-ms")
+        require_target(self.slo_itl_ms, "slo-itl-ms")
         _require(0 < self.slo_attainment < 1, "slo-attainment", "must be above 0 and below 1")
         _require(self.tasklet_tokens is None or self.tasklet_tokens >= 16, "tasklet-tokens", "must be at least 16")
         _require(all(0 < share < 1 for share in self.sm_shares or ()), "sm-shares", "must be above 0 and below 1")

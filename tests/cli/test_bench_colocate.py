@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -234,14 +236,17 @@ def test_another_part_of_a_trace_is_measured_too(tmp_path: Path) -> None:
     assert all(f"conv (from {second} s) x 1 at 10000 ms" in page.read_text() for second in (0, 1))
 
 
-def test_an_interrupted_run_tells_what_it_has_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_tells_what_it_has_and_goes_on(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, page, measure = tmp_path / "grid.json", tmp_path / "grid.html", ColocateBench.steady
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
     arguments += ["--slo-tpot-ms", "10000", "--policies", "inference-only,whole-step", "--json", str(path)]
 
     def interrupted(self: ColocateBench, policy: str, *rest: Any) -> Cell:
         if policy == "whole-step":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         return measure(self, policy, *rest)
 
     with monkeypatch.context() as patched:
@@ -391,7 +396,7 @@ def test_a_cell_goes_on_until_enough_requests_have_come(
     assert len(plan.trace.requests) == num_requests
 
 
-def cell(policy: str, tpot_ms: float, tokens_per_s: float) -> dict[str, Any]:
+def cell(policy: str, tpot_ms: float | None, tokens_per_s: float) -> dict[str, Any]:
     load = {"load": "steady", "batch_size": 2, "context": 40, "num_tokens": 16}
     figures = {"train_tokens_per_s": tokens_per_s, "attainment": 1.0, "num_requests": 2}
     figures |= dict.fromkeys(("ttft_ms", "tpot_ms", "itl_ms"))
@@ -492,6 +497,7 @@ def test_unlike_numbers_of_rounds_are_told(tmp_path: Path) -> None:
             '{"kind": "colocate", "command": "", "train_alone_tokens_per_s": 1, "cells": [3]}',
             "its cell 0 has no fields",
         ),
+        (json.dumps(part(100.0, cell("static", None, 20.0))), "its cell 0 has no targets of numbers"),
     ],
 )
 def test_a_report_of_something_else_is_refused(tmp_path: Path, content: str | None, complaint: str) -> None:
@@ -574,7 +580,12 @@ def test_requests_that_all_come_at_once_leave_no_time_to_measure_in(tmp_path: Pa
         (["--seq-len", "48", "--tokens-per-step", "64"], "--tokens-per-step: 64 is not a multiple of --seq-len 48"),
         (["--trace", "/no/such/file", "--batch-sizes", ""], "--trace: /no/such/file cannot be read"),
         (["--resume"], "--resume goes on with the file of --json: give it"),
-        (["--window", "0:5"], "--window, --busiest and --cell-seconds choose a part of a trace: give --trace"),
+        (["--window", "0:5"], "--window, --busiest, --cell-seconds and --time-scale are of a trace: give --trace"),
+        (["--time-scale", "2"], "--window, --busiest, --cell-seconds and --time-scale are of a trace: give --trace"),
+        (["--trace", "x.csv", "--batch-sizes", "", "--context", "9"], "are of steady decoding: give --batch-sizes"),
+        (["--slo-tpot-ms", "10,1e300"], "--slo-tpot-ms: must be above 0 and at most 1e9"),
+        (["--slo-ttft-ms", "inf"], "--slo-ttft-ms: must be above 0 and at most 1e9"),
+        (["--slo-itl-ms", "nan"], "--slo-itl-ms: must be above 0 and at most 1e9"),
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
             ["--context", "1000", "--num-tokens", "400"],

@@ -88,6 +88,13 @@ def test_what_is_no_trace_is_left_in_its_place(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_no_name_is_no_folder(name: str) -> None:
+    """Of a variable that is not set: files would go where the command happens to be run."""
+    with pytest.raises(InvalidInputError, match=r"^--data-dir: is empty; leave it out for cotenant-data"):
+        build_config("tiny", {"data_dir": name}, None)
+
+
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "port: 1111\nseed: 3\nmodel: other\n")
     config = build_config("tiny", {"port": 2222, "seed": None, "served_model_name": []}, file)

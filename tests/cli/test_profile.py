@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,7 +20,6 @@ from cotenant.cli.main import app
 from cotenant.cli.options import build_config
 from cotenant.config import CoExecutionConfig, ServerConfig
 from cotenant.core.errors import ConflictError, InvalidInputError
-from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_bench import ColocateBench, Profiled
 from cotenant.runtime.tenants import build_tenants
 from cotenant.store import lock_folder, open_store
@@ -141,14 +142,18 @@ def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path) -> None:
     assert line.startswith(f"error: --data-dir: latencies cannot be kept in {tmp_path / 'data'}: ")
 
 
-def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_measured_before_an_interruption_is_kept(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measure, asked = ColocateBench.profile, list[int]()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    def interrupted(self: ColocateBench, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
+    def interrupted(self: ColocateBench, room_ms: float, batch_size: int, context: int, num_tokens: int) -> Profiled:
         asked.append(batch_size)
         if batch_size == 2:
-            raise KeyboardInterrupt
-        return measure(self, slo, batch_size, context, num_tokens)
+            os.kill(os.getpid(), number)
+        return measure(self, room_ms, batch_size, context, num_tokens)
 
     monkeypatch.setattr(ColocateBench, "profile", interrupted)
     flags = ["--device", "cpu", "--batch-sizes", "1,2,3", "--contexts", "64", "--data-dir", str(tmp_path)]
@@ -158,6 +163,7 @@ def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path, monkey
     (path,) = (tmp_path / "latencies").iterdir()
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert 1 in sizes
+    assert not list(tmp_path.glob("cotenant-bench-*"))
     open_store(tmp_path).close()  # the folder is a server's again
 
 
@@ -192,6 +198,7 @@ def test_a_server_is_told_that_its_folder_is_profiled(tmp_path: Path) -> None:
         (["tiny", "--batch-sizes", "9000"], "error: --batch-sizes, --contexts: tiny takes 1024 tokens"),
         (["tiny", "--policy", "inference-only"], "--policy: under inference-only nothing trains"),
         (["tiny", "--policy", "best"], "error: --policy: must be one of adaptive, "),
+        (["tiny", "--data-dir", ""], "error: --data-dir: is empty; leave it out for cotenant-data"),
         (["tiny", "--sm-shares", "1.5"], "error: --sm-shares: must be above 0 and below 1"),
         (["no-such-model"], "unknown model 'no-such-model'"),
     ],

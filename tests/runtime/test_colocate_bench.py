@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.config import BatchConfig, CacheConfig, ModelConfig, ServerConfig
-from cotenant.core.plan import Partition, Slo
+from cotenant.core.plan import BatchShape, Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.runtime import colocate_bench, steady
@@ -121,13 +121,24 @@ def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pyte
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
         monkeypatch.setattr(colocate_bench, "Load", Kept)
-        known = bench.step_ms(1, 8)
+        known = bench._tenants.predictor.batch_ms(BatchShape(1, 8))
         bench.learn("temporal", Slo(1e9, 1e9), arrivals, 0.1)
         assert [len(load.answers) for load in loads] == [2]
-        assert bench.step_ms(1, 8) != known, "it is what predictions rest on"
+        assert bench._tenants.predictor.batch_ms(BatchShape(1, 8)) != known, "it is what predictions rest on"
         cell = bench.trace("temporal", Slo(1e9, 1e9), arrivals, 0.4)
     assert (cell.num_requests, cell.num_failed) == (3, 0)
     assert loads[0].answers[0].token_s
+
+
+def test_of_steps_that_nobody_knows_some_tasklets_run_beside_each(tmp_path: Path) -> None:
+    """The room that they get is beside what the step takes, which is measured first."""
+    config = ServerConfig(model=small_config(tmp_path, 1024), batch=BatchConfig())
+    with ColocateBench(config, Workload(32, 64, 32, 16, False)) as bench:
+        bench.alone(0.2)
+        room_ms = 2.0 * bench.longest_tasklet_ms
+        found = bench.profile(room_ms, 48, 32, 24)
+    assert found.alone_ms < found.beside_ms
+    assert found.tasklets_per_step > 0.5
 
 
 def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(

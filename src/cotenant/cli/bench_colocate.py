@@ -35,7 +35,8 @@ from cotenant.cli.colocate_loads import (
     trace_digest,
 )
 from cotenant.cli.colocate_parts import KIND, check_continues, go_on_with, read_report
-from cotenant.cli.options import model_to_measure
+from cotenant.cli.interruption import sigterm_as_interrupt
+from cotenant.cli.options import MOST_ALONE_S, model_to_measure
 from cotenant.cli.output import (
     INTERRUPTED_EXIT_CODE,
     check_apart,
@@ -47,7 +48,15 @@ from cotenant.cli.output import (
     write_text,
 )
 from cotenant.cli.tables import new_table, open_console
-from cotenant.config import POLICIES, BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
+from cotenant.config import (
+    POLICIES,
+    BatchConfig,
+    CoExecutionConfig,
+    LoraConfig,
+    ModelConfig,
+    ServerConfig,
+    require_target,
+)
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file, make_way
 from cotenant.core.plan import Slo
@@ -58,20 +67,21 @@ if TYPE_CHECKING:
 
 _TTFT_SLO_MS = 500.0
 _TOKENS_PER_STEP = 4096
+_TIME_SCALE = "1"
 _LONG_TASKLET = 0.7  # of a TPOT target: one beside a step is too much
 
 
+@sigterm_as_interrupt()
 def colocate(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     policies: Annotated[str, typer.Option(help="What `--policy` of `cotenant serve` takes, one row each.")] = (
         "adaptive,multitask,llmstation,harli,static,chunked,fineinfer,lifecycle,inference-only"
     ),
     slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
-    slo_ttft_ms: Annotated[float, typer.Option(min=0.001, help="Of requests of a trace.")] = _TTFT_SLO_MS,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Of requests of a trace.")] = _TTFT_SLO_MS,
     slo_itl_ms: Annotated[
         float | None,
         typer.Option(
-            min=0.001,
             help="Longest gap between two tokens that training may plan for. Default: three TPOT targets.",
             show_default=False,
         ),
@@ -114,7 +124,9 @@ def colocate(
     min_requests: Annotated[
         int, typer.Option(min=1, help="A trace with fewer is run through again: p99 is not stated of fewer than 100.")
     ] = MIN_VALUES_FOR_P99,
-    time_scale: Annotated[str, typer.Option(help="How many times as fast as it was recorded, one row each.")] = "1",
+    time_scale: Annotated[
+        str, typer.Option(help="How many times as fast as it was recorded, one row each.")
+    ] = _TIME_SCALE,
     cell_seconds: Annotated[
         float | None,
         typer.Option(
@@ -164,7 +176,9 @@ def colocate(
         ),
     ] = None,
     r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter that is trained.")] = 16,
-    alone_seconds: Annotated[float, typer.Option(min=0.1, help="How long training is timed by itself.")] = 10.0,
+    alone_seconds: Annotated[
+        float, typer.Option(min=0.1, max=MOST_ALONE_S, help="How long training is timed by itself.")
+    ] = 10.0,
     max_model_len: Annotated[
         int, typer.Option(min=0, help="Longer requests of a trace are left out. 0: as long as the load needs.")
     ] = 0,
@@ -195,15 +209,23 @@ def colocate(
     """
     names = _policies(policies, skip_hopeless)
     tpots_ms = list(dict.fromkeys(_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")))
+    for tpot_ms in tpots_ms:
+        require_target(tpot_ms, "slo-tpot-ms")
+    require_target(slo_ttft_ms, "slo-ttft-ms")
+    require_target(slo_itl_ms, "slo-itl-ms")
     sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
     scales = list(dict.fromkeys(_positive(part, "time-scale") for part in time_scale.split(","))) if trace else []
     chosen, limit = model_to_measure(model, load_format, dtype, device, compress_weights=compress_weights)
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
     seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
-    if not trace and (window is not None or busiest is not None or cell_seconds is not None):
+    if not trace and (window, busiest, cell_seconds, time_scale) != (None, None, None, _TIME_SCALE):
         raise InvalidInputError(
-            "--window, --busiest and --cell-seconds choose a part of a trace: give --trace", param="trace"
+            "--window, --busiest, --cell-seconds and --time-scale are of a trace: give --trace", param="trace"
+        )
+    if not sizes and (context, num_tokens) != (None, None):
+        raise InvalidInputError(
+            "--context and --num-tokens are of steady decoding: give --batch-sizes", param="batch-sizes"
         )
     check_outputs(json=json_path, html=html_path, **{"trace-file": trace_file})
     check_apart({"json": json_path, "html": html_path, "trace-file": trace_file}, trace or [])

@@ -84,6 +84,9 @@ def read_report(path: Path) -> Report:
         lacking = [name for name in _NEEDED_OF_CELLS if name not in cell] if isinstance(cell, dict) else ["fields"]
         if lacking:
             raise InvalidInputError(f"{is_none}: its cell {number} has no {lacking[0]}", param="file")
+        slo = cell["slo"] if isinstance(cell["slo"], dict) else {}
+        if not all(isinstance(slo.get(name), int | float) for name in ("ttft_ms", "tpot_ms")):
+            raise InvalidInputError(f"{is_none}: its cell {number} has no targets of numbers", param="file")
     # Earlier versions did not write these down.
     load_format = "dummy" if "--load-format dummy" in report.get("command", "") else "auto"
     defaults = {"slo_attainment": 0.99, "slo_itl_ms": None, "fuse": None, "compressed": False, "rounds": 1}

@@ -164,6 +164,7 @@ _ALL_FLAGS = (
 FLAGS = {flag.key: flag for flag in _ALL_FLAGS}
 # Keys of a YAML file that are not flags: the positional argument.
 _MODEL_KEY = "model"
+MOST_ALONE_S = 3600.0  # that training is timed by itself
 # What --quantization takes besides the methods, so that the command line can undo a file's.
 _NO_QUANTIZATION = "none"
 
@@ -231,7 +232,10 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
 
 
 def folder_of_data(data_dir: str | Path) -> Path:
-    """The folder that --data-dir names, which may have to be made. Raises InvalidInputError where none can be."""
+    """The folder that --data-dir names, which may have to be made. Raises InvalidInputError where none can be, and for
+    no name, as of a variable that is not set: files would go where the command happens to be run."""
+    if not str(data_dir).strip():
+        raise InvalidInputError(f"--data-dir: is empty; leave it out for {FLAGS['data_dir'].default}", param="data-dir")
     with looking_up(data_dir, "--data-dir"):
         folder = Path(data_dir).expanduser().resolve()
         folder.exists()  # which says what a longest name is

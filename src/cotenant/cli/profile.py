@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cotenant.cli.options import folder_of_data, model_to_measure, whole_numbers
+from cotenant.cli.interruption import sigterm_as_interrupt
+from cotenant.cli.options import MOST_ALONE_S, folder_of_data, model_to_measure, whole_numbers
 from cotenant.cli.output import INTERRUPTED_EXIT_CODE, check_folder, counted, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import Slo
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
@@ -26,6 +24,7 @@ _TASKLETS = 4  # beside each step, if all take as long as the longest
 _SEQ_LEN, _ROWS = 2048, 2  # of the training beside them
 
 
+@sigterm_as_interrupt()
 def profile(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
     batch_sizes: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,8,16,32,64,128",
@@ -37,14 +36,16 @@ def profile(
     tasklet_tokens: Annotated[
         int | None, typer.Option(min=16, help="As for `cotenant serve`.", show_default=False)
     ] = None,
-    alone_seconds: Annotated[float, typer.Option(min=0.1, help="How long training is measured by itself.")] = 5.0,
+    alone_seconds: Annotated[
+        float, typer.Option(min=0.1, max=MOST_ALONE_S, help="How long training is measured by itself.")
+    ] = 5.0,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
     compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
     device: Annotated[str, typer.Option()] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for `cotenant serve`.")] = False,
-    data_dir: Annotated[Path, typer.Option(help="Where a server with this folder finds them.")] = DEFAULT_DATA_DIR,
+    data_dir: Annotated[str, typer.Option(help="Where a server with this folder finds them.")] = str(DEFAULT_DATA_DIR),
 ) -> None:
     """Measure decode steps alone and beside training, also in each partition of a GPU's SMs, and training's tasklets,
     and keep the latencies in the data folder: a server that starts there plans with them from its first iteration. What
@@ -120,8 +121,7 @@ def _measure(bench: ColocateBench, shapes: Sequence[tuple[int, int]], alone_seco
     _say_left_out(f"a batch has {most} sequences", [shape for shape in shapes if shape[0] > most])
     for size, length in (shape for shape in shapes if shape[0] <= most):
         # Whatever the targets will be: some tasklets run beside each step, and no more.
-        slo = Slo(math.inf, math.inf, itl_ms=bench.longest_tasklet_ms * _TASKLETS + bench.step_ms(size, length))
-        found = bench.profile(slo, size, length, _NUM_TOKENS)
+        found = bench.profile(_TASKLETS * bench.longest_tasklet_ms, size, length, _NUM_TOKENS)
         beside = f"{found.beside_ms:.2f} ms with {found.tasklets_per_step:.1f} tasklets of training beside it"
         typer.echo(
             f"{counted(size, 'sequence')} of about {counted(length, 'token')}: {found.alone_ms:.2f} ms a step alone, "

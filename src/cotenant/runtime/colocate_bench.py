@@ -19,7 +19,7 @@ from typing import Any
 from cotenant.config import ServerConfig
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
-from cotenant.core.plan import BatchShape, Partition, Slo
+from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
 from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, is_settled
 from cotenant.runtime.colocate_watch import Watch, measured_cell
@@ -141,10 +141,6 @@ class ColocateBench:
         shapes = () if view is None else {run.shape for cycle in view.upcoming for run in cycle.runs}
         return max((self._tenants.predictor.tasklet_ms(shape) or 0.0 for shape in shapes), default=0.0)
 
-    def step_ms(self, batch_size: int, context: int) -> float:
-        """Of a decode step alone, as predicted so far."""
-        return self._tenants.predictor.batch_ms(BatchShape(batch_size, batch_size * context)) or 0.0
-
     def save_latencies(self) -> tuple[int, Path]:
         """Keep what was measured in the configuration's data folder: how many records there are, and where. Raises
         OSError."""
@@ -243,15 +239,16 @@ class ColocateBench:
         self._end_steady(loop, watch)
         return measured_cell(policy, slo, watch, start_s, end_s, utilisation.figures, device_time)
 
-    def profile(self, slo: Slo, batch_size: int, context: int, num_tokens: int) -> Profiled:
-        """Decode steps alone, as ``steady`` under `adaptive` on all SMs, and again beside training in each
-        partition."""
+    def profile(self, room_ms: float, batch_size: int, context: int, num_tokens: int) -> Profiled:
+        """Decode steps alone, as ``steady`` under `adaptive` on all SMs, where training's tasklets may make each so
+        much longer, and again beside training in each partition."""
         partitions = self._tenants.serving.device.partitions
         self._warm_up(partitions)
         assert profile_len(batch_size, context, num_tokens) <= self._tenants.serving.max_model_len
-        load = self._steady_load(slo, batch_size, timed_from(context, num_tokens)[0], SETTLED_TOKENS, 0)
+        load = self._steady_load(_NO_TARGET, batch_size, timed_from(context, num_tokens)[0], SETTLED_TOKENS, 0)
         alone_s = min((answer.token_s for answer in load.answers), key=len)  # of who came last: all decode since then
         alone_ms = statistics.median(after_s - at_s for at_s, after_s in itertools.pairwise(alone_s)) * 1e3
+        slo = replace(_NO_TARGET, itl_ms=alone_ms + room_ms)
         watch, loop = self._begin(load, "adaptive", slo, ())  # behind the steps: the partitions' turn comes
         start_s, end_s = self._decode(loop, watch, num_tokens)
         beside_ms = statistics.fmean(measured_cell("adaptive", slo, watch, start_s, end_s, None).tpot_ms)

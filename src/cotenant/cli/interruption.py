@@ -1,0 +1,18 @@
+"""Commands that take minutes and keep what they have when they are told to end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM, which `timeout`, containers and batch systems send, raises KeyboardInterrupt as Ctrl-C does: else the
+    program would be gone at once, with what it has measured, and leave its temporary folder. Also a decorator."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
