@@ -251,6 +251,7 @@ class ApiConfig:
 
     def __post_init__(self) -> None:
         check_api_key(self.api_key)
+        _require(bool(self.host.strip()), "host", "is empty; leave it out for 127.0.0.1, or give 0.0.0.0 for all")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.max_upload_bytes >= 1024, "max-upload-bytes", "must be at least 1024")
         for origin in self.allowed_origins:

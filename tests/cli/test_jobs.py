@@ -155,6 +155,8 @@ def test_numbers_that_are_not_finite_are_refused_before_anything_is_uploaded(
         before = client.get("/v1/files").json()["data"]
         with pytest.raises(InvalidInputError, match=r"-H learning_rate: .* is not a finite number"):
             jobs(server, "create", str(training_file), "--model", "tiny", "-H", f"learning_rate={value}")
+        with pytest.raises(InvalidInputError, match=r"-H n_epochs: is given twice"):
+            jobs(server, "create", str(training_file), "--model", "tiny", "-H", "n_epochs=1", "-H", "n_epochs=2")
         assert client.get("/v1/files").json()["data"] == before
 
 

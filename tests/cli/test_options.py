@@ -14,6 +14,7 @@ from cotenant.cli.main import app
 from cotenant.cli.options import FLAGS, build_config, model_to_measure
 from cotenant.config import ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
+from cotenant.models.registry import resolve_model
 
 MANUAL = Path(__file__).parents[2] / "docs" / "serving.md"
 
@@ -89,10 +90,14 @@ def test_what_is_no_trace_is_left_in_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_no_name_is_no_folder(name: str) -> None:
+def test_no_name_is_no_name(name: str) -> None:
     """Of a variable that is not set: files would go where the command happens to be run."""
     with pytest.raises(InvalidInputError, match=r"^--data-dir: is empty; leave it out for cotenant-data"):
         build_config("tiny", {"data_dir": name}, None)
+    with pytest.raises(InvalidInputError, match=r"^--host: is empty; leave it out for 127\.0\.0\.1"):
+        build_config("tiny", {"host": name}, None)
+    with pytest.raises(InvalidInputError, match=r"^MODEL is empty: give a folder"):
+        resolve_model(build_config(name, {}, None).model)
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:

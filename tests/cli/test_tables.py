@@ -53,7 +53,8 @@ def test_a_table_without_columns_that_can_go_crops_nothing_either() -> None:
 
 def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    print_rows(open_console(), COLUMNS, [{**ROW, "status": "[bold]" * 40}], dropped_first=("created",))
+    status = "[bold]:fire:" * 40
+    print_rows(open_console(), COLUMNS, [{**ROW, "status": status}], dropped_first=("created",))
     (line,) = [line for line in capsys.readouterr().out.splitlines() if ROW["job"] in line]
-    assert "[bold]" * 40 in line
+    assert status in line, "names stay as they are"
     assert ROW["created"] in line

@@ -167,7 +167,7 @@ def _measure(options: ServeOptions, json_path: Path | None, earlier: list[Any] |
     from cotenant.bench.serve import ServeBench
     from cotenant.bench.serve_table import print_run
 
-    console = Console()
+    console = Console(emoji=False)
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

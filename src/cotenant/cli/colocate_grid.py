@@ -49,7 +49,7 @@ class Grid:
     def measure(self, report: Report, loads: Sequence[ColocateLoad], json_path: Path | None) -> None:
         """Measure what is missing under these ``loads``, and say so as it goes. The file is written after each cell, or
         after each place where there are several ``rounds``: a long run that is cut off leaves what it has measured."""
-        console = Console()
+        console = Console(emoji=False)
         cells, alone = report["cells"], report["train_alone_tokens_per_s"]
         console.print(f"training alone: {alone:.0f} tokens/s")
         while missing := self.missing(report):

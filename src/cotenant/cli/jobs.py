@@ -119,7 +119,11 @@ def create(
     """Upload FILE, start a job on it, and print the job's id."""
     if as_json and watch:
         raise InvalidInputError("--json prints the job as it is created: leave --watch out", param="json")
-    hyperparameters = dict(_parse_hyperparameter(text) for text in hyperparameter or ())
+    hyperparameters: dict[str, Any] = {}
+    for name, value in map(_parse_hyperparameter, hyperparameter or ()):
+        if name in hyperparameters:
+            raise InvalidInputError(f"-H {name}: is given twice", param="hyperparameter")
+        hyperparameters[name] = value
     body: dict[str, Any] = {"model": model, "method": {"type": method}}
     if suffix is not None:
         body["suffix"] = suffix

@@ -12,8 +12,9 @@ _NO_LIMIT = 10_000  # characters of a line
 
 
 def open_console(*, highlight: bool = False) -> Console:
-    """Of stdout. What is no terminal has no width at which lines would have to end."""
-    console = Console(highlight=highlight)
+    """Of stdout. What is no terminal has no width at which lines would have to end. Names stay as they are: a model's
+    ``:fire:`` is no sign for a picture."""
+    console = Console(highlight=highlight, emoji=False)
     if not console.is_terminal:
         console.width = _NO_LIMIT
     return console

@@ -120,6 +120,8 @@ def resolve_model(config: ModelConfig) -> ResolvedModel:
     cannot be run as asked.
     """
     is_dummy = config.load_format == "dummy"
+    if not config.model.strip():
+        raise InvalidInputError("MODEL is empty: give a folder, a Hugging Face id, or 'tiny'", param="model")
     if config.model in ARCHITECTURES and (is_dummy or not Path(config.model).is_dir()):
         if not is_dummy:
             raise InvalidInputError(
