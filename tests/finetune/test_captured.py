@@ -287,21 +287,44 @@ class Lagging(CpuDevice):
 def test_memory_of_other_layers_is_given_back_while_a_tasklet_runs(
     decoder: Decoder, captured: Make, tmp_path: Path
 ) -> None:
-    """Its end is waited for only where it is one of the last layer's, whose memory lies on top, or the first one, with
-    which memory was cleared."""
+    """Its end is waited for only where it is one of the last layer's, whose memory lies on top. All of it is there: the
+    micro-batch ran before."""
     chunk_bytes = 1 << 14  # less than a layer's
     num_forward = decoder.spec.num_layers * len(FORWARD_PARTS)
-    on_top = {0, num_forward - 2, num_forward - 1, num_forward + 1, num_forward + 2, num_forward + 3}
+    on_top = {num_forward - 2, num_forward - 1, num_forward + 1, num_forward + 2, num_forward + 3}
     order = [*FORWARD_PARTS * decoder.spec.num_layers, TaskletKind.LOSS, *BACKWARD_PARTS * decoder.spec.num_layers]
     for num_run in range(2, len(order)):
         device = Lagging(2)
         job = captured(decoder, tmp_path / str(num_run), device=device, chunk_bytes=chunk_bytes, validation=None)
+        for _ in range(num_forward):
+            device.run_tasklet(job.run_tasklet)
+        job.discard_step()
         for kind in order[:num_run]:
             assert job.next_shape.kind is kind
             device.run_tasklet(job.run_tasklet)
         job.require(job.left_bytes - job.mapped_bytes + chunk_bytes)
         assert (device.num_waits > 0) == bool(on_top & {num_run - 1, num_run - 2}), order[:num_run]
         job.close()
+
+
+def test_a_layers_memory_comes_when_its_forward_runs(decoder: Decoder, captured: Make, tmp_path: Path) -> None:
+    """To map all of it at once takes longer than a step. While it is cleared, whoever takes it waits."""
+    device, chunk_bytes = Lagging(1), 1 << 14
+    job = captured(decoder, tmp_path, device=device, chunk_bytes=chunk_bytes, validation=None)
+    mapped = []
+    for _ in range(2 * len(FORWARD_PARTS) * decoder.spec.num_layers):
+        device.run_tasklet(job.run_tasklet)
+        mapped.append(job.mapped_bytes)
+    num_forward = len(FORWARD_PARTS) * decoder.spec.num_layers
+    firsts = mapped[: num_forward : len(FORWARD_PARTS)]
+    assert all(before < after for before, after in itertools.pairwise(firsts))
+    assert set(mapped[num_forward:]) == {firsts[-1]}, "the backward pass needs no more"
+    assert firsts[-1] <= job.left_bytes
+    again = captured(decoder, tmp_path / "again", device=device, chunk_bytes=chunk_bytes, validation=None)
+    device.run_tasklet(again.run_tasklet)
+    device.num_waits = 0
+    again.require(again.left_bytes - again.mapped_bytes + chunk_bytes)
+    assert device.num_waits == 1
 
 
 def test_memory_that_is_still_being_cleared_is_waited_for(
@@ -314,7 +337,7 @@ def test_memory_that_is_still_being_cleared_is_waited_for(
 
     device = Lagging(2)
     job = captured(decoder, tmp_path, device=device, chunk_bytes=1 << 14, validation=None)
-    monkeypatch.setattr(activations, "CapturedLayers", short_of_memory)
+    monkeypatch.setattr(CapturedLayers, "load", short_of_memory)
     shape = job.next_shape
 
     def launch() -> TaskletShape:

@@ -1,7 +1,8 @@
 """The memory of a job's activations: an arena that holds one micro-batch's, and the captured layers over it.
 
-Addresses stay for as long as the job runs. Memory lies under the lower part of them, as much as the largest micro-batch
-has needed since some was given away; that is taken from the top.
+Addresses stay for as long as the job runs. Memory lies under the lower part of them, as far as any tasklet has reached
+since some was given away; that is taken from the top. A layer's comes when its forward runs: that of all at once would
+keep requests waiting for longer than a step.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class Activations:
         most = max(self.bytes_for(max_tokens, num_recomputed), self.passing_bytes_for(max_passing_tokens))
         self._arena = device.create_arena(most, CHUNK_BYTES)
         self._storage = self._arena.tensor(torch.uint8)
+        self._num_mapped = 0  # chunks, the first ones
         self._pool = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         self._frames: OrderedDict[tuple[Frame, PassKind], CapturedLayers] = OrderedDict()
         self._refreshing: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by layer and lane
@@ -115,7 +117,7 @@ class Activations:
     @property
     def mapped_bytes(self) -> int:
         """Of the memory that is there now."""
-        return len(self._arena.mapped) * self._arena.chunk_bytes
+        return self._num_mapped * self.chunk_bytes
 
     def bytes_for(self, num_tokens: int, num_recomputed: int) -> int:
         """What a micro-batch of so many tokens needs at most."""
@@ -151,27 +153,31 @@ class Activations:
         self._num_fresh = layer + 1
 
     def begin(self, micro_batch: MicroBatch, kind: PassKind, token_keys: torch.Tensor | None = None) -> CapturedPass:
-        """Ends whatever micro-batch was there. ``token_keys``: see ``CapturedLayers.load``. Raises
-        torch.OutOfMemoryError if the device has not enough memory."""
+        """Ends whatever micro-batch was there. ``token_keys``: see ``CapturedLayers.load``. It raises
+        torch.OutOfMemoryError if the device has not enough memory, and so may each tasklet of a forward pass."""
         spec, lengths = self._decoder.spec, micro_batch.segment.lengths
         frame = Frame.of(lengths, spec.sliding_window, self._decoder.device)
-        needed = self._frame_bytes(frame.num_rows, kind)
-        missing = set(range(-(-needed // self.chunk_bytes))) - self._arena.mapped
-        if missing:
-            self._arena.map(missing)
-            self._reaches.note((max(missing) + 1) * self.chunk_bytes)  # it is cleared
         key = (frame, kind)
         layers = self._frames.get(key)
         if layers is None:
             self._make_room_for_frame()
-            storage = self._storage[:needed]
+            storage = self._storage[: self._frame_bytes(frame.num_rows, kind)]
             layers = CapturedLayers(self._decoder, self._pack, frame, storage, self._pool, kind)
             self._frames[key] = layers
         self._frames.move_to_end(key)
-        self._reaches.note(layers.shared_bytes)
+        self._reach(layers.shared_bytes)
         layers.load(micro_batch, token_keys)
         refresh = self._refresh_layer if kind.has_adapter else None
-        return CapturedPass(self._pack, layers, micro_batch, refresh, self._reaches.note)
+        return CapturedPass(self._pack, layers, micro_batch, refresh, self._reach)
+
+    def _reach(self, num_bytes: int) -> None:
+        """Something is launched next that touches so much of the arena, from its beginning: have memory there."""
+        num_chunks = -(-num_bytes // self.chunk_bytes)
+        if num_chunks > self._num_mapped:
+            self._arena.map(range(self._num_mapped, num_chunks))
+            self._num_mapped = num_chunks
+            num_bytes = num_chunks * self.chunk_bytes  # they are cleared
+        self._reaches.note(num_bytes)
 
     def _make_room_for_frame(self) -> None:
         num_graphs = sum(layers.num_graphs for layers in self._frames.values())
@@ -185,26 +191,31 @@ class Activations:
     def give_back(self, num_kept: int) -> None:
         """Unmap all memory beyond ``num_kept`` bytes, once the device is done with what reaches that far; the device
         keeps it for the arena of whoever asked. No micro-batch that lies there goes on."""
-        unwanted = {chunk for chunk in self._arena.mapped if (chunk + 1) * self.chunk_bytes > num_kept}
-        if not unwanted:
+        num_kept = num_kept // self.chunk_bytes
+        if num_kept >= self._num_mapped:
             return
         # A tasklet in flight goes on meanwhile below, in the layer that it belongs to; nobody wants what it computes.
-        if self._reaches.in_flight() > min(unwanted) * self.chunk_bytes:
+        if self._reaches.in_flight() > num_kept * self.chunk_bytes:
             self._device.wait_for_tasklets()
-        self._arena.unmap(unwanted, keep=True)
+        self._unmap(num_kept, keep=True)
 
     def drop(self) -> None:
         """Give all memory back, that of the graphs and what the device has kept too. No micro-batch goes on."""
         self._retire_graphs()
-        self._arena.unmap(self._arena.mapped)
+        self._unmap(0, keep=False)
         self._device.release_kept_memory()
 
     def close(self) -> None:
         """As ``drop``, but the device keeps the arena's memory for others and lets go of the graphs later: to do so at
         once would be a long pause."""
         self._retire_graphs()
-        self._arena.unmap(self._arena.mapped, keep=True)
+        self._unmap(0, keep=True)
         self._arena.close()
+
+    def _unmap(self, num_kept: int, *, keep: bool) -> None:
+        """All but the first so many chunks."""
+        self._arena.unmap(range(num_kept, self._num_mapped), keep=keep)
+        self._num_mapped = num_kept
 
     def _retire_graphs(self) -> None:
         self._device.wait_for_tasklets()
@@ -249,13 +260,14 @@ class CapturedPass:
         layers: CapturedLayers,
         micro_batch: MicroBatch,
         refresh: Callable[[int], None] | None,
-        note_reach: Callable[[int], None],
+        reach: Callable[[int], None],
     ) -> None:
-        """``refresh``: makes a layer ready for its forward. ``note_reach``: told what each tasklet reaches."""
+        """``refresh``: makes a layer ready for its forward. ``reach``: told what each tasklet reaches, before that is
+        launched."""
         self._pack = pack
         self._layers = layers
         self._refresh = refresh
-        self._note_reach = note_reach
+        self._reach = reach
         self.micro_batch = micro_batch
         self._num_done = 0  # layers whose forward has run, less those whose backward has
 
@@ -264,7 +276,7 @@ class CapturedPass:
         layer = self._num_done if kind in FORWARD_PARTS else self._num_done - 1
         if kind is FORWARD_PARTS[0] and self._refresh is not None:
             self._refresh(layer)
-        self._note_reach(self._layers.reach(layer))
+        self._reach(self._layers.reach(layer))
         self._layers.run(kind, layer)
         if kind is FORWARD_PARTS[-1]:
             self._num_done += 1
@@ -273,12 +285,12 @@ class CapturedPass:
 
     def begin_loss(self, scales: torch.Tensor | None = None) -> None:
         """On the last layer's output. ``scales`` [targets]: of the targets' gradients, where a backward follows."""
-        self._note_reach(self._layers.shared_bytes)
+        self._reach(self._layers.shared_bytes)
         self._layers.loss.begin(self.micro_batch, scales)
 
     def loss_part(self, part: int) -> None:
         """All parts in order; then there are ``losses``, and backward can begin."""
-        self._note_reach(self._layers.shared_bytes)
+        self._reach(self._layers.shared_bytes)
         self._layers.loss.run(part)
 
     def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
