@@ -133,7 +133,9 @@ SECTIONS = (
         "more at 10 ms and the longer a policy learned: over longer contexts than 1,024, which cost time and energy, "
         "and not the same ones for each policy. In the sixth all begin to be timed at 832, with a margin that other "
         "sequences have taught until it came to rest; the seventh is a later version on a card whose clocks are "
-        "lower: training alone has 1,542 MHz, where it has 1,613 in the sixth.",
+        "lower: training alone has 1,542 MHz, where it has 1,613 in the sixth. The eighth is later still, alone on its "
+        "machine, and was cut off before its last cell; it counts the training of a cell's first iteration, which the "
+        "others lack: one of 384.",
     ),
     Section(
         "colocate_steady_h100.json",
@@ -641,8 +643,10 @@ SECTIONS = (
         "same figures in other words then, and noted where its thread was, which slowed it a little. Then with "
         "checkpoints and adapters, which no version before had been measured with: tokens were up to 453 ms apart. "
         "Since then large copies go by small pinned pieces, files are read and written without keeping the "
-        "interpreter, graphs are let go of little by little, and no tasklet begins 5% behind its plan's end. What is "
-        "committed also frees the copies' memory in another way, and was not measured.",
+        "interpreter, graphs are let go of little by little, and no tasklet begins 5% behind its plan's end; then "
+        "copies are freed as huge pages, by which a job's end is shorter. At last what a job trains is laid out on the "
+        "thread that reads its files (`start` keeps the loop for 5 to 7 ms in place of 22 to 47), and a layer's memory "
+        "is mapped when its forward runs.",
         "python bench/job_start.py llama-3.1-8b --load-format dummy --slo-tpot-ms 15 --save-steps 2 --adapters 3",
     ),
     Section(
@@ -650,8 +654,7 @@ SECTIONS = (
         "On a GPU: what keeps launches waiting",
         "One thread launches, another does what is said, on a GPU that is busy. As torch copies to pageable memory "
         "behind other work, the driver lets nobody ask for that work's events, nor launch behind it, until the copy is "
-        "over; and nobody launches anything while it makes pinned memory. What is committed copies to the device "
-        "without putting tensors together before, and into huge pages, which was not measured.",
+        "over; and nobody launches anything while it makes pinned memory.",
         "python bench/held_up.py",
     ),
     Section(
@@ -692,6 +695,21 @@ SECTIONS = (
         "from one plan to the next is asked once. Plans are the same. How much of the difference "
         "to the third host is the host's is not known: calls of the predictor that find a record take as long as "
         "there, or half. Measurements ran on the host's other card.",
+        "python bench/planner_cost.py",
+        is_earlier=True,
+    ),
+    Section(
+        "planner_rounds_h200.txt",
+        "On a fifth GPU's host: what a plan costs, in rounds",
+        "A later version, whose predictions of prompts are sums that are written out. All kinds of calls in turn, ten "
+        "times: how far the rounds' medians lie apart is how much of a core others had. Nothing else ran.",
+        "python bench/planner_cost.py",
+    ),
+    Section(
+        "planner_rounds_again_h200.txt",
+        "On a sixth GPU's host: what a plan costs, in rounds",
+        "Again, when a step's time in a partition is kept from plan to plan. Most rounds had a core that others had, "
+        "too: a prediction that takes 3.1 µs in one takes 6.6 in another.",
         "python bench/planner_cost.py",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
