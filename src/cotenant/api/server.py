@@ -7,20 +7,16 @@ import contextlib
 import errno
 import logging
 import os
-import resource
-import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cotenant.api.app import create_app
+from cotenant.api.http_server import BACKLOG, HttpServer, raise_open_files_limit
 from cotenant.api.jobs.manager import JobManager
 from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.state import AppState
@@ -33,17 +29,11 @@ from cotenant.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Connections that arrive together wait here until they are accepted; more than any burst that we promise to answer.
-BACKLOG = 2048
-KEEP_ALIVE_S = 75
 DRAIN_TIMEOUT_S = 300.0
 # What a connection may take after the worker has sent its last token.
 HTTP_CLOSE_TIMEOUT_S = 10.0
-# What a connection that was accepted last may take to send the head of its request.
-_FIRST_REQUEST_TIMEOUT_S = 1.0
 # What requests may take to end once their connections are cut: a write to disk that has begun is finished.
 _CUT_TIMEOUT_S = 2.0
-_WANTED_OPEN_FILES = 65536
 
 
 class ServerFailedError(CotenantError):
@@ -78,26 +68,12 @@ def run_server(
     nothing new is taken, running requests end, a running job writes a checkpoint. The second one ends it at once.
     Raises ServerFailedError, or CotenantError for what else is wrong with the configuration or the data folder.
     """
-    _raise_open_files_limit()
+    raise_open_files_limit()
     with (
         contextlib.closing(open_listener(config.api)) as listener,
         _open_state(config, base, worker_command, prepared) as state,
     ):
-        http = _HttpServer(
-            uvicorn.Config(
-                create_app(state),
-                loop="none",
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                backlog=BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=None,  # _Session ends what does not end by itself
-            )
-        )
+        http = HttpServer(create_app(state))
         with asyncio.Runner(loop_factory=_new_event_loop) as runner:
             return runner.run(_Session(state, http, listener, announce).run())
 
@@ -132,56 +108,11 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: a signal drains the worker too. Who has connected when it ends is
-    answered, and not reset."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
-        for listener in sockets or ():
-            await _accept_backlog(listener)
-            listener.close()
-        for server in self.servers:
-            server.close()
-        deadline_s = time.monotonic() + _FIRST_REQUEST_TIMEOUT_S
-        while True:
-            await asyncio.sleep(0.01)  # the connection that was accepted last appears in the loop's next iteration
-            if self.force_exit or time.monotonic() > deadline_s or not self._has_new_connections():
-                break
-        await super().shutdown(sockets)
-
-    def _has_new_connections(self) -> bool:
-        """Whether one has had no request yet: uvicorn would close it, whatever is on its way."""
-        connections = self.server_state.connections
-        return any(isinstance(each, HttpToolsProtocol) and each.cycle is None for each in connections)
-
-    def cut_connections(self) -> int:
-        """End those that are open, as if their clients had left; returns how many."""
-        connections = list(self.server_state.connections)
-        for connection in connections:
-            connection.transport.abort()
-        return len(connections)
-
-
-async def _accept_backlog(listener: socket.socket) -> None:
-    """Let the event loop accept all connections that wait now. It takes one in each of its iterations."""
-    waiting = select.poll()
-    waiting.register(listener, select.POLLIN)
-    for _ in range(BACKLOG):
-        if not waiting.poll(0):
-            return
-        await asyncio.sleep(0)
-
-
 class _Session:
     """One run of the server on its event loop."""
 
     def __init__(
-        self, state: AppState, http: _HttpServer, listener: socket.socket, announce: Callable[[str], None]
+        self, state: AppState, http: HttpServer, listener: socket.socket, announce: Callable[[str], None]
     ) -> None:
         self._state = state
         self._worker: WorkerClient = state.worker
@@ -293,12 +224,3 @@ def _describe_bind_error(api: ApiConfig, error: OSError) -> str:
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _raise_open_files_limit() -> None:
-    """A connection is an open file, and the usual soft limit of 1,024 is soon reached."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

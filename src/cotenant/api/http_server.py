@@ -1,0 +1,131 @@
+"""uvicorn as the API process runs it: what a connection may take, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+# Connections that arrive together wait here until they are accepted; more than any burst that we promise to answer.
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+# A connection that has sent no request's head from one look to the next is closed: it is an open file.
+LOOK_EVERY_S = 30
+# What a connection that was accepted last may take to send the head of its request.
+_FIRST_REQUEST_TIMEOUT_S = 1.0
+_WANTED_OPEN_FILES = 65536
+_MANY = 0.9  # of those that may be open
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: a signal drains the worker too. Who has connected when it ends is
+    answered, and not reset. Who connects and asks for nothing is let go of after a while."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=None,  # whoever runs it ends what does not end by itself
+                callback_notify=self._look_after_connections,
+                timeout_notify=LOOK_EVERY_S,
+            )
+        )
+        self._silent: set[HttpToolsProtocol] = set()  # that had no request when they were looked at
+        self._is_warned = False
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.server_state.default_headers = [*self.server_state.default_headers, (b"connection", b"close")]
+        for listener in sockets or ():
+            await _accept_backlog(listener)
+            listener.close()
+        for server in self.servers:
+            server.close()
+        deadline_s = time.monotonic() + _FIRST_REQUEST_TIMEOUT_S
+        while True:
+            await asyncio.sleep(0.01)  # the connection that was accepted last appears in the loop's next iteration
+            if self.force_exit or time.monotonic() > deadline_s or not self._has_new_connections():
+                break
+        await super().shutdown(sockets)
+
+    def _has_new_connections(self) -> bool:
+        """Whether one has had no request yet: uvicorn would close it, whatever is on its way."""
+        return bool(self._without_request())
+
+    def _without_request(self) -> set[HttpToolsProtocol]:
+        """The connections on which no request's head has come yet."""
+        connections = self.server_state.connections
+        return {each for each in connections if isinstance(each, HttpToolsProtocol) and each.cycle is None}
+
+    async def _look_after_connections(self) -> None:
+        silent = self._without_request()
+        for connection in silent & self._silent:  # for as long as from one look to the next
+            connection.transport.close()
+        self._silent = silent - self._silent
+        num_connections = len(self.server_state.connections)
+        shortage = _shortage_of_files(num_connections)
+        if shortage is not None and not self._is_warned:
+            logger.warning("%s, %d of them connections: soon nobody else gets one", shortage, num_connections)
+        self._is_warned = shortage is not None
+
+    def cut_connections(self) -> int:
+        """End those that are open, as if their clients had left; returns how many."""
+        connections = list(self.server_state.connections)
+        for connection in connections:
+            connection.transport.abort()
+        return len(connections)
+
+
+async def _accept_backlog(listener: socket.socket) -> None:
+    """Let the event loop accept all connections that wait now. It takes one in each of its iterations."""
+    waiting = select.poll()
+    waiting.register(listener, select.POLLIN)
+    for _ in range(BACKLOG):
+        if not waiting.poll(0):
+            return
+        await asyncio.sleep(0)
+
+
+def raise_open_files_limit() -> None:
+    """A connection is an open file, and the usual soft limit of 1,024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _shortage_of_files(num_connections: int) -> str | None:
+    """How few more files may be open, in words; None if that is many."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or 2 * num_connections < most:
+        return None
+    try:
+        num_open = len(os.listdir("/dev/fd"))
+    except OSError:  # there is none left to look with
+        num_open = most
+    return f"{num_open} of the {most} files that may be open (ulimit -n) are" if num_open >= _MANY * most else None

@@ -1,0 +1,98 @@
+"""Connections that the API process lets go of, and that it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+from starlette.types import Receive, Scope, Send
+
+from cotenant.api import http_server
+from cotenant.api.http_server import HttpServer
+
+HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@asynccontextmanager
+async def served(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
+    """The port of a server that looks at its connections all the time."""
+    monkeypatch.setattr(http_server, "LOOK_EVERY_S", 0.0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(http_server.BACKLOG)
+        server = HttpServer(echo)
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await serving
+
+
+def test_who_asks_for_nothing_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who has sent the head of a request, nor who has been answered."""
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            silent[1][1].write(HEAD[:-2])  # half a head is none
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for _, writer in others:
+                writer.write(HEAD)
+            others[0][1].write(b"body")
+            assert (await others[0][0].readuntil(b"body")).startswith(b"HTTP/1.1 200")
+            async with asyncio.timeout(30):
+                for reader, _ in silent:
+                    assert await reader.read() == b"", "closed"
+            for _, writer in others:
+                writer.write(b"late")
+            others[0][1].write(HEAD + b"more")
+            async with asyncio.timeout(30):
+                assert (await others[1][0].readuntil(b"late")).startswith(b"HTTP/1.1 200")
+            for _, writer in (*silent, *others):
+                writer.close()
+
+    uvloop.run(run())
+
+
+def test_it_says_when_hardly_any_more_connections_can_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def limits(_: int) -> tuple[int, int]:
+        return num_open, num_open
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD)  # it is not let go of
+            async with asyncio.timeout(30):
+                while not caplog.records:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(1.2)  # some more looks
+            writer.write(b"body")
+            await reader.readuntil(b"body")
+            writer.close()
+
+    num_open = 2
+    monkeypatch.setattr(resource, "getrlimit", limits)
+    with caplog.at_level(logging.WARNING, logger=http_server.__name__):
+        uvloop.run(run())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == http_server.__name__]
+    assert said.endswith(
+        "of the 2 files that may be open (ulimit -n) are, 1 of them connections: soon nobody else gets one"
+    )
