@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,8 @@ from starlette.requests import Request
 from cotenant.api.schemas.chat import ChatRequest, checked_messages
 from cotenant.api.schemas.completion import CompletionRequest
 from cotenant.api.schemas.parsing import IGNORED_FIELDS, UNSUPPORTED_FIELDS, parse, read_object
-from cotenant.api.schemas.sampling import for_choice, sampling_params
+from cotenant.api.schemas.sampling import MAX_TOKEN_IDS, for_choice, sampling_params
+from cotenant.api.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import SamplingParams
 
@@ -340,7 +342,7 @@ def test_what_a_large_body_holds_is_not_walked_as_garbage_while_it_grows() -> No
     def note(phase: str, _: dict[str, int]) -> None:
         walks.append(phase)
 
-    raw = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": []}] * 100_000})
+    raw = msgspec.json.encode({"model": "m", "messages": [{"role": "user", "content": []}] * 20_000})
     gc.callbacks.append(note)
     try:
         parse(read(raw), ChatRequest)
@@ -350,3 +352,46 @@ def test_what_a_large_body_holds_is_not_walked_as_garbage_while_it_grows() -> No
     with pytest.raises(InvalidInputError):
         read(raw[:-1])
     assert gc.isenabled()
+
+
+@given(st.text(st.sampled_from('\\"[]{},:u1 \nä\U0001f600'), min_size=1), st.booleans())
+def test_what_is_written_within_strings_is_never_too_much(text: str, is_ascii: bool) -> None:
+    """However often: of all that is counted there would be more than may be."""
+    long = text * (MAX_VALUES // len(text) + 1)
+    body = {"prompt": long, text: [text, long[::-1]]}
+    assert read(json.dumps(body, ensure_ascii=is_ascii).encode()) == body
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused", "says"),
+    [
+        (["x"] * (MAX_STRINGS - 1), ["x"] * MAX_STRINGS, f"more than {MAX_STRINGS} strings"),
+        (
+            {f'{number}\\\\"': "" for number in range(MAX_STRINGS // 2 - 1)},
+            {f'{number}\\\\"': "" for number in range(MAX_STRINGS // 2)},
+            f"more than {MAX_STRINGS} strings",
+        ),
+        ([[]] * (MAX_CONTAINERS - 2), [[]] * (MAX_CONTAINERS - 1), f"more than {MAX_CONTAINERS} arrays and objects"),
+        (
+            [{}] * (MAX_CONTAINERS - 2),
+            [{}, []] * (MAX_CONTAINERS // 2),
+            f"more than {MAX_CONTAINERS} arrays and objects",
+        ),
+        ([1] * MAX_VALUES, [1] * (MAX_VALUES + 1), f"more than {MAX_VALUES} values"),
+    ],
+)
+def test_a_body_of_too_many_values_is_refused_before_they_are_made(taken: Any, refused: Any, says: str) -> None:
+    assert read(json.dumps({"a": taken}).encode()) == {"a": taken}
+    raw = json.dumps({"a": refused}).encode()
+    with pytest.raises(InvalidInputError, match=says) as caught:
+        read(raw)
+    assert (caught.value.code, caught.value.param) == ("request_too_complex", None)
+    with pytest.raises(InvalidInputError) as caught:  # what is no JSON is told so, whatever its size
+        read(raw[:-1])
+    assert caught.value.code == "invalid_json"
+
+
+def test_the_longest_list_of_token_ids_is_taken_with_all_that_may_be_beside_it() -> None:
+    fields = {"prompt": [100_000] * MAX_TOKEN_IDS, "logit_bias": {str(number): 1 for number in range(1024)}}
+    body = parse(read(json.dumps({"model": "m", **fields}).encode()), CompletionRequest)
+    assert body.prompts == [fields["prompt"]]

@@ -218,7 +218,7 @@ def test_huge_requests_do_not_hold_up_others(client: httpx.Client, server: Runni
     huge: list[dict[str, Any]] = [
         {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": text}}], "tool_choice": "none"},
         {"messages": [{"role": "assistant", "tool_calls": [call]}]},
-        {"messages": [{"role": "user", "content": ""}] * 100_000},
+        {"messages": [{"role": "user", "content": ""}] * 16_000},
     ]
 
     def refuse(body: dict[str, Any]) -> None:
@@ -327,6 +327,17 @@ def test_json_bodies_past_the_limit(client: httpx.Client) -> None:
         yield from itertools.repeat(b" " * (1 << 20), 40)
 
     assert_refused(client.post(CHAT, content=pieces()), 413, None, "request_too_large", str(MAX_JSON_BYTES))
+
+
+def test_bodies_of_too_many_values(client: httpx.Client) -> None:
+    for path in (CHAT, COMPLETIONS, JOBS, "/tokenize", "/detokenize", "/v1/load_lora_adapter"):
+        for values, says in (
+            ({f"k{number}": 1 for number in range(70_000)}, "65536 strings"),
+            ([[]] * 70_000, "65536 arrays and objects"),
+            ([1] * 1_200_000, "1114112 values"),
+        ):
+            body = {"model": MODEL, "prompt": "x", "user": values}
+            assert_refused(client.post(path, json=body), 400, None, "request_too_complex", says)
 
 
 def test_what_is_no_http(server: RunningServer) -> None:

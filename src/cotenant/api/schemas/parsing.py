@@ -6,6 +6,7 @@ don't support is refused by its name, unless its value asks for nothing.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
+from cotenant.api.schemas.structure import SMALL_BODY_BYTES, check_structure
 from cotenant.core.errors import InvalidInputError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -97,9 +99,12 @@ _LENGTH_WORDS = (("a string of length", "a string with a length"), ("an array of
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The request's body as a JSON object, without its null fields."""
+    """The request's body as a JSON object, without its null fields. Raises ``InvalidInputError`` for what is no such
+    thing, and for one with too many values, before they are made."""
     body = await request.body()
     try:
+        if len(body) > SMALL_BODY_BYTES:
+            await asyncio.to_thread(check_structure, body)
         with _nothing_is_garbage():
             decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
