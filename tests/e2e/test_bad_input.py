@@ -369,14 +369,16 @@ def test_without_the_right_key_nothing_is_done(server: RunningServer, client: ht
     with httpx.Client(base_url=server.base_url, timeout=60) as stranger:
         for headers in wrong:
             for method, path in (("GET", "/v1/models"), ("POST", CHAT), ("GET", f"{FILES}/{file_id}/content"),
-                                 ("DELETE", f"{FILES}/{file_id}"), ("GET", "/v1/nothing")):  # fmt: skip
+                                 ("DELETE", f"{FILES}/{file_id}"), ("GET", "/v1/nothing"),
+                                 ("POST", "/tokenize"), ("POST", "/detokenize")):  # fmt: skip
                 answer = stranger.request(method, path, headers=headers)
                 assert_refused(answer, 401, None, "invalid_api_key", "key")
                 assert KEY not in answer.text
         assert stranger.get(f"/v1/models?api_key={KEY}").status_code == 401
         files = {"file": ("a", b"x" * 500_000)}
         assert stranger.post(FILES, files=files, data={"purpose": "fine-tune"}).status_code == 401
-        assert request_as_written(server, "GET", "/%761/models", headers={}).status_code == 401
+        for path in ("/%761/models", "/%74okenize"):
+            assert request_as_written(server, "POST", path, headers={}).status_code == 401
         for path in ("/health", "/metrics", "/version"):
             assert stranger.get(path).status_code == 200
     assert stored(server) == there

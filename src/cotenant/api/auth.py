@@ -1,4 +1,4 @@
-"""The API key: it guards everything below ``/v1`` and nothing else, so probes and scrapers need none."""
+"""The API key: it guards all that works for clients, and nothing else, so probes and scrapers need none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cotenant.api.errors import InvalidApiKeyError, response_of
 
-GUARDED_PREFIX = "/v1"
+_GUARDED = ("/v1", "/tokenize", "/detokenize")
 
 
 def check_key(authorization: str | None, api_key: str) -> None:
@@ -26,7 +26,7 @@ def check_key(authorization: str | None, api_key: str) -> None:
 
 
 class ApiKeyMiddleware:
-    """Refuse requests below ``/v1`` that don't carry the key, before any of their body is read."""
+    """Refuse requests to what is guarded that don't carry the key, before any of their body is read."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -43,4 +43,4 @@ class ApiKeyMiddleware:
 
 
 def _is_guarded(path: str) -> bool:
-    return path == GUARDED_PREFIX or path.startswith(GUARDED_PREFIX + "/")
+    return any(path == guarded or path.startswith(guarded + "/") for guarded in _GUARDED)

@@ -26,7 +26,7 @@ router = APIRouter(tags=["tokens"])
 
 
 @router.post(
-    "/tokenize", openapi_extra=body_of(TokenizeRequest), responses=answers(TokenizeResponse, 400, 404, 413, 503)
+    "/tokenize", openapi_extra=body_of(TokenizeRequest), responses=answers(TokenizeResponse, 400, 401, 404, 413, 503)
 )
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt, or of a conversation as the model's chat template writes it."""
@@ -43,7 +43,9 @@ async def tokenize(request: Request) -> Response:
 
 
 @router.post(
-    "/detokenize", openapi_extra=body_of(DetokenizeRequest), responses=answers(DetokenizeResponse, 400, 404, 413, 503)
+    "/detokenize",
+    openapi_extra=body_of(DetokenizeRequest),
+    responses=answers(DetokenizeResponse, 400, 401, 404, 413, 503),
 )
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
