@@ -16,13 +16,27 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cotenant.core.errors import ConflictError, CotenantError, InvalidInputError, NotFoundError, OverloadedError
+from cotenant.store.files import FileTooLargeError
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for "the client went away"; nobody is left to read it
 
+
+class InvalidApiKeyError(CotenantError):
+    """The key is missing or wrong (HTTP 401)."""
+
+
+class RequestTooLargeError(InvalidInputError):
+    """A body is larger than the limit (HTTP 413)."""
+
+
+# The first that an error is one of counts. Those of none are what the user did not cause.
 _STATUS_OF_ERROR: tuple[tuple[type[CotenantError], int], ...] = (
+    (InvalidApiKeyError, 401),
+    (RequestTooLargeError, 413),
+    (FileTooLargeError, 413),
     (InvalidInputError, 400),
     (NotFoundError, 404),
     (ConflictError, 409),
@@ -31,14 +45,8 @@ _STATUS_OF_ERROR: tuple[tuple[type[CotenantError], int], ...] = (
 _ENCODER = msgspec.json.Encoder()
 
 
-class InvalidApiKeyError(CotenantError):
-    """The key is missing or wrong (HTTP 401)."""
-
-
 def status_of(error: CotenantError) -> int:
     """The HTTP status of one of our errors; 500 for what the user did not cause."""
-    if isinstance(error, InvalidApiKeyError):
-        return 401
     return next((status for kind, status in _STATUS_OF_ERROR if isinstance(error, kind)), 500)
 
 
@@ -142,8 +150,7 @@ def _http_error_response(app: FastAPI, request: Request, error: HTTPException) -
         headers["Allow"] = ", ".join(allowed_methods(app, path)) or headers.get("Allow", "")
         message = f"Not allowed to {request.method} on {path} (allowed: {headers['Allow']})."
         return error_response(message, 405, code="method_not_allowed", headers=headers)
-    code = "request_too_large" if error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else None
-    return error_response(str(error.detail), error.status_code, code=code, headers=headers)
+    return error_response(str(error.detail), error.status_code, headers=headers)
 
 
 def allowed_methods(app: FastAPI, path: str) -> list[str]:

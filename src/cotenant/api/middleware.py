@@ -10,10 +10,11 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotenant.api.errors import error_response, internal_error_response
+from cotenant.api.errors import RequestTooLargeError, internal_error_response, response_of
+from cotenant.core.errors import InvalidInputError
+from cotenant.store.files import FileTooLargeError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class BodyLimitMiddleware:
         limit_bytes = self._limit_bytes(scope["path"])
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > limit_bytes:
-            await error_response(_too_large(limit_bytes), 413, code="request_too_large")(scope, receive, send)
+            await response_of(self._too_large(scope["path"]))(scope, receive, send)
             return
         received_bytes = 0
 
@@ -82,7 +83,7 @@ class BodyLimitMiddleware:
             if message["type"] == "http.request":
                 received_bytes += len(message.get("body", b""))
                 if received_bytes > limit_bytes:
-                    raise HTTPException(413, _too_large(limit_bytes))
+                    raise self._too_large(scope["path"])
             return message
 
         await self._app(scope, counted_receive, send)
@@ -90,6 +91,8 @@ class BodyLimitMiddleware:
     def _limit_bytes(self, path: str) -> int:
         return self._max_upload_bytes + _UPLOAD_FRAME_BYTES if path == UPLOAD_PATH else MAX_JSON_BYTES
 
-
-def _too_large(limit_bytes: int) -> str:
-    return f"The request body is larger than {limit_bytes} bytes, the most that this endpoint takes."
+    def _too_large(self, path: str) -> InvalidInputError:
+        if path == UPLOAD_PATH:  # what is around a file is never that large
+            return FileTooLargeError(self._max_upload_bytes)
+        message = f"The request body is larger than {MAX_JSON_BYTES} bytes, the most that this endpoint takes."
+        return RequestTooLargeError(message, code="request_too_large")

@@ -30,7 +30,14 @@ _FILE_MODE = 0o600  # training data is the operator's own
 
 
 class FileTooLargeError(InvalidInputError):
-    """An upload has grown past the limit (HTTP 413)."""
+    """A file is larger than the limit (HTTP 413)."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"The file is larger than {limit_bytes} bytes, the most that this server takes.",
+            code="file_too_large",
+            param="file",
+        )
 
 
 class Upload:
@@ -57,11 +64,7 @@ class Upload:
         """Append. Raises FileTooLargeError past the limit, StoreError if the disk is full."""
         self.size_bytes += len(content)
         if self.size_bytes > self._limit_bytes:
-            raise FileTooLargeError(
-                f"The file is larger than {self._limit_bytes} bytes, the most that this server takes.",
-                code="file_too_large",
-                param="file",
-            )
+            raise FileTooLargeError(self._limit_bytes)
         rest = memoryview(content)
         try:
             while rest:

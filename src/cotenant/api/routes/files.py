@@ -11,14 +11,12 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from cotenant.api.errors import error_response
 from cotenant.api.multipart import read_upload
 from cotenant.api.openapi import answers
 from cotenant.api.responses import json_response
 from cotenant.api.state import state_of
 from cotenant.core.errors import InvalidInputError
 from cotenant.store import FileRecord
-from cotenant.store.files import FileTooLargeError
 
 router = APIRouter(tags=["files"])
 
@@ -101,8 +99,6 @@ async def upload_file(request: Request) -> Response:
                     f"Missing required parameter: '{name}'.", code="missing_required_parameter", param=name
                 )
         record = await asyncio.to_thread(upload.finish, form.filename or "file", form.fields["purpose"])
-    except FileTooLargeError as error:
-        return error_response(error.message, 413, param=error.param, code=error.code)
     finally:
         await asyncio.to_thread(upload.discard)
     return json_response(_object_of(record))
