@@ -147,7 +147,7 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
     be no other worker."""
     runs: list[str] = []
 
-    async def generate(asked: Request) -> AsyncIterator[SequenceOutput]:
+    async def generate(asked: Request, **_: Any) -> AsyncIterator[SequenceOutput]:
         runs.append(asked.request_id)
         for output in outputs(singles("ab"), FinishReason.LENGTH)[:num_before]:
             yield output
@@ -168,7 +168,7 @@ def test_a_collected_request_is_run_again_only_if_its_tokens_were_lost(
 def test_a_request_that_is_run_again_counts_once() -> None:
     runs: list[str] = []
 
-    async def generate(asked: Request) -> AsyncIterator[SequenceOutput]:
+    async def generate(asked: Request, **_: Any) -> AsyncIterator[SequenceOutput]:
         runs.append(asked.request_id)
         whole = outputs(singles("abcd"), FinishReason.LENGTH)
         yield structs.replace(whole[0], queue_s=0.5)

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import openai
 import pytest
 
 import serving
+from online import figure
 
 KEY = "a secret key"
 ORIGIN = "https://chat.example"
@@ -133,7 +135,25 @@ def test_a_stream_whose_worker_dies_ends_with_an_error_event(server: serving.Run
     assert all("error" not in json.loads(event) for event in events[:-1])
     (line,) = [line for line in server.log.splitlines() if "cut off" in line]
     assert "WARNING" in line
-    assert re.search(r"cut off [1-8] requests; [0-7] are held", line)
+    assert re.search(r"cut off [1-8] requests; the next one runs [0-7] again", line)
     assert "the stream ended with an error" not in server.log
     server.wait_ready()
     assert http.post("/v1/chat/completions", json={**BODY, "max_tokens": 2}, headers=HEADERS).status_code == 200
+
+
+def test_answers_in_one_piece_survive_a_worker_and_the_log_says_so(
+    server: serving.RunningServer, http: httpx.Client
+) -> None:
+    """Some of their tokens are here when it dies, and nobody has seen any."""
+    limit = http.get("/v1/models/tiny", headers=HEADERS).json()["max_model_len"] - 100
+    end = len(server.log)
+    with ThreadPoolExecutor() as pool:
+        body = {**BODY, "max_tokens": limit, "n": 4, "seed": 1}
+        answer = pool.submit(http.post, "/v1/chat/completions", json=body, headers=HEADERS)
+        before = figure(http, "generation_tokens_total")
+        while figure(http, "generation_tokens_total") < before + 40:
+            assert not answer.done()
+        server.kill_worker()
+        assert answer.result().status_code == 200
+    assert "cut off 0 requests; the next one runs 4 again" in server.log[end:]
+    server.wait_ready()

@@ -184,10 +184,16 @@ class ChoiceText:
 
 
 async def stream_choice(
-    state: AppState, choice: Choice, index: int = 0, shared_clock: RequestClock | None = None
+    state: AppState,
+    choice: Choice,
+    index: int = 0,
+    shared_clock: RequestClock | None = None,
+    *,
+    is_collected: bool = False,
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """The pieces of one choice as they come, each with the choice's index. Closing the generator, or a stop string,
     frees the sequence at once. ``shared_clock``: of a choice that may be run again, whose end the caller counts.
+    ``is_collected``: it is if the worker dies.
 
     Raises what ``WorkerClient.generate`` raises, before the first piece unless the worker dies in between.
     """
@@ -195,7 +201,7 @@ async def stream_choice(
     text = ChoiceText(state.tokenizer, choice.request, choice.options)
     is_first = True
     try:
-        async with aclosing(state.worker.generate(choice.request)) as outputs:
+        async with aclosing(state.worker.generate(choice.request, is_collected=is_collected)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
                     raise CotenantError("The model's output for this request is not a number.", code="model_failed")
@@ -276,15 +282,16 @@ async def collect_choice(state: AppState, choice: Choice) -> list[Piece]:
 async def _collect(state: AppState, choice: Choice, clock: RequestClock) -> list[Piece]:
     for run in range(1, MAX_COLLECT_RUNS + 1):
         collected: list[Piece] = []
+        again = run < MAX_COLLECT_RUNS
         try:
-            async with aclosing(stream_choice(state, choice, shared_clock=clock)) as pieces:
+            async with aclosing(stream_choice(state, choice, shared_clock=clock, is_collected=again)) as pieces:
                 async for _, piece in pieces:
                     collected.append(piece)
             return collected
         except WorkerLostError as error:
             if not collected or state.worker.failed is not None:
                 raise
-            if run == MAX_COLLECT_RUNS:
+            if not again:
                 tried = f"The request was begun {run} times and is not run again."
                 raise WorkerLostError(f"{error.message} {tried}", code=error.code) from error
             logger.debug("%s: the worker died, running the request again", choice.request.request_id)

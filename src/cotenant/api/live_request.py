@@ -13,14 +13,16 @@ class LiveRequest:
     """A request between ``generate`` and its last output.
 
     ``sent``: the worker that runs now has it. ``streamed``: some output was handed to the caller, so the request can
-    not be run again. ``has_ended``: its last result has come. ``results`` holds what has come and was not handed over,
-    oldest first; it is the reader who takes from it, and waits in ``arrival`` while it is empty.
+    not be run again, unless ``is_collected``: by the caller, under another id. ``has_ended``: its last result has come.
+    ``results`` holds what has come and was not handed over, oldest first; it is the reader who takes from it, and waits
+    in ``arrival`` while it is empty.
     """
 
-    __slots__ = ("_reader", "has_ended", "num_runs", "request", "results", "sent", "streamed")
+    __slots__ = ("_reader", "has_ended", "is_collected", "num_runs", "request", "results", "sent", "streamed")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, is_collected: bool = False) -> None:
         self.request = request
+        self.is_collected = is_collected
         self.results: deque[SequenceOutput | CotenantError] = deque()
         self.sent = False
         self.streamed = False

@@ -189,14 +189,15 @@ class WorkerClient:
         self._supervisor.post(message)
         return True
 
-    async def generate(self, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+    async def generate(self, request: Request, *, is_collected: bool = False) -> AsyncGenerator[SequenceOutput, None]:
         """Run ``request`` and yield what each iteration adds to it; the last output has a ``finish_reason``.
 
         Closing the iterator early frees the sequence in the worker at once. If the worker dies before the first output
-        was yielded, the request is run again by the next worker. Raises OverloadedError (too many live requests, or the
-        server is starting or stopping), WorkerLostError, or what the worker says is wrong with the request.
+        was yielded, the request is run again by the next worker; with ``is_collected``, which is for the log alone, the
+        caller has it run again if the worker dies later. Raises OverloadedError (too many live requests, or the server
+        is starting or stopping), WorkerLostError, or what the worker says is wrong with the request.
         """
-        live = self._admit(request)
+        live = self._admit(request, is_collected)
         results = live.results
         try:
             while True:
@@ -219,7 +220,7 @@ class WorkerClient:
         live = self._live.get(request_id)
         return live is not None and bool(live.results)
 
-    def _admit(self, request: Request) -> LiveRequest:
+    def _admit(self, request: Request, is_collected: bool) -> LiveRequest:
         assert request.request_id not in self._live, f"request id {request.request_id} is in use"
         if self.draining:
             raise OverloadedError("The server is shutting down.", code="shutting_down")
@@ -232,7 +233,7 @@ class WorkerClient:
                 f"The server already has {self.num_live} requests, which is its limit; try again later.",
                 code="overloaded",
             )
-        live = self._live[request.request_id] = LiveRequest(request)
+        live = self._live[request.request_id] = LiveRequest(request, is_collected)
         if self.ready is not None:
             self._send(live)
         return live
@@ -326,12 +327,15 @@ class WorkerClient:
         affected = [live for live in self._live.values() if not live.has_ended]
         for live in affected:
             self._on_request_lost(live, reason)
-        num_ended = sum(live.has_ended for live in affected)
         if affected:  # one line however many they are: with those who answer them it would be one for each
-            num_held = len(affected) - num_ended
-            logger.warning("the worker's end cut off %d requests; %d are held for the next one", num_ended, num_held)
+            num_again = sum(not live.has_ended or self._is_begun_again(live) for live in affected)
+            num_ended = len(affected) - num_again
+            logger.warning("the worker's end cut off %d requests; the next one runs %d again", num_ended, num_again)
         for name in self._adapter_loads:
             self._on_adapter(name, _no_worker())
+
+    def _is_begun_again(self, live: LiveRequest) -> bool:
+        return live.is_collected and live.streamed and not self.draining
 
     def _on_request_lost(self, live: LiveRequest, reason: str) -> None:
         live.sent = False
