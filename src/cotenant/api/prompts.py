@@ -42,13 +42,15 @@ def require_ready(state: AppState) -> Ready:
     return ready
 
 
-def check_num_choices(state: AppState, num_choices: int) -> None:
+def check_num_choices(state: AppState, n: int, num_prompts: int = 1) -> None:
     """Raise ``InvalidInputError`` if one request asks for more sequences than the server ever takes at once."""
     limit = state.config.batch.max_queue
-    if num_choices > limit:
+    if n * num_prompts > limit:
+        param = "prompt" if n == 1 else "n"
         raise InvalidInputError(
-            f"Invalid 'n': this request needs {num_choices} sequences, at most {limit} are taken.",
-            param="n",
+            f"Invalid '{param}': this request needs {n * num_prompts} sequences, {n} for each prompt, and at most "
+            f"{limit} are taken at once, which is the server's --max-queue. Send it in several requests.",
+            param=param,
             code="invalid_value",
         )
 

@@ -101,7 +101,7 @@ class _Completion:
         cls, state: AppState, ready: Ready, body: CompletionRequest, model: ResolvedName, arrival_s: float
     ) -> _Completion:
         """Check what is left to check, encode the prompts, and give each choice its request."""
-        check_num_choices(state, len(body.prompts) * body.n)
+        check_num_choices(state, body.n, len(body.prompts))
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         options = TextOptions(
             body.stop_strings, body.include_stop_str_in_output, body.skip_special_tokens, continues_prompt=True
