@@ -395,3 +395,31 @@ def test_the_longest_list_of_token_ids_is_taken_with_all_that_may_be_beside_it()
     fields = {"prompt": [100_000] * MAX_TOKEN_IDS, "logit_bias": {str(number): 1 for number in range(1024)}}
     body = parse(read(json.dumps({"model": "m", **fields}).encode()), CompletionRequest)
     assert body.prompts == [fields["prompt"]]
+
+
+@pytest.mark.parametrize(
+    ("escapes", "code_point"),
+    [
+        ("\\ud83d", "D83D"),
+        ("\\uDE00", "DE00"),
+        ("\\ud83dx", "D83D"),
+        ("\\ud83d\\n", "D83D"),
+        ("\\ud83d\\u0041", "D83D"),
+        ("\\ud800\\ud83d\\ude00", "D800"),
+        ("\\ud83d\\ude00\\ud83c", "D83C"),
+        ("\\ud83d\\ude00\\udc01", "DC01"),
+    ],
+)
+@pytest.mark.parametrize("after", ["", '", "b": "' + "x" * 20])
+def test_half_of_a_character_is_told_as_such(escapes: str, code_point: str, after: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"JSON: it holds an unpaired surrogate \(U\+{code_point}\)") as caught:
+        read(f'{{"prompt": "{escapes}{after}"}}'.encode())
+    assert caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"a": "\\ud83d', b'{"a": "x', b'{"a": "\\ud8', b'{"a": "\\u00e9"', b'{"a": "\\ud83d\\u']
+)
+def test_what_breaks_off_is_told_so(raw: bytes) -> None:
+    with pytest.raises(InvalidInputError, match="truncated"):
+        read(raw)

@@ -10,6 +10,9 @@ def check_encodable(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInputError(
-            f"The text holds an unpaired surrogate (U+{ord(text[error.start]):04X}), which is not a character"
-        ) from error
+        raise InvalidInputError(f"The text holds {unpaired_surrogate(ord(text[error.start]))}") from error
+
+
+def unpaired_surrogate(code_point: int) -> str:
+    """What it is, in an error's words."""
+    return f"an unpaired surrogate (U+{code_point:04X}), which is not a character"

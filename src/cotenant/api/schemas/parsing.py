@@ -18,6 +18,7 @@ from fastapi import Request
 
 from cotenant.api.schemas.structure import SMALL_BODY_BYTES, check_structure
 from cotenant.core.errors import InvalidInputError
+from cotenant.text.unicode import unpaired_surrogate
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -108,12 +109,30 @@ async def read_object(request: Request) -> dict[str, Any]:
         with _nothing_is_garbage():
             decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = _half_pair(str(error), body) or str(error)
         raise InvalidInputError(
-            f"The request body could not be parsed as JSON: {error}.", code="invalid_json"
+            f"The request body could not be parsed as JSON: {reason}.", code="invalid_json"
         ) from None
     if not isinstance(decoded, dict):
         raise InvalidInputError("The request body must be a JSON object.", code="invalid_json")
     return {name: value for name, value in decoded.items() if value is not None}
+
+
+def _half_pair(complaint: str, body: bytes) -> str | None:
+    """What msgspec complains of where it met an escape for half of a UTF-16 pair; None if it met something else. Near
+    the end of a body it says only that there is no room for the other half."""
+    place = re.search(r"surrogate pair \(byte (\d+)\)", complaint)
+    if place:
+        end = int(place[1])
+        halves = re.findall(rb"\\u([dD][89a-fA-F][0-9a-fA-F]{2})", body[max(0, end - 12) : end])
+    elif "truncated" in complaint:
+        halves = re.findall(rb"\\u([dD][89abAB][0-9a-fA-F]{2})(?!\\u|\\?\Z)", body[-11:])
+    else:
+        return None
+    code_points = [int(half, 16) for half in halves]
+    # One that begins a pair lacks what follows; before one that would end it there may be the end of another.
+    alone = [code_point for code_point in code_points if code_point < 0xDC00][:1] or code_points[-1:]
+    return f"it holds {unpaired_surrogate(alone[0])}" if alone else None
 
 
 def parse(fields: dict[str, Any], kind: type[T]) -> T:
