@@ -319,10 +319,34 @@ def test_wrong_methods(client: httpx.Client, method: str, path: str, allowed: st
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/", "/v1/nothing", "//v1/models", "/V1/models", "/v1/files/", "/v1/../../etc/passwd"]
-)
+    "path",
+    [
+        "/", "/v1", "/v1/", "/v1/nothing", "/v1/embeddingsx", "/embeddings", "//v1/models", "/V1/models", "/v1/files/",
+        "/v1/../../etc/passwd",
+    ],
+)  # fmt: skip
 def test_unknown_paths(server: RunningServer, path: str) -> None:
     assert_refused(request_as_written(server, "GET", path), 404, None, "unknown_url", path)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/batches"),
+        ("GET", "/v1/batches/batch_x"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/uploads"),
+        ("POST", "/v1/images/generations"),
+        ("POST", "/v1/audio/speech"),
+        ("POST", "/v1/moderations"),
+        ("GET", "/v1/assistants"),
+        ("POST", "/v1/threads/runs"),
+        ("DELETE", "/v1/vector_stores/vs_x"),
+    ],
+)
+def test_paths_of_openais_that_are_not_served(client: httpx.Client, method: str, path: str) -> None:
+    assert_refused(client.request(method, path), 404, None, "unsupported_endpoint", f"not support {method} {path}")
 
 
 def test_json_bodies_past_the_limit(client: httpx.Client) -> None:

@@ -42,6 +42,14 @@ _STATUS_OF_ERROR: tuple[tuple[type[CotenantError], int], ...] = (
     (ConflictError, 409),
     (OverloadedError, 503),
 )
+# Paths of OpenAI's API, with all below them, that clients ask for and nothing here answers.
+_NOT_SERVED = tuple(
+    f"/v1/{name}"
+    for name in (
+        "assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "images", "moderations",
+        "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
+    )
+)  # fmt: skip
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -144,6 +152,9 @@ def _http_error_response(app: FastAPI, request: Request, error: HTTPException) -
     headers = dict(error.headers or {})
     path = request.url.path
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
+        if any(path == known or path.startswith(known + "/") for known in _NOT_SERVED):
+            message = f"This server does not support {request.method} {path}; /openapi.json describes what it does."
+            return error_response(message, 404, code="unsupported_endpoint")
         message = f"Unknown request URL: {request.method} {path}. Please check the URL for typos."
         return error_response(message, 404, code="unknown_url")
     if error.status_code == 405:
