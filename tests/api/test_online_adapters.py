@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import serving
 from cotenant.config import ModelConfig
@@ -179,6 +180,27 @@ def test_pipes_in_the_place_of_an_adapters_files_hold_nobody(
         assert (response.status_code, name in error_of(response)["message"]) == (400, True)
     assert load(http, "whole", adapters[0]).status_code == 200
     assert unload(http, "whole").status_code == 200
+
+
+def test_an_adapter_whose_output_is_no_number_is_named(
+    server: serving.RunningServer, http: httpx.Client, adapters: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(adapters[1], tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
+    assert load(http, "broken", str(tmp_path)).status_code == 200
+    words = "The output of the adapter 'broken' for this request is not a number."
+    body = {"model": "broken", "prompt": "a"}
+    for more in ({}, {"stream": True}):
+        answer = http.post("/v1/completions", json={**body, **more}, headers={"x-request-id": f"asked-{len(more)}"})
+        assert answer.status_code == 500
+        assert (error_of(answer)["code"], error_of(answer)["message"]) == ("model_failed", words)
+        (line,) = [line for line in server.log.splitlines() if f"asked-{len(more)}" in line]
+        assert words in line
+    assert unload(http, "broken").status_code == 200
 
 
 def test_both_need_the_key(server: serving.RunningServer) -> None:

@@ -204,7 +204,7 @@ async def stream_choice(
         async with aclosing(state.worker.generate(choice.request, is_collected=is_collected)) as outputs:
             async for output in outputs:
                 if output.finish_reason is FinishReason.ABORT:
-                    raise CotenantError("The model's output for this request is not a number.", code="model_failed")
+                    raise _not_a_number(choice.request.adapter)
                 clock.tokens(len(output.token_ids))
                 if is_first:
                     is_first = False
@@ -228,6 +228,11 @@ async def stream_choice(
     finally:
         if shared_clock is None:
             clock.count_end()
+
+
+def _not_a_number(adapter: AdapterRef | None) -> CotenantError:
+    whose = "The model's output" if adapter is None else f"The output of the adapter '{adapter.name}'"
+    return CotenantError(f"{whose} for this request is not a number.", code="model_failed")
 
 
 def stream_choices(state: AppState, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece], None]:
