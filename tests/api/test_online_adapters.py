@@ -203,6 +203,19 @@ def test_an_adapter_whose_output_is_no_number_is_named(
     assert unload(http, "broken").status_code == 200
 
 
+def test_the_log_does_not_tell_of_each_adapter_that_takes_anothers_place(
+    server: serving.RunningServer, http: httpx.Client, adapters: list[str]
+) -> None:
+    """There are slots for two."""
+    for name in ("second", "third"):
+        assert load(http, name, adapters[1]).status_code == 200
+    for name in ("flagged", "second", "third", "flagged"):
+        say(http, name)
+    assert "makes room" not in server.log
+    for name in ("second", "third"):
+        assert unload(http, name).status_code == 200
+
+
 def test_both_need_the_key(server: serving.RunningServer) -> None:
     for path in (LOAD, UNLOAD):
         assert httpx.post(server.base_url + path, json={"lora_name": "x"}).status_code == 401

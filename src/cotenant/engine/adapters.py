@@ -266,7 +266,7 @@ class AdapterCache:
                 return number
         victim = next((ref for ref in self._slots if ref not in in_use), None)
         assert victim is not None, "no slot can be had: all adapters are in use"
-        logger.info("adapter %s makes room for another", victim.name)
+        logger.debug("adapter %s makes room for another", victim.name)
         return self._slots.pop(victim).number
 
     def _take_prepared(self, ref: AdapterRef) -> _Prepared:
