@@ -295,6 +295,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         wait_until(lambda: "draining" in server.log)
         server.process.send_signal(signal.SIGINT)
         assert server.wait_exit(10) == 128 + signal.SIGINT
+        assert re.search(r"WARNING .*: SIGINT again: stopping at once; 1 requests are cut off$", server.log, re.M)
         wait_until(lambda: not psutil.pid_exists(worker_pid))
 
 

@@ -178,6 +178,7 @@ class _Session:
             logger.info("%s: stopping; a second signal stops at once", number.name)
             self._stop.set()
             return
+        logger.warning("%s again: stopping at once; %d requests are cut off", number.name, self._worker.num_live)
         self._worker.kill()
         os._exit(128 + number)
 
