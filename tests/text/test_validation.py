@@ -183,6 +183,17 @@ def test_utf_16_is_named(tmp_path: Path, encoding: str) -> None:
     assert _error(path).message == "Invalid file format. The file is not UTF-8 but UTF-16; save it as UTF-8."
 
 
+def test_carriage_returns_in_the_place_of_line_ends_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    line = json.dumps(GOOD)
+    hint = "(a carriage return alone ends no line; end each with a line feed)"
+    path.write_bytes("\r".join([line] * 12).encode())
+    assert f"Line 1 is not valid JSON: Extra data at character {len(line) + 2} {hint}." in _error(path).message
+    path.write_bytes("\r\n".join([line] * 12).encode())
+    assert len(_validate(path)) == 12
+    assert hint not in _error(_file(tmp_path, *[GOOD] * 12, f"{line} {line}".encode())).message
+
+
 def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "MAX_LINE_BYTES", 1000)
     error = _error(_file(tmp_path, *[GOOD] * 10, b"x" * 5500, b"{", *[GOOD] * 3))

@@ -203,7 +203,10 @@ def _parse(number: int, line: bytes | _LineError) -> dict[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")
-        raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}") from error
+        # JSON takes a carriage return for a space, so where it alone ends lines all of them come as one.
+        follows = error.msg == "Extra data" and error.doc[: error.pos].rstrip(" \t").endswith("\r")
+        hint = " (a carriage return alone ends no line; end each with a line feed)" if follows else ""
+        raise _LineError(f"Line {number} is not valid JSON: {problem} at character {error.colno}{hint}") from error
     except RecursionError as error:
         raise _LineError(f"Line {number} is nested too deeply") from error
     except ValueError as error:
