@@ -18,7 +18,7 @@ from cotenant.api.schemas.chat import ChatRequest, checked_messages
 from cotenant.api.schemas.completion import CompletionRequest
 from cotenant.api.schemas.parsing import IGNORED_FIELDS, UNSUPPORTED_FIELDS, parse, read_object
 from cotenant.api.schemas.sampling import MAX_TOKEN_IDS, for_choice, sampling_params
-from cotenant.api.schemas.structure import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES
+from cotenant.api.schemas.structure import MAX_CONTAINERS, MAX_LONG_NUMBERS_BYTES, MAX_STRINGS, MAX_VALUES
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import SamplingParams
 
@@ -354,7 +354,7 @@ def test_what_a_large_body_holds_is_not_walked_as_garbage_while_it_grows() -> No
     assert gc.isenabled()
 
 
-@given(st.text(st.sampled_from('\\"[]{},:u1 \nä\U0001f600'), min_size=1), st.booleans())
+@given(st.text(st.sampled_from('\\"[]{},:u1. \nä\U0001f600'), min_size=1), st.booleans())
 def test_what_is_written_within_strings_is_never_too_much(text: str, is_ascii: bool) -> None:
     """However often: of all that is counted there would be more than may be."""
     long = text * (MAX_VALUES // len(text) + 1)
@@ -377,6 +377,9 @@ def test_what_is_written_within_strings_is_never_too_much(text: str, is_ascii: b
             [{}, []] * (MAX_CONTAINERS // 2),
             f"more than {MAX_CONTAINERS} arrays and objects",
         ),
+        ([2**63] * 4096, [2**63] * 4097, f"more than {MAX_LONG_NUMBERS_BYTES} characters in numbers"),
+        ([-1 / 3] * 4096, [-1 / 3] * 4097, f"more than {MAX_LONG_NUMBERS_BYTES} characters in numbers"),
+        ([int("9" * 4000)] * 16, [int("9" * 4000)] * 17, f"more than {MAX_LONG_NUMBERS_BYTES} characters in numbers"),
         ([1] * MAX_VALUES, [1] * (MAX_VALUES + 1), f"more than {MAX_VALUES} values"),
     ],
 )

@@ -11,8 +11,11 @@ from cotenant.core.errors import InvalidInputError
 MAX_STRINGS = 1 << 16
 MAX_CONTAINERS = 1 << 16
 MAX_VALUES = MAX_TOKEN_IDS + (1 << 16)  # a list of token ids as long as any may be, and what else there is
+MAX_LONG_NUMBERS_BYTES = 1 << 16  # of all that have 16 characters or more; a token's id has 10 at most
+_LONG_NUMBER = b"0" * 16
+_TO_ZEROS = bytes.maketrans(b"123456789.eE+-", b"0" * 14)
 # A body of so many bytes has room for no more than that of anything.
-SMALL_BODY_BYTES = min(MAX_STRINGS, MAX_CONTAINERS, MAX_VALUES)
+SMALL_BODY_BYTES = min(MAX_STRINGS, MAX_CONTAINERS, MAX_VALUES, MAX_LONG_NUMBERS_BYTES)
 
 
 def check_structure(body: bytes) -> None:
@@ -39,10 +42,12 @@ def check_structure(body: bytes) -> None:
 def _excess(num_strings: int, between: bytes) -> str | None:
     """What there is too much of; None if nothing. ``between``: what stands between the strings."""
     num_containers = between.count(b"[") + between.count(b"{")
+    long_numbers_bytes = len(_LONG_NUMBER) * between.translate(_TO_ZEROS).count(_LONG_NUMBER)
     for count, most, what in (
         (num_strings, MAX_STRINGS, "strings, the names of fields among them"),
         (num_containers, MAX_CONTAINERS, "arrays and objects"),
         (between.count(b",") + 1, MAX_VALUES, "values in its arrays and objects"),
+        (long_numbers_bytes, MAX_LONG_NUMBERS_BYTES, f"characters in numbers of {len(_LONG_NUMBER)} and more"),
     ):
         if count > most:
             return f"more than {most} {what}"
