@@ -48,7 +48,8 @@ def test_jobs_run_one_at_a_time_in_order_of_creation(tmp_path: Path) -> None:
             await there.wait_started(first, second, third)
             failed = await there.job(second)
             assert failed["status"] == "failed"
-            assert failed["error"] == {"code": "disk_full", "message": "The disk is full.", "param": None}
+            message = "The disk is full. Once that is mended, resume the job: it has no checkpoint and begins with the "
+            assert failed["error"] == {"code": "disk_full", "message": f"{message}first step.", "param": None}
 
     run(scenario)
 

@@ -162,7 +162,7 @@ def test_a_process_that_cannot_be_started_fails_its_job_and_no_other(
             assert error["code"] == "validation_failed"
             assert "could not be started, in 4 attempts" in error["message"]
             assert f"({sys.executable}: No such file or directory)" in error["message"]
-            assert "create the job again" in error["message"]
+            assert error["message"].endswith("resume the job: its files are validated again.")
             await there.wait_started(second)
 
     run(scenario)

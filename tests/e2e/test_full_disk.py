@@ -195,6 +195,48 @@ def test_a_job_fails_the_server_goes_on_and_with_room_again_a_new_job_works(disk
     assert "Traceback" not in disk.log
 
 
+def test_a_failed_job_is_resumed_and_ends_with_the_bits_of_one_that_never_failed(disk: SmallDisk) -> None:
+    settings = {"max_steps": 96, "save_steps": 7, "save_total_limit": 3, "r": 4, "batch_size": 4, "lora_dropout": 0.1}
+    file_id = upload(disk.client, examples(30))
+    asked = {"training_file": file_id, "validation_file": file_id, "seed": 11, **hyperparameters(**settings)}
+    job_id = create_job(disk.client, **asked)
+    going_on = []
+    for kill in (True, False):
+        known = len(reported_steps(disk, job_id))
+        wait_until(lambda: listed(disk, f"{JOBS}/{job_id}/checkpoints"))
+        wait_until(lambda known=known: len(reported_steps(disk, job_id)) > known)
+        disk.fill()
+        assert_failed_for_want_of_space(disk, job_id)
+        disk.free()
+        disk.restart(kill=kill)
+        message = disk.client.get(f"{JOBS}/{job_id}").json()["error"]["message"]
+        _, way_on, step = message.partition("resume the job: it goes on from step ")
+        assert way_on, message
+        resumed = disk.client.post(f"{JOBS}/{job_id}/resume").json()
+        assert (resumed["error"], resumed["finished_at"]) == (None, None)
+        going_on.append(f"Fine-tuning job goes on from step {step.rstrip('.')}")
+    job = wait_for(disk.client, job_id, "succeeded")
+    messages = [event["message"] for event in reversed(listed(disk, f"{JOBS}/{job_id}/events"))]
+    assert [message for message in messages if message.startswith("Fine-tuning job goes on")] == going_on
+    assert reported_steps(disk, job_id) == list(range(1, 97))
+    undisturbed = wait_for(disk.client, create_job(disk.client, **asked), "succeeded")
+    assert result_of(disk, job) == result_of(disk, undisturbed)
+    assert_nothing_is_torn(disk)
+    assert "Traceback" not in disk.log
+
+
+def reported_steps(disk: SmallDisk, job_id: str) -> list[int]:
+    """In order."""
+    events = listed(disk, f"{JOBS}/{job_id}/events")
+    return sorted(event["data"]["step"] for event in events if event["type"] == "metrics")
+
+
+def result_of(disk: SmallDisk, job: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The adapter's weights and the file of metrics."""
+    adapter = disk.folder / "jobs" / job["id"] / "adapter" / "adapter_model.safetensors"
+    return adapter.read_bytes(), disk.client.get(f"{FILES}/{job['result_files'][0]}/content").content
+
+
 def test_neither_uploads_nor_checkpoints_take_what_the_database_needs(disk: SmallDisk) -> None:
     """There is room for them, but not for that besides."""
     file_id = upload(disk.client, examples())

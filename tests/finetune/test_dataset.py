@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from cotenant.core.errors import InvalidInputError
+from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.finetune.dataset import load_dataset
 from cotenant.finetune.microbatch import split
 from finetune.support import write_examples
@@ -78,6 +78,12 @@ def test_torn_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_dataset(path, max_length=8, vocab_size=20)
     with pytest.raises(InvalidInputError, match="does not exist"):
         load_dataset(tmp_path / "missing", max_length=8, vocab_size=20)
+
+
+def test_a_file_that_the_disk_does_not_give_is_no_fault_of_its_content(tmp_path: Path) -> None:
+    with pytest.raises(CotenantError, match=r"cannot be read: .*directory") as failed:
+        load_dataset(tmp_path, max_length=8, vocab_size=20)
+    assert failed.value.code == "io_error"
 
 
 def test_split_keeps_whole_examples_within_the_budget(tmp_path: Path) -> None:

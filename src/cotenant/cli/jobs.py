@@ -152,7 +152,7 @@ def pause(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
 
 @jobs_app.command()
 def resume(job_id: JobId, url: Url = _DEFAULT_URL, api_key: ApiKey = "") -> None:
-    """Let a paused job go on."""
+    """Let a paused job go on, or one that has failed for want of space or memory, say, once that is mended."""
     _act(job_id, "resume", url, api_key)
 
 

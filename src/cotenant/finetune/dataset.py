@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cotenant.core.errors import InvalidInputError
+from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.models.tensors_in_memory import read_tensors
 
 _DTYPES = {"token_ids": torch.int32, "weights": torch.float32, "offsets": torch.int64}
@@ -70,7 +70,8 @@ def load_dataset(path: Path, max_length: int, vocab_size: int) -> Dataset:
     """Read and check a file of tokenised examples.
 
     Raises:
-        InvalidInputError: the file is missing, unreadable, or its content makes no sense for this model.
+        InvalidInputError: the file is missing, or its content makes no sense for this model.
+        CotenantError: the disk does not give it.
     """
     if max_length < 2:
         raise InvalidInputError(f"max_length must be at least 2, not {max_length}", param="max_length")
@@ -91,7 +92,10 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         tensors = read_tensors(path)
     except FileNotFoundError as error:
         raise _bad(path, "the file does not exist") from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        message = f"The tokenised examples in {path} cannot be read: {error}."
+        raise CotenantError(message, code="io_error") from error
+    except ValueError as error:
         raise _bad(path, f"the file cannot be read ({error})") from error
     for name, dtype in _DTYPES.items():
         if name not in tensors:

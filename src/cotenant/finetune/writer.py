@@ -86,9 +86,5 @@ def as_write_error(error: OSError | safetensors.SafetensorError) -> WriteError:
     """What went wrong, for the job's owner. safetensors reports the system's errors as text only."""
     full = isinstance(error, OSError) and error.errno in _DISK_FULL
     if full or any(f"(os error {number})" in str(error) for number in _DISK_FULL):
-        return WriteError(
-            "disk_full",
-            f"The disk with the data folder is full ({error}). Free some space and create the job again; "
-            "its last checkpoint is kept.",
-        )
-    return WriteError("io_error", f"A file of the job could not be written: {error}. Its last checkpoint is kept.")
+        return WriteError("disk_full", f"The disk with the data folder is full ({error}). Free some space.")
+    return WriteError("io_error", f"A file of the job could not be written: {error}.")

@@ -46,10 +46,10 @@ class AdapterCatalog:
         return None if row is None else self._adapter(row)
 
     def is_promised(self, name: str) -> bool:
-        """Whether a job that has not ended may have this name for its result or for a checkpoint."""
+        """Whether a job that has not ended, or may be resumed, may have this name for its result or a checkpoint."""
         jobs = schema.jobs.c
         names = (name, name.rpartition(_CHECKPOINT)[0])
-        query = select(exists().where(jobs.adapter_name.in_(names), jobs.status.in_(UNFINISHED)))
+        query = select(exists().where(jobs.adapter_name.in_(names), jobs.status.in_((*UNFINISHED, JobStatus.FAILED))))
         return bool(self._database.read(lambda connection: connection.execute(query).scalar_one()))
 
     def _adapter(self, row: Row[Any]) -> ServedAdapter | None:

@@ -93,7 +93,8 @@ class EventStore:
     def add_checkpoint(
         self, job_id: str, step: int, name: str, path: str, metrics: Mapping[str, Any] | None, event: NewEvent
     ) -> bool:
-        """Store a checkpoint and its event. False, and nothing changes, if that step's checkpoint is stored already.
+        """Store a checkpoint and its event. False if that step's checkpoint is stored already, of which nothing changes
+        then but ``metrics`` that were not known.
 
         ``path`` lies in the data folder. Raises StoreError.
         """
@@ -110,6 +111,8 @@ class EventStore:
         def work(connection: Connection) -> bool:
             statement = insert(schema.checkpoints).values(values).on_conflict_do_nothing(["job_id", "step"])
             if connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount == 0:
+                of_step = (_CHECKPOINTS.job_id == job_id, _CHECKPOINTS.step == step, _CHECKPOINTS.metrics.is_(None))
+                connection.execute(update(schema.checkpoints).where(*of_step).values(metrics=values["metrics"]))
                 return False
             insert_events(connection, job_id, [event])
             return True

@@ -172,6 +172,24 @@ class JobStore:
         values = {"status": JobStatus.FAILED, "error": error}
         return self.change(job_id, allowed, values, [NewEvent(error.message, level="error")])
 
+    def take_up(self, job_id: str, events: Sequence[NewEvent]) -> JobRecord | None:
+        """Like ``change``: a failed job has not ended any more. It is queued or, if its files were not validated yet,
+        that is done again. Raises InvalidInputError if it has to be and one of its files is gone."""
+
+        def work(connection: Connection) -> JobRecord | None:
+            job = self._get(connection, job_id)
+            if job.status is not JobStatus.FAILED:
+                return None
+            if job.hyperparameters is None:
+                _require_files(connection, job)
+            status = JobStatus.VALIDATING if job.hyperparameters is None else JobStatus.QUEUED
+            values = _encoded({"status": status, "error": None, "finished_at": None})
+            connection.execute(update(schema.jobs).where(_COLUMNS.id == job_id).values(values))
+            insert_events(connection, job_id, events)
+            return self._get(connection, job_id)
+
+        return self._database.write(work)
+
     def succeed(
         self,
         job_id: str,
@@ -220,7 +238,7 @@ class JobStore:
         return JobRecord(**fields)
 
 
-def _require_files(connection: Connection, job: NewJob) -> None:
+def _require_files(connection: Connection, job: NewJob | JobRecord) -> None:
     """No deletion can come between this and the job's row, because both are in one transaction."""
     for param, file_id in (("training_file", job.training_file), ("validation_file", job.validation_file)):
         if file_id is not None and connection.execute(_file_id(file_id)).one_or_none() is None:

@@ -42,7 +42,7 @@ class Store:
         return self._adapters.find(name)
 
     def is_promised(self, name: str) -> bool:
-        """Whether a job that has not ended may have this name for its result or for a checkpoint."""
+        """Whether a job that has not ended, or may be resumed, may have this name for its result or a checkpoint."""
         return self._adapters.is_promised(name)
 
     def close(self) -> None:

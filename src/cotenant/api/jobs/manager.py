@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from cotenant.api.jobs import events
 from cotenant.api.jobs.create import CreateJobRequest, make_job
 from cotenant.api.jobs.deletion import delete_job, delete_model, forget_missing_checkpoints
+from cotenant.api.jobs.failures import why_not_resumable
+from cotenant.api.jobs.job_folder import TRAINING_EXAMPLES, VALIDATION_EXAMPLES
 from cotenant.api.jobs.recorder import JobMessage, Outcome, Recorder
-from cotenant.api.jobs.validator import TRAINING_EXAMPLES, VALIDATION_EXAMPLES, Validator, limits_of
+from cotenant.api.jobs.validator import Validator, limits_of
 from cotenant.api.jobs.wakeable import WakeableTask
 from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError, OverloadedError
@@ -135,7 +137,8 @@ class JobManager:
         return await self._stop(job_id, Pending.PAUSE)
 
     async def resume(self, job_id: str) -> JobRecord:
-        """Put a paused job back to its place in the queue, which the time of its creation gives."""
+        """Put a job that was paused, or has failed for what can be mended, back to its place in the queue, which the
+        time of its creation gives."""
         async with self._deciding:
             job = await asyncio.to_thread(self._store.jobs.get, job_id)
             if job.status is JobStatus.RUNNING and job.pending is Pending.PAUSE:
@@ -144,8 +147,10 @@ class JobManager:
             elif job.status is JobStatus.PAUSED:
                 status = JobStatus.VALIDATING if job.hyperparameters is None else JobStatus.QUEUED
                 resumed = await self._change(job, {"status": status}, [events.resumed()])
+            elif job.status is JobStatus.FAILED:
+                resumed = await asyncio.to_thread(self._take_up, job)
             else:
-                raise _wrong_status(job, "resumed", "only a paused job can be")
+                raise _wrong_status(job, "resumed", "only a paused or failed job can be")
         self._validator.wake()
         self._dispatcher.wake()
         return resumed
@@ -230,6 +235,15 @@ class JobManager:
         await self._validator.abandon(job.id)
         self._signal_settled(job.id)
         return stopped
+
+    def _take_up(self, job: JobRecord) -> JobRecord:
+        """Have a job go on that has failed. Raises InvalidInputError."""
+        reason = why_not_resumable(job, self._store.jobs.folder(job.id))
+        if reason is not None:
+            raise _wrong_status(job, "resumed", reason)
+        resumed = self._store.jobs.take_up(job.id, [events.resumed()])
+        assert resumed is not None, f"job {job.id} had failed, and only we change that"
+        return resumed
 
     async def _dispatch(self) -> bool:
         """Give the worker a job if it has none. True if that may be worth another look."""

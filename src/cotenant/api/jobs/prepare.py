@@ -100,7 +100,7 @@ async def _start() -> asyncio.subprocess.Process:
         raise CotenantError(
             "The files could not be validated: the process that does it could not be started, in "
             f"{len(START_DELAYS_S) + 1} attempts ({_described(error)}). See that this program is there and that the "
-            "machine has memory, processes and open files to spare, then create the job again.",
+            "machine has memory, processes and open files to spare.",
             code=_FAILED,
         ) from error
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cotenant.api.jobs import events
 from cotenant.api.jobs.deletion import forget_missing_checkpoints
+from cotenant.api.jobs.failures import is_mendable, with_way_on
+from cotenant.api.jobs.job_folder import checkpoints_in, is_whole, metrics_in
 from cotenant.api.jobs.results import FILENAME, RESULT_PURPOSE, metrics_csv
 from cotenant.core.errors import NotFoundError
-from cotenant.core.job import StepMetrics
 from cotenant.store import FileRecord, JobError, JobRecord, JobStatus, Pending, Store, StoreError
 from cotenant.store.adapters import checkpoint_name
-from cotenant.store.errors import store_error
 from cotenant.wire.messages import (
     CheckpointSaved,
     JobCancelled,
@@ -33,7 +30,6 @@ from cotenant.wire.messages import (
 logger = logging.getLogger(__name__)
 
 _RUNNING = (JobStatus.RUNNING,)
-_CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
 
 
 JobMessage = (
@@ -90,15 +86,15 @@ class Recorder:
 
     def fail(self, job: JobRecord, error: JobError, bad_step: int | None = None) -> None:
         """End a running job that cannot go on. What it had reached is kept as with ``cancel``, if the disk has room for
-        saying so: that the job has failed is said in any case. ``bad_step``, as in ``JobFailed``, has to be taken
-        off the list first: raises StoreError where it cannot be."""
+        saying so: that the job has failed is said in any case, and how it can be resumed. ``bad_step``, as in
+        ``JobFailed``, has to be taken off the list first: raises StoreError where it cannot be."""
         if bad_step is not None:
             self._store.events.remove_checkpoint(job.id, bad_step, events.checkpoint_withdrawn(bad_step))
         try:
-            self._keep_checkpoints(job, bad_step)
+            self._keep_checkpoints(job, bad_step, may_go_on=is_mendable(error))
         except StoreError as problem:
             logger.warning("job %s has failed, and its last checkpoints are not listed: %s", job.id, problem.message)
-        self._store.jobs.fail(job.id, _RUNNING, error)
+        self._store.jobs.fail(job.id, _RUNNING, with_way_on(error, job, self._store.jobs.folder(job.id)))
 
     def _job(self, job_id: str) -> JobRecord | None:
         try:
@@ -141,7 +137,7 @@ class Recorder:
     def _checkpoint(self, message: CheckpointSaved) -> Outcome:
         job = self._job(message.job_id)
         # What is said again after a crash may have been deleted since.
-        if job is not None and _is_whole(Path(message.path)):
+        if job is not None and is_whole(Path(message.path)):
             metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
             forget_missing_checkpoints(self._store, job.id)  # this one may have taken others' places
@@ -209,51 +205,18 @@ class Recorder:
         name = checkpoint_name(job.adapter_name, step)
         self._store.events.add_checkpoint(job.id, step, name, path, metrics, events.checkpoint(step))
 
-    def _keep_checkpoints(self, job: JobRecord, bad_step: int | None = None) -> None:
+    def _keep_checkpoints(self, job: JobRecord, bad_step: int | None = None, *, may_go_on: bool = False) -> None:
         """The worker has written checkpoints for itself, of the last step and the best one; now that the job is over,
         announce what is left of them, but for that of ``bad_step``. A step whose evaluation was still to come has not
-        been reported: it is now, by what its checkpoint has."""
-        found = _checkpoints(self._store.jobs.folder(job.id) / "checkpoints")
+        been reported: it is now, by what its checkpoint has, unless the job ``may_go_on`` and evaluate it."""
+        found = checkpoints_in(self._store.jobs.folder(job.id))
         reported = {data["step"]: data for data in self._store.events.metrics(job.id)} if found else {}
         for step, path in found:
             if step == bad_step:
                 continue
             figures = reported.get(step)
-            if figures is None and (metrics := _metrics_in(path)) is not None:
+            if figures is None and not may_go_on and (metrics := metrics_in(path)) is not None:
                 figures = events.figures(metrics)
                 event = events.step(metrics, job.total_steps)
                 self._store.events.add_metrics(job.id, [event], job.trained_tokens or 0, job.estimated_finish)
             self._add_checkpoint(job, step, str(path), figures)
-
-
-def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """The steps with a whole checkpoint, oldest first, and their folders."""
-    found = []
-    try:
-        paths = list(folder.iterdir()) if folder.is_dir() else []
-    except OSError as error:
-        raise store_error(error) from error
-    for path in paths:
-        match = _CHECKPOINT_FOLDER.fullmatch(path.name)
-        if match and _is_whole(path):
-            found.append((int(match[1]), path))
-    return sorted(found)
-
-
-class _Recorded(msgspec.Struct):
-    """Of ``trainer_state.json`` in a checkpoint's folder."""
-
-    metrics: StepMetrics | None = None
-
-
-def _metrics_in(folder: Path) -> StepMetrics | None:
-    """Those of a checkpoint's step, as its folder has them."""
-    try:
-        return msgspec.json.decode((folder / "trainer_state.json").read_bytes(), type=_Recorded).metrics
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _is_whole(folder: Path) -> bool:
-    """Adapter folders appear and go in one rename, so where this file is the others are too."""
-    return (folder / "adapter_config.json").is_file()

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cotenant.api.jobs import events
+from cotenant.api.jobs.failures import with_way_on
 from cotenant.api.jobs.hyperparameters import AUTO, DatasetSize, resolve
+from cotenant.api.jobs.job_folder import TRAINING_EXAMPLES, VALIDATION_EXAMPLES
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
 from cotenant.api.jobs.values import Limits
@@ -22,8 +24,6 @@ from cotenant.wire.messages import Ready
 
 logger = logging.getLogger(__name__)
 
-TRAINING_EXAMPLES = "train.safetensors"
-VALIDATION_EXAMPLES = "valid.safetensors"
 _KILL_TIMEOUT_S = 10.0
 
 
@@ -113,7 +113,8 @@ class Validator:
             settings = resolve(job.requested, size, limits)
         except CotenantError as error:
             logger.info("job %s: its files are refused: %s", job.id, error.message)
-            reason = JobError(error.code or "invalid_files", error.message, error.param)
+            refused = JobError(error.code or "invalid_files", error.message, error.param)
+            reason = with_way_on(refused, job, self._store.jobs.folder(job.id))
             await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.VALIDATING,), reason)
             return
         values = {"status": JobStatus.QUEUED, "hyperparameters": settings}

@@ -76,7 +76,8 @@ async def pause_job(request: Request, job_id: str) -> Response:
 
 @router.post(JOBS + "/{job_id}/resume", responses=answers(Job, 400, 401, 404))
 async def resume_job(request: Request, job_id: str) -> Response:
-    """Put a paused job back into the queue."""
+    """Put a paused job back into the queue, or one that has failed for what can be mended from outside: for want of
+    space or memory, say. It goes on from its newest checkpoint."""
     return await _answer(request, state_of(request).jobs.resume(job_id))
 
 

@@ -1,0 +1,61 @@
+"""Jobs that have failed for what can be mended from outside: what their owner is told, and whether they can go on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from cotenant.api.jobs.job_folder import TRAINING_EXAMPLES, VALIDATION_EXAMPLES, resumable_step
+from cotenant.store import JobError, JobRecord, StoreError
+
+# Neither the job's data nor its settings are to blame for these.
+MENDABLE = frozenset(
+    {
+        "disk_full",
+        "io_error",
+        "storage_error",
+        "insufficient_memory",
+        "out_of_memory",
+        "worker_died",
+        "worker_busy",
+        "validation_failed",
+        "internal_error",
+    }
+)
+
+
+def is_mendable(error: JobError) -> bool:
+    """Whether a job may be resumed that has failed with this."""
+    return error.code in MENDABLE
+
+
+def with_way_on(error: JobError, job: JobRecord, folder: Path) -> JobError:
+    """The same, with what the job would do if it were resumed, where it may be. ``folder``: the job's."""
+    if not is_mendable(error):
+        return error
+    end = "" if error.message.endswith(".") else "."
+    return replace(error, message=f"{error.message}{end} Once that is mended, resume the job: {_way_on(job, folder)}.")
+
+
+def _way_on(job: JobRecord, folder: Path) -> str:
+    if job.hyperparameters is None:
+        return "its files are validated again"
+    try:
+        step = resumable_step(folder)
+    except StoreError:
+        return "it goes on from its last checkpoint"
+    return f"it goes on from step {step}" if step else "it has no checkpoint and begins with the first step"
+
+
+def why_not_resumable(job: JobRecord, folder: Path) -> str | None:
+    """Why a failed job cannot be resumed; None if it can. ``folder``: the job's."""
+    assert job.error is not None, "a job that has failed says why"
+    if not is_mendable(job.error):
+        return f"it failed with '{job.error.code}', which nothing but other data or settings mends; create a new job"
+    needed = [folder]
+    if job.hyperparameters is not None:
+        needed.append(folder / TRAINING_EXAMPLES)
+        needed += [] if job.validation_file is None else [folder / VALIDATION_EXAMPLES]
+    if not all(path.exists() for path in needed):
+        return "its files in the data folder are gone; create a new job"
+    return None

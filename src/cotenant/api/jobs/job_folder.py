@@ -1,0 +1,63 @@
+"""What lies in a job's folder: its tokenised examples, and what the worker has left, read without its help."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from cotenant.core.job import StepMetrics
+from cotenant.store.errors import store_error
+
+TRAINING_EXAMPLES = "train.safetensors"
+VALIDATION_EXAMPLES = "valid.safetensors"
+_CHECKPOINTS_FOLDER = "checkpoints"
+_CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
+_STATE_FILE = "trainer_state.json"
+_TENSOR_FILE = "trainer_state.safetensors"
+
+
+class _Recorded(msgspec.Struct):
+    """Of ``trainer_state.json``."""
+
+    metrics: StepMetrics | None = None
+
+
+def checkpoints_in(job_folder: Path) -> list[tuple[int, Path]]:
+    """The steps with a whole checkpoint, oldest first, and their folders. Raises StoreError."""
+    found = []
+    folder = job_folder / _CHECKPOINTS_FOLDER
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise store_error(error) from error
+    for path in paths:
+        match = _CHECKPOINT_FOLDER.fullmatch(path.name)
+        if match and is_whole(path):
+            found.append((int(match[1]), path))
+    return sorted(found)
+
+
+def resumable_step(job_folder: Path) -> int:
+    """The step from which the job would go on; 0: the beginning. Older checkpoints are left without the trainer's
+    state. Raises StoreError."""
+    steps = [
+        step
+        for step, path in checkpoints_in(job_folder)
+        if all((path / name).is_file() for name in (_STATE_FILE, _TENSOR_FILE))
+    ]
+    return max(steps, default=0)
+
+
+def metrics_in(checkpoint: Path) -> StepMetrics | None:
+    """Those of a checkpoint's step, as its folder has them."""
+    try:
+        return msgspec.json.decode((checkpoint / _STATE_FILE).read_bytes(), type=_Recorded).metrics
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def is_whole(checkpoint: Path) -> bool:
+    """Adapter folders appear and go in one rename, so where this file is the others are too."""
+    return (checkpoint / "adapter_config.json").is_file()
