@@ -127,7 +127,7 @@ def test_the_names_of_what_a_job_will_make_are_in_use_until_it_has_ended(store: 
 
 
 def test_a_name_is_listed_once_with_what_it_serves(store: Store, folder: str) -> None:
-    """Nobody knows of jobs where flags are read."""
+    """Also where it is given twice; ``check_given_names`` has refused a job's before."""
     job = add_running_job(store)
     values = {"status": JobStatus.SUCCEEDED, "adapter_path": make_adapter(store, job, "adapter"), "finished_at": 1}
     assert store.jobs.change(job.id, [JobStatus.RUNNING], values)

@@ -25,10 +25,12 @@ from cotenant.bench.server import free_port
 from cotenant.config import ModelConfig
 from cotenant.models.lora import LoraAdapter, save_adapter
 from cotenant.models.registry import model_path, resolve_model
+from cotenant.store import JobStatus, NewEvent, open_store
 from forked import run_command
 from online import figure_in
 from serving import RunningServer, running_server, start_server
 from small_model import CONFIG
+from store.rows import add_job, add_running_job, make_adapter
 
 FLAGS = ("--slo-ttft-ms", "500", "--slo-tpot-ms", "100", "--max-model-len", "1024")
 
@@ -254,6 +256,37 @@ def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Pa
         assert complaint in said
         assert "Traceback" not in failed.stdout + failed.stderr
         assert not data_dir.exists()
+
+
+def test_a_name_of_a_jobs_model_is_given_to_nothing_else(tmp_path: Path) -> None:
+    """A server with the same flags starts once it has another name, or the model is gone."""
+    spec, data_dir, other = resolve_model(ModelConfig("tiny")).spec, tmp_path / "data", tmp_path / "other"
+    save_adapter(LoraAdapter.trainable(spec, r=4, alpha=8.0, target_modules=("q_proj",), seed=0), other, "tiny")
+    with contextlib.closing(open_store(data_dir)) as store:
+        done, queued, cancelled = add_running_job(store), add_job(store), add_job(store)
+        path = make_adapter(store, done, "adapter")
+        store.jobs.succeed(
+            done.id, adapter_path=path, trained_tokens=1, total_steps=6, result_file=None, events=[NewEvent("done")]
+        )
+        checkpoint = f"{done.adapter_name}:ckpt-step-3"
+        path = make_adapter(store, done, "checkpoints", "step-00000003")
+        store.events.add_checkpoint(done.id, 3, checkpoint, path, None, NewEvent("saved"))
+        store.jobs.change(cancelled.id, [JobStatus.VALIDATING], {"status": JobStatus.CANCELLED})
+    flags = ("--data-dir", str(data_dir), "--port", str(free_port()))
+    taken = {done.adapter_name: done, checkpoint: done, f"{queued.adapter_name}:ckpt-step-9": queued}
+    for name, job in taken.items():
+        for flag, value in (("--served-model-name", name), ("--lora-modules", f"{name}={other}")):
+            failed = run_command("serve", "tiny", *flags, flag, value)
+            assert failed.returncode == 2
+            (said,) = re.findall(r"^error: (.*)$", failed.stderr, re.MULTILINE)
+            assert said.startswith(f"{flag}: the name '{name}' is in use")
+            assert f"fine-tuning job '{job.id}' in {data_dir}. Give another name" in said
+            assert "Traceback" not in failed.stdout + failed.stderr
+    named = ("--served-model-name", cancelled.adapter_name, "--lora-modules", f"mine={other}")
+    for _ in range(2):  # what flags have named is no job's, the next time either
+        with running_server(data_dir, *named) as running:
+            listed = httpx.get(f"{running.base_url}/v1/models", timeout=60).json()["data"]
+            assert {cancelled.adapter_name, "mine"} <= {card["id"] for card in listed}
 
 
 def test_decode_steps_that_lack_are_measured_before_anybody_asks(tmp_path: Path) -> None:

@@ -116,8 +116,8 @@ class ModelNames:
             raise unknown_model(adapter.name)
 
     async def cards(self) -> list[ModelCard]:
-        """All models, the base model first. Of several with one name, as --lora-modules may make them, the one that is
-        served: the first by the order in which ``resolve`` looks."""
+        """All models, the base model first. Of several with one name, as --served-model-name may make them, the one
+        that is served: the first by the order in which ``resolve`` looks."""
         base = self._config.model.name
         cards = [self._card(name, self._base_root, None, self._started_at) for name in self.base_names]
         for named in self._named.values():
@@ -237,6 +237,23 @@ class ModelNames:
         ready = self._worker.last_ready
         max_model_len = ready.max_model_len if ready else self._config.model.max_model_len
         return ModelCard(name, int(created), str(root), parent, max_model_len)
+
+
+def check_given_names(config: ServerConfig, store: Store) -> None:
+    """Raises InvalidInputError where a flag gives a name that is a job's model's, or will be: whoever asks for that
+    model would get other weights without a word."""
+    model = config.model
+    given = [("--served-model-name", name) for name in model.served_model_names] or [("MODEL", model.model)]
+    given += [("--lora-modules", name) for name, _ in config.lora.modules]
+    for flag, name in given:
+        owner = store.owner(name)
+        if owner is not None:
+            way_out = "another name with --served-model-name" if flag == "MODEL" else "another name"
+            raise InvalidInputError(
+                f"{flag}: the name '{name}' is in use: it is that of a model of fine-tuning job '{owner}' in "
+                f"{store.folder}. Give {way_out}, or another folder with --data-dir",
+                param=flag.removeprefix("--"),
+            )
 
 
 def _existing_folder(path: str) -> str:

@@ -18,6 +18,7 @@ import uvloop
 from cotenant.api.app import create_app
 from cotenant.api.http_server import BACKLOG, HttpServer, raise_open_files_limit
 from cotenant.api.jobs.manager import JobManager
+from cotenant.api.models import check_given_names
 from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.state import AppState
 from cotenant.api.worker_client import WorkerClient
@@ -90,6 +91,7 @@ def _open_state(
     worker_config = replace(config, model=model)
     worker = WorkerClient(worker_config, base.folder, worker_command=worker_command, prepared=prepared)
     with contextlib.closing(open_store(Path(config.data_dir))) as store:
+        check_given_names(config, store)
         jobs = JobManager(store, worker, config, base.folder, base.fingerprint)
         worker.attach_jobs(jobs)
         yield AppState(

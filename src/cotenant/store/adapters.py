@@ -48,9 +48,17 @@ class AdapterCatalog:
     def is_promised(self, name: str) -> bool:
         """Whether a job that has not ended, or may be resumed, may have this name for its result or a checkpoint."""
         jobs = schema.jobs.c
-        names = (name, name.rpartition(_CHECKPOINT)[0])
-        query = select(exists().where(jobs.adapter_name.in_(names), jobs.status.in_((*UNFINISHED, JobStatus.FAILED))))
+        may_go_on = jobs.status.in_((*UNFINISHED, JobStatus.FAILED))
+        query = select(exists().where(jobs.adapter_name.in_(_results_of(name)), may_go_on))
         return bool(self._database.read(lambda connection: connection.execute(query).scalar_one()))
+
+    def owner(self, name: str) -> str | None:
+        """The job one of whose models is served under this name, or may come to be; None: there is none."""
+        if self.find(name) is None and not self.is_promised(name):
+            return None
+        query = select(schema.jobs.c.id).where(schema.jobs.c.adapter_name.in_(_results_of(name)))
+        owner: str | None = self._database.read(lambda connection: connection.execute(query).scalar())
+        return owner
 
     def _adapter(self, row: Row[Any]) -> ServedAdapter | None:
         folder = self._folder / row.path
@@ -60,6 +68,11 @@ class AdapterCatalog:
         return ServedAdapter(
             row.name, str(folder), rank, row.parent, row.base_root, row.base_fingerprint, row.created_at
         )
+
+
+def _results_of(name: str) -> tuple[str, str]:
+    """What the result is called of a job that has ``name`` for its result or a checkpoint."""
+    return name, name.rpartition(_CHECKPOINT)[0]
 
 
 def _results() -> Select[Any]:

@@ -45,6 +45,10 @@ class Store:
         """Whether a job that has not ended, or may be resumed, may have this name for its result or a checkpoint."""
         return self._adapters.is_promised(name)
 
+    def owner(self, name: str) -> str | None:
+        """The job one of whose models is served under this name, or may come to be; None: there is none."""
+        return self._adapters.owner(name)
+
     def close(self) -> None:
         """Close the database and let another server use the folder."""
         self._database.close()
