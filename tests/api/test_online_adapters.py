@@ -118,6 +118,24 @@ def test_loading_in_place_serves_what_the_folder_holds_now(
     assert unload(http, "changing").status_code == 200
 
 
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_refused(
+    http: httpx.Client, adapters: list[str], tmp_path: Path, value: float
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters[0], folder)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = max(tensors)
+    tensors[name][0, 0] = value
+    save_file(tensors, folder / "adapter_model.safetensors")
+    answer = load(http, "diverged", str(folder))
+    assert answer.status_code == 400
+    error = error_of(answer)
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_adapter", "lora_path")
+    assert f"{name} holds weights that are NaN or infinite" in error["message"]
+    assert http.post("/v1/completions", json={"model": "diverged", "prompt": "a"}).status_code == 404
+
+
 def test_a_refused_reload_leaves_the_old_adapter_serving(
     http: httpx.Client, adapters: list[str], tmp_path: Path
 ) -> None:

@@ -236,12 +236,18 @@ def test_a_bad_adapter_of_a_flag_is_named_before_anything_is_served(tmp_path: Pa
         values = json.loads((folder / config).read_text()) | {"target_modules": ["q_proj", "lm_head"]}
         (folder / config).write_text(json.dumps(values))
 
+    def diverged(folder: Path) -> None:
+        tensors = load_file(folder / weights)
+        tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"][1, 2] = torch.nan
+        save_file(tensors, folder / weights)
+
     spoiled: dict[str, tuple[Callable[[Path], object], str]] = {
         "missing": (shutil.rmtree, "there is no folder"),
         "empty": (lambda folder: (folder / config).unlink(), f"holds no {config}"),
         "wide": (lambda folder: save(folder, 8), "q_proj is over --max-lora-rank, which is 4"),
         "strange": (unknown_target, "target_modules lm_head cannot have LoRA here"),
         "torn": (lambda folder: os.truncate(folder / weights, 100), f"{weights} is not a readable safetensors file"),
+        "diverged": (diverged, "layers.0.self_attn.q_proj.lora_A.weight holds weights that are NaN or infinite"),
     }
     fine = save(tmp_path / "fine")
     for name, (spoil, complaint) in spoiled.items():

@@ -3,8 +3,6 @@
 import threading
 from pathlib import Path
 
-import pytest
-
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.request import AdapterRef, FinishReason
 from cotenant.engine import adapters
@@ -133,12 +131,13 @@ def test_what_pushes_a_planned_adapter_out_makes_a_new_plan(small, refs, monkeyp
 def test_a_bad_adapter_is_refused_and_others_run_on(small, refs, tmp_path) -> None:
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "adapter_config.json").write_text("not json")
+    small.make_adapter(tmp_path, "nan", 9, poison=float("nan"))
     neighbour = small.request(small.prompt(5), 5, adapter=refs[0])
     for max_loras in (1, 2):  # with a slot to be had, and with none
         engine = small.engine(max_loras=max_loras)
         engine.add(neighbour)
         outputs = until(engine, lambda engine=engine: engine.num_running == 1)
-        names = ("missing", "junk")
+        names = ("missing", "junk", "nan")
         for name in names:
             adapter = AdapterRef(name, str(tmp_path / name))
             engine.add(small.request(small.prompt(3), 2, adapter=adapter, request_id=name))
@@ -157,10 +156,9 @@ def test_a_bad_adapter_is_refused_and_others_run_on(small, refs, tmp_path) -> No
         assert engine.take_failures() == []
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_an_adapter_that_is_not_finite_harms_no_neighbour(small, refs, tmp_path, poison: float) -> None:
+def test_an_adapter_whose_products_are_not_finite_harms_no_neighbour(small, refs, tmp_path) -> None:
     """Neither those in its batches nor those who get its pages afterwards."""
-    bad = small.make_adapter(tmp_path, "bad", 9, poison=poison)
+    bad = small.make_adapter(tmp_path, "bad", 9, poison=3e38)
     engine = small.engine(num_pages=12, page_tokens=4, max_num_seqs=4, max_num_batched_tokens=16)
     doomed = [small.request(small.prompt(length), 10, adapter=bad, prompt_logprobs=1) for length in (5, 30)]
     healthy = [small.request(small.prompt(9, seed), 10, adapter=(None, refs[0])[seed % 2]) for seed in range(6)]

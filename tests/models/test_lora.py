@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
 from cotenant.models import adapter_files
+from cotenant.models.finite import first_not_finite
 from cotenant.models.lora import LoraAdapter, read_adapter, save_adapter
 from cotenant.models.peft_config import read_config
-from cotenant.models.safetensors_file import read_whole
+from cotenant.models.safetensors_file import read_header, read_whole
 from cotenant.models.spec import ModelSpec
 from models import support
 from models.support import PagedCache, Pair, tokens
@@ -258,6 +259,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "endless-target": (lambda f: _edit_config(f, target_modules="a{99999999999}"), f"{CONFIG}.*wrong kind"),
     "huge-alpha": (lambda f: _edit_config(f, lora_alpha=10**400), f"{CONFIG}.*wrong kind"),
+    "alpha-nan": (lambda f: _edit_config(f, lora_alpha=float("nan")), f"{CONFIG}.*must be finite"),
+    "infinite-alpha": (lambda f: _edit_config(f, alpha_pattern={"q_proj": float("inf")}), f"{CONFIG}.*must be finite"),
     "infinite-layer": (lambda f: _edit_config(f, layers_to_transform=[float("inf")]), f"{CONFIG}.*wrong kind"),
     "no-rank": (lambda f: _edit_config(f, r="absent"), f"{CONFIG} lacks 'r'"),
     "silly-rank": (lambda f: _edit_config(f, r="four"), f"{CONFIG}.*four"),
@@ -299,6 +302,36 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         rf"{WEIGHTS}.*{_Q0}.*\[63, 4\].*\[64, 4\]",
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
+def test_weights_that_are_not_finite_are_refused(llama: Pair, tmp_path: Path, dtype: str) -> None:
+    """Wherever they stand; the largest finite ones are not."""
+    kind, name = getattr(torch, dtype), f"{_Q0}.lora_B.weight"
+    save_adapter(support.random_adapter(llama.decoder, 0), tmp_path, "base")
+    _edit_weights(tmp_path, lambda tensors: tensors.update({each: t.to(kind) for each, t in tensors.items()}))
+    shape = load_file(tmp_path / WEIGHTS)[name].shape
+    values = [torch.nan, -torch.nan] + ([] if dtype == "float8_e4m3fn" else [torch.inf, -torch.inf])
+    for value, place in zip(values, ((0, 0), (63, 3), (5, 1), (63, 0)), strict=False):
+        largest = torch.full(shape, torch.finfo(kind).max, dtype=torch.float64)
+        _edit_weights(tmp_path, lambda tensors, b=largest: tensors.update({name: b.to(kind)}))
+        _load(tmp_path, llama.decoder.spec)
+        largest[place] = value
+        _edit_weights(tmp_path, lambda tensors, b=largest: tensors.update({name: b.to(kind)}))
+        with pytest.raises(InvalidInputError, match=rf"{WEIGHTS}: {name} holds weights that are NaN or infinite"):
+            _load(tmp_path, llama.decoder.spec)
+
+
+def test_weights_that_are_not_finite_are_found_in_a_large_tensor(tmp_path: Path) -> None:
+    """It is looked through piece by piece."""
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(1_500_001), "none": torch.zeros(0), "whole": torch.ones(4).int()}
+    for place in (None, 0, 262_143, 262_144, 1_500_000):
+        if place is not None:
+            tensors["b"].zero_()[place] = torch.inf
+        save_file(tensors, tmp_path / "file")
+        with (tmp_path / "file").open("rb") as file:
+            header = read_header(file)
+            assert first_not_finite(read_whole(file, header), header) == (None if place is None else "b")
 
 
 @pytest.mark.parametrize("name", BAD_FOLDERS)

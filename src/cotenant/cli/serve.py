@@ -106,11 +106,11 @@ def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
 
 def _check_lora_modules(lora: LoraConfig, spec: ModelSpec) -> None:
     """Raise InvalidInputError for an adapter that no request could be served with."""
-    from cotenant.models.adapter_files import check_adapter
+    from cotenant.models.adapter_files import read_adapter_files
 
     for name, folder in lora.modules:
         try:
-            check_adapter(Path(folder), spec, lora.max_lora_rank)
+            read_adapter_files(Path(folder), spec, lora.max_lora_rank)
         except InvalidInputError as error:
             raise InvalidInputError(
                 f"--lora-modules: '{name}' in {folder} cannot be served: {error.message}. Mend it, or leave "

@@ -1,4 +1,5 @@
-"""An adapter's two files in PEFT's format, checked against a model's shape without reading a weight. No torch."""
+"""An adapter's two files in PEFT's format, checked against a model's shape; its weights, whether they are finite. No
+torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import BinaryIO
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.module_pattern import module_name
+from cotenant.models.finite import first_not_finite
 from cotenant.models.peft_config import CONFIG_FILE, AdapterConfig, read_config
 from cotenant.models.safetensors_file import Header, read_header, read_whole
 from cotenant.models.spec import ModelSpec
@@ -36,25 +38,25 @@ def tensor_names(layer: int, module: str) -> tuple[str, str]:
     return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
 
 
-def check_adapter(folder: Path, spec: ModelSpec, max_rank: int) -> AdapterFiles:
-    """What is in a folder in PEFT's format, from its configuration and the header of its weights.
+def read_adapter_files(folder: Path, spec: ModelSpec, max_rank: int) -> tuple[AdapterFiles, Header, mmap]:
+    """What is in a folder in PEFT's format, with the header and the content of the weights' file: of the one that was
+    checked, if it is replaced meanwhile.
 
     Raises InvalidInputError, naming the file and what is wrong there, for anything but a whole LoRA adapter for a model
-    of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most.
+    of this shape, without DoRA, biases or fully trained modules, of rank ``max_rank`` at most, with finite weights.
     """
-    config, path = read_config(folder), folder / WEIGHTS_FILE
-    with _opened(path) as file:
-        return _check(config, path, read_header(file), spec, max_rank)
-
-
-def read_adapter_files(folder: Path, spec: ModelSpec, max_rank: int) -> tuple[AdapterFiles, Header, mmap]:
-    """As ``check_adapter``, with the header and the content of the weights' file: of the one that was checked, if it is
-    replaced meanwhile."""
     config, path = read_config(folder), folder / WEIGHTS_FILE
     with _opened(path) as file:
         header = read_header(file)
         files = _check(config, path, header, spec, max_rank)
-        return files, header, read_whole(file, header)
+        content = read_whole(file, header)
+    name = first_not_finite(content, header)
+    if name is not None:
+        raise InvalidInputError(
+            f"{path}: {name} holds weights that are NaN or infinite, with which no answer can be computed; export the "
+            "adapter again, from a checkpoint whose loss was finite"
+        )
+    return files, header, content
 
 
 @contextmanager

@@ -297,7 +297,7 @@ def fingerprint(layout: str, tensors: Iterable[torch.Tensor]) -> bytes:
 def read_adapter(folder: Path | str, spec: ModelSpec, max_rank: int) -> LoraAdapter:
     """An adapter from a folder in PEFT's format, on the CPU and in the dtype of its file.
 
-    Raises InvalidInputError as ``check_adapter`` does.
+    Raises InvalidInputError as ``read_adapter_files`` does.
     """
     folder = Path(folder)
     files, header, content = read_adapter_files(folder, spec, max_rank)

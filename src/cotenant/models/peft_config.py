@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,11 +110,11 @@ def read_config(folder: Path) -> AdapterConfig:
         return AdapterConfig(
             path=path,
             r=_positive(config["r"]),
-            alpha=float(config["lora_alpha"]),
+            alpha=_finite(config["lora_alpha"]),
             use_rslora=bool(config.get("use_rslora", False)),
             dropout=float(config.get("lora_dropout") or 0.0),
             rank_pattern={key: _positive(rank) for key, rank in _pattern(config, "rank_pattern")},
-            alpha_pattern={key: float(alpha) for key, alpha in _pattern(config, "alpha_pattern")},
+            alpha_pattern={key: _finite(alpha) for key, alpha in _pattern(config, "alpha_pattern")},
             target_modules=_modules(config["target_modules"]),
             exclude_modules=_modules(config.get("exclude_modules") or ()),
             layers=frozenset(map(int, layers)) if layers else None,
@@ -221,6 +222,13 @@ def _positive(value: Any) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"a rank must be a positive integer, not {value!r}")
     return value
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"an alpha must be finite, not {value!r}")
+    return number
 
 
 def _selects(modules: str | Sequence[str], name: str) -> bool:
