@@ -206,7 +206,7 @@ def test_an_adapter_whose_output_is_no_number_is_named(
     shutil.copytree(adapters[1], tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(
-        {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()},
+        {name: torch.full_like(tensor, torch.finfo(tensor.dtype).max) for name, tensor in tensors.items()},
         tmp_path / "adapter_model.safetensors",
     )
     assert load(http, "broken", str(tmp_path)).status_code == 200
