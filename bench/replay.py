@@ -76,7 +76,10 @@ def _tell(path: Path, parser: argparse.ArgumentParser) -> int:
     prompts = [each for each in found if each.is_alone and each.batch.prefill_tokens]
     if len(prompts) >= _ENOUGH:
         recorded, replayed = (_text([each[column] for each in prompts]) for column in (2, 3))
-        features = np.array([batch_features(each.batch) for each in prompts])
+        rows = [batch_features(each.batch) for each in prompts]
+        features = np.zeros((len(rows), max(map(len, rows))))  # what is left off is 0
+        for row, found_features in zip(features, rows, strict=True):
+            row[: len(found_features)] = found_features
         best = least_error(features, np.array([each.taken_ms for each in prompts]))
         told = f"recorded {recorded}; replayed {replayed}; at best {best:.1%}"
         print(f"with prompts, alone: {len(prompts)} batches, {told}")

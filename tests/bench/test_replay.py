@@ -68,7 +68,7 @@ def test_of_prompts_it_says_what_a_line_could_come_to_at_best(tmp_path: Path) ->
         trace = Trace(path)
         for turn in range(120):
             tokens, context = 128 * (1 + turn * 7 % 13), 1000 * (turn * 5 % 11)
-            batch = BatchShape(0, context, tokens, tokens, 0, causal_pairs(tokens))
+            batch = BatchShape(0, context, tokens, tokens, turn % 3 % 2, causal_pairs(tokens))
             taken_ms = (4.0 + tokens / 40 + context / 20_000) * (1 + off * (-1) ** turn)
             note(trace, IterationRecord(batch, Mode.NONE, taken_ms, taken_ms), 0.5)
         trace.close()
