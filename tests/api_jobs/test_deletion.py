@@ -20,7 +20,7 @@ from cotenant.store import JobRecord, JobStatus, StoreError
 from cotenant.store.events import EventStore
 from cotenant.store.jobs import JobStore
 from cotenant.text.prepared_file import PreparedFile
-from cotenant.wire.messages import CheckpointSaved, UnloadAdapter
+from cotenant.wire.messages import CheckpointSaved, JobFailed, UnloadAdapter
 
 pytestmark = pytest.mark.usefixtures("_validation_in_a_thread")
 
@@ -107,6 +107,27 @@ def test_a_job_that_will_choose_its_best_checkpoint_keeps_all_until_it_has_ended
             assert "load_best_model_at_end" in refused.json()["error"]["message"]
             await there.say(success(there, job_id))
             assert (await delete(there, (await there.checkpoints(job_id))[1])).status_code == 200
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("code", "chooses", "status_code"), [
+    ("disk_full", True, 409), ("disk_full", False, 200), ("training_diverged", True, 200),
+])  # fmt: skip
+def test_a_failed_job_that_may_go_on_keeps_what_may_become_its_result(
+    tmp_path: Path, code: str, chooses: bool, status_code: int
+) -> None:
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            validation = await there.upload(examples())
+            method = {"type": "supervised", "supervised": {"hyperparameters": {"load_best_model_at_end": chooses}}}
+            job_id = await with_checkpoints(there, 3, 6, validation_file=validation, method=method)
+            await there.say(JobFailed(job_id, code, "It does not go on.", 6))
+            answers = [await delete(there, name) for name in await there.checkpoints(job_id)]
+            assert [answer.status_code for answer in answers] == [status_code] * 2
+            if status_code == 409:
+                assert "Resume the job, or delete it with all its models." in answers[0].json()["error"]["message"]
+            assert (await there.http.delete(f"{JOBS}/{job_id}")).status_code == 200
 
     run(scenario)
 

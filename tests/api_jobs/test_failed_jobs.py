@@ -109,11 +109,13 @@ def test_a_failed_job_goes_on_in_its_turn_after_a_restart(tmp_path: Path) -> Non
     ],
 )  # fmt: skip
 def test_what_can_be_mended(tmp_path: Path, code: str) -> None:
+    mended = "With more memory for it" if "memory" in code else "Once that is mended"
+
     async def scenario() -> None:
         async with server(tmp_path) as there:
             job_id = await failed_job(there, code, "RuntimeError: it is broken")
             assert (await there.job(job_id))["error"]["message"] == (
-                "RuntimeError: it is broken. Once that is mended, resume the job: "
+                f"RuntimeError: it is broken. {mended}, resume the job: "
                 "it has no checkpoint and begins with the first step."
             )
             assert (await there.post(job_id, "resume"))["status"] in ("queued", "running")

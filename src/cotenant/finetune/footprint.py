@@ -14,7 +14,9 @@ from cotenant.models.spec import ModelSpec
 # In half precision: the weight as captured layers read it; up to three modules share a matrix of as many blocks.
 _STATE_BYTES_PER_WEIGHT = 5 * 4 + 3 * 2
 _MIB = 1 << 20
-WAYS_OUT = "Lower max_length or r, or leave training more memory (on a GPU: --gpu-memory-utilization)."
+WAYS_OUT = (
+    "Leave training more memory (on a GPU: --gpu-memory-utilization), or create a job with a lower max_length or r."
+)
 
 
 def activation_bytes(spec: ModelSpec, num_tokens: int, dtype: torch.dtype, num_recomputed: int = 0) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cotenant.api.jobs import events
+from cotenant.api.jobs.failures import is_mendable
 from cotenant.api.models import unknown_model
 from cotenant.core.errors import ConflictError
 from cotenant.durable import remove_folder
@@ -63,10 +64,15 @@ def forget_missing_checkpoints(store: Store, job_id: str | None = None) -> None:
 
 
 def _check_not_needed(store: Store, job: JobRecord, checkpoint: CheckpointRecord) -> None:
-    """The newest checkpoint is what a job that has not ended goes on from, and the best one what becomes its result."""
-    if job.finished:
+    """The newest checkpoint is what a job that has not ended goes on from, and the best one what becomes its result;
+    this one also where it has failed and may be resumed. (From which step it goes on is its owner's choice then.)"""
+    may_go_on = job.error is not None and is_mendable(job.error)
+    if job.finished and not may_go_on:
         return
-    if checkpoint.step == store.events.last_checkpoint_step(job.id):
+    way_out = "Cancel the job or wait until it has ended"
+    if may_go_on:
+        way_out = "Resume the job, or delete it with all its models"
+    if not may_go_on and checkpoint.step == store.events.last_checkpoint_step(job.id):
         reason = "is the newest one, from which the job goes on after a restart"
     elif job.hyperparameters is not None and job.hyperparameters.load_best_model_at_end:
         reason = "may be the best one, which becomes the job's result (load_best_model_at_end)"
@@ -74,7 +80,7 @@ def _check_not_needed(store: Store, job: JobRecord, checkpoint: CheckpointRecord
         return
     raise ConflictError(
         f"The model '{checkpoint.name}' cannot be deleted: job '{job.id}' is {job.status}, and this checkpoint "
-        f"{reason}. Cancel the job or wait until it has ended.",
+        f"{reason}. {way_out}.",
         code="model_in_use",
         param="model",
     )

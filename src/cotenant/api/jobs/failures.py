@@ -8,20 +8,19 @@ from pathlib import Path
 from cotenant.api.jobs.job_folder import TRAINING_EXAMPLES, VALIDATION_EXAMPLES, resumable_step
 from cotenant.store import JobError, JobRecord, StoreError
 
-# Neither the job's data nor its settings are to blame for these.
-MENDABLE = frozenset(
-    {
-        "disk_full",
-        "io_error",
-        "storage_error",
-        "insufficient_memory",
-        "out_of_memory",
-        "worker_died",
-        "worker_busy",
-        "validation_failed",
-        "internal_error",
-    }
-)
+# What mends them, whatever the job's data and settings are.
+_MEMORY, _ANY = "With more memory for it", "Once that is mended"
+MENDABLE = {
+    "disk_full": _ANY,
+    "io_error": _ANY,
+    "storage_error": _ANY,
+    "insufficient_memory": _MEMORY,
+    "out_of_memory": _MEMORY,
+    "worker_died": _ANY,
+    "worker_busy": _ANY,
+    "validation_failed": _ANY,
+    "internal_error": _ANY,
+}
 
 
 def is_mendable(error: JobError) -> bool:
@@ -34,7 +33,8 @@ def with_way_on(error: JobError, job: JobRecord, folder: Path) -> JobError:
     if not is_mendable(error):
         return error
     end = "" if error.message.endswith(".") else "."
-    return replace(error, message=f"{error.message}{end} Once that is mended, resume the job: {_way_on(job, folder)}.")
+    way_on = f"{MENDABLE[error.code]}, resume the job: {_way_on(job, folder)}."
+    return replace(error, message=f"{error.message}{end} {way_on}")
 
 
 def _way_on(job: JobRecord, folder: Path) -> str:
