@@ -56,6 +56,11 @@ def test_who_asks_for_nothing_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> N
                 writer.write(HEAD)
             others[0][1].write(b"body")
             assert (await others[0][0].readuntil(b"body")).startswith(b"HTTP/1.1 200")
+            for begun in (b"\r\n", HEAD[:9]):  # of the next one
+                silent.append(await asyncio.open_connection("127.0.0.1", port))
+                silent[-1][1].write(HEAD + b"body")
+                await silent[-1][0].readuntil(b"body")
+                silent[-1][1].write(begun)
             async with asyncio.timeout(30):
                 for reader, _ in silent:
                     assert await reader.read() == b"", "closed"

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,9 @@ LOOK_EVERY_S = 30
 _FIRST_REQUEST_TIMEOUT_S = 1.0
 _WANTED_OPEN_FILES = 65536
 _MANY = 0.9  # of those that may be open
+
+
+_Silent = tuple[HttpToolsProtocol, RequestResponseCycle | None]
 
 
 class HttpServer(uvicorn.Server):
@@ -51,7 +54,7 @@ class HttpServer(uvicorn.Server):
                 timeout_notify=LOOK_EVERY_S,
             )
         )
-        self._silent: set[HttpToolsProtocol] = set()  # that had no request when they were looked at
+        self._silent: set[_Silent] = set()  # when they were looked at the last time
         self._is_warned = False
 
     @contextlib.contextmanager
@@ -81,9 +84,20 @@ class HttpServer(uvicorn.Server):
         connections = self.server_state.connections
         return {each for each in connections if isinstance(each, HttpToolsProtocol) and each.cycle is None}
 
+    def _asked_for_nothing(self) -> set[_Silent]:
+        """The connections whose client has something to say first, each with what it was answered last. Of those that
+        were answered uvicorn closes the ones from which nothing comes; not any more once a part of a head has come."""
+        found: set[_Silent] = {(each, None) for each in self._without_request()}
+        for each in self.server_state.connections:
+            if isinstance(each, HttpToolsProtocol) and each.cycle is not None:
+                is_answered = each.cycle.response_complete and not each.pipeline
+                if is_answered and each.timeout_keep_alive_task is None:
+                    found.add((each, each.cycle))
+        return found
+
     async def _look_after_connections(self) -> None:
-        silent = self._without_request()
-        for connection in silent & self._silent:  # for as long as from one look to the next
+        silent = self._asked_for_nothing()
+        for connection, _ in silent & self._silent:  # for as long as from one look to the next
             connection.transport.close()
         self._silent = silent - self._silent
         num_connections = len(self.server_state.connections)
