@@ -330,7 +330,7 @@ class WorkerClient:
         if affected:  # one line however many they are: with those who answer them it would be one for each
             num_again = sum(not live.has_ended or self._is_begun_again(live) for live in affected)
             num_ended = len(affected) - num_again
-            logger.warning("the worker's end cut off %d requests; the next one runs %d again", num_ended, num_again)
+            logger.warning("the worker's end cut off %d requests; %d are to be run again", num_ended, num_again)
         for name in self._adapter_loads:
             self._on_adapter(name, _no_worker())
 
