@@ -19,7 +19,7 @@ from cotenant.core.plan import Plan
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
-from cotenant.finetune.preparation import Prepared
+from cotenant.finetune.preparation import Prepared, prepare
 from cotenant.finetune.state import TrainingState
 from cotenant.runtime import training as training_module
 from cotenant.wire.messages import CheckpointSaved, JobFailed
@@ -144,6 +144,30 @@ def test_what_a_job_begins_with_is_on_the_disk_before_it_begins(
     bench.training.start(support.make_spec(tmp_path / "next"))
     assert bench.training.job_id is not None
     assert [name.rpartition("_")[0] for name in threads] == ["job-preparer"]
+
+
+def test_for_a_job_that_is_no_longer_wanted_nothing_is_laid_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It was cancelled while its files were read."""
+    asked, may_go_on = threading.Event(), threading.Event()
+    laid_out = list[str]()
+
+    def prepare_late(*arguments: Any) -> Prepared | None:
+        asked.set()
+        assert may_go_on.wait(60)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(training_module, "prepare", prepare_late)
+    monkeypatch.setattr(training_module, "lay_out", lambda prepared, *_: laid_out.append("one"))
+    bench.pause()
+    bench.training.prepare(support.make_spec(tmp_path / "next"))
+    assert asked.wait(60)
+    bench.training.cancel("ftjob-1")
+    assert bench.training.job_id is None
+    may_go_on.set()
+    bench.training._preparer.shutdown()
+    assert not laid_out
 
 
 def test_what_a_job_trains_is_laid_out_beside_the_loop(

@@ -106,6 +106,8 @@ def lay_out(prepared: Prepared, spec: JobSpec, decoder: Decoder, free_bytes: int
     and may run on any thread."""
     measured = 0 if prepared.validation is None else prepared.validation.longest
     num_weights = sum(matrix.numel() for matrix in prepared.adapter.parameters())
+    if prepared.checkpoint is not None:
+        free_bytes -= sum(tensor.nbytes for tensor in prepared.checkpoint[1].values())
     try:
         require_state(decoder.spec, decoder.dtype, num_weights, prepared.order.longest, measured, free_bytes)
     except CotenantError:

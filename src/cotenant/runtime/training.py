@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -40,6 +41,7 @@ class _Preparation(NamedTuple):
 
     spec: JobSpec
     result: Future[Prepared | None]  # None: the job is finished, and needs nothing
+    is_forgotten: threading.Event
 
 
 class TrainingTenant:
@@ -130,12 +132,16 @@ class TrainingTenant:
             if self.job_id != spec.job_id:
                 self._send(JobFailed(spec.job_id, "worker_busy", f"the worker is running job {self.job_id}", 0))
             return
-        self._preparation = _Preparation(spec, self._preparer.submit(self._prepare, spec, self.free_bytes()))
+        is_forgotten = threading.Event()
+        result = self._preparer.submit(self._prepare, spec, self.free_bytes(), is_forgotten)
+        self._preparation = _Preparation(spec, result, is_forgotten)
 
-    def _prepare(self, spec: JobSpec, free_bytes: int) -> Prepared | None:
+    def _prepare(self, spec: JobSpec, free_bytes: int, is_forgotten: threading.Event) -> Prepared | None:
         """On the preparing thread."""
         prepared = prepare(spec, self._decoder.spec, self._max_tasklet_tokens)
-        return None if prepared is None else lay_out(prepared, spec, self._decoder, free_bytes)
+        if prepared is None or is_forgotten.is_set():
+            return None
+        return lay_out(prepared, spec, self._decoder, free_bytes)
 
     def tidy(self) -> None:
         """Let go of a little of what jobs that have ended left behind."""
@@ -151,7 +157,7 @@ class TrainingTenant:
         has been read, and memory has only what is in use."""
         if self._preparation is None or not self._preparation.result.done() or not self.is_tidy:
             return
-        spec, result = self._preparation
+        spec, result, _ = self._preparation
         self._preparation = None
         job = None
         try:
@@ -335,6 +341,7 @@ class TrainingTenant:
         if self._preparation is None or self._preparation.spec.job_id != job_id:
             return False
         self._preparation.result.cancel()
+        self._preparation.is_forgotten.set()
         self._preparation = None
         return True
 
@@ -377,6 +384,7 @@ def _failure(job_id: str, step: int, error: Exception) -> JobFailed:
         return JobFailed(job_id, error.code or "invalid_job", error.message, step, param=error.param)
     message = f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
-        message = f"not enough memory for the job; lower --tasklet-tokens or max_length ({message})"
+        ways_out = "lower --tasklet-tokens, or create one with a lower max_length"
+        message = f"not enough memory for the job; {ways_out} ({message})"
         return JobFailed(job_id, "out_of_memory", message, step)
     return JobFailed(job_id, "internal_error", message, step)
