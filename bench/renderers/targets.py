@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at, pooled_errors
 from cotenant.cli.colocate_parts import joined
+from renderers.planning import planning_rows
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
@@ -19,30 +19,6 @@ _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, 
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
-# By versions, the newest last.
-_PLANNING = (
-    "planner_h200.txt",
-    "planner_slow_h200.txt",
-    "planner_later_h200.txt",
-    "planner_leaner_h200.txt",
-    "planner_rounds_h200.txt",
-    "planner_rounds_again_h200.txt",
-)
-_PROFILE = "profile_h200.txt"
-_ALL_OF_IT = "AdaptivePolicy, records, all of it for 64 prompts"
-_PARTS = ("AdaptivePolicy, records", "prompt_budget, records", "take_turns, records")
-# (what, the calls that it takes, or others where these were not measured, what was aimed at in microseconds)
-_PLANNING_ROWS: tuple[tuple[str, tuple[tuple[str, ...], ...], float], ...] = (
-    ("a plan, by records", (_PARTS[:1],), 50),
-    (
-        "a plan where 64 prompts wait, with their chunk's size and turns, by records",
-        ((_ALL_OF_IT,), _PARTS),
-        50,
-    ),
-    ("a plan, by models", (("AdaptivePolicy, models",),), 200),
-    ("predicting a decode step, by records", (("batch_ms, records",),), 5),
-    ("predicting a batch with prompts", (("batch_ms of prompts, records",),), 5),
-)
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
     "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what it came to. "
@@ -80,26 +56,18 @@ _LATE = (
     "not far below the target, either: prompts' chunks are as large as targets allow, whoever trains. What would tell: "
     "the same on several hosts, with serving alone."
 )
-_SLOW = (
-    "Hosts differ by two times, and so do seconds of one, where others have a core's twin. It is spent while the "
-    "device has a batch in flight. Less Python in what is asked, or a language that is compiled."
-)
-_PROFILE_S = 180
 _TESTED = (
     (
         "answers and adapters beside each other, of small models",
         "those of the two tasks run apart",
         "bit for bit in float32 on a CPU (tests/runtime/test_coexecution.py), within bf16's noise on a GPU "
         "(tests/gpu/test_parity.py, test_partitions.py)",
-        True,
-        "",
     ),
     (
         "on a CPU",
         "the same planner, beside `whole-step`",
-        "[policies side by side](#policies-side-by-side), and the report of `make demo`",
-        True,
-        "",
+        "tests/scheduler, tests/runtime/test_loop.py; [policies side by side](#policies-side-by-side), and the report "
+        "of `make demo`",
     ),
 )
 _ERRORS = (
@@ -135,10 +103,9 @@ def section(results: Path) -> list[str]:
     whole = joined(dict(zip(_LATER, later, strict=True)))
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_again_rows(grid, again)]
     rows += [*_later_rows(whole), *_between_rows(between), *_prediction_rows(grid, predicted, again, whole, between)]
-    rows += _planning_rows([results / name for name in _PLANNING if (results / name).exists()])
-    rows += _profile_rows(results / _PROFILE)
-    rows += _TESTED
-    return ["## What was aimed at", _ABOVE, table(_HEADER, [_row(*row) for row in rows])]
+    rows += planning_rows(results)
+    told = [*(_row(*row) for row in rows), *([*row, "tested", ""] for row in _TESTED)]
+    return ["## What was aimed at", _ABOVE, table(_HEADER, told)]
 
 
 def _row(load: str, aim: str, measured: str, is_met: bool, why: str) -> list[str]:
@@ -371,44 +338,6 @@ def _p95_text(cells: Sequence[Result]) -> str:
     p95s = [each["p95"] for each in cells]
     least = min(each["iterations"] for each in cells)
     return f"{sum(p95 <= 0.1 for p95 in p95s)} of {len(p95s)} cells of {least} batches or more, {max(p95s):.1%} at most"
-
-
-def _profile_rows(path: Path) -> Iterator[tuple[str, str, str, bool, str]]:
-    found = re.search(r"latencies in (\d+) s", path.read_text(encoding="utf-8")) if path.exists() else None
-    if found is not None:
-        yield "`cotenant profile`", f"{_PROFILE_S} s", f"{found[1]} s", int(found[1]) <= _PROFILE_S, ""
-
-
-def _planning_rows(files: Sequence[Path]) -> Iterator[tuple[str, str, str, bool, str]]:
-    """By the newest version's figure, with those of the ones before, each on another host."""
-    texts = [path.read_text(encoding="utf-8") for path in files]
-    for load, ways, most_us in _PLANNING_ROWS:
-        found = [us for text in texts if (us := _cost_us(text, ways)) is not None]
-        if found:
-            *before, newest = found
-            measured = f"{newest:.1f} µs{_rounds(texts[-1], ways[0])}"
-            if before:
-                measured += "; earlier versions on other hosts " + ", ".join(f"{us:.1f}" for us in before)
-            yield f"the cost of {load}", f"{most_us} µs", measured, newest <= most_us, _SLOW
-
-
-def _cost_us(text: str, ways: Sequence[Sequence[str]]) -> float | None:
-    """Of a host; what several calls take is their sum."""
-    for labels in ways:
-        each = [_median_us(text, label) for label in labels]
-        if None not in each:
-            return sum(us for us in each if us is not None)
-    return None
-
-
-def _median_us(text: str, label: str) -> float | None:
-    match = re.search(rf"^{label} *p50 +([\d.]+) us", text, re.M)
-    return None if match is None else float(match[1])
-
-
-def _rounds(text: str, labels: Sequence[str]) -> str:
-    match = re.search(rf"^{labels[0]} *p50.*, rounds ([\d.]+) to ([\d.]+) us", text, re.M)
-    return "" if match is None else f", {float(match[1]):.1f} to {float(match[2]):.1f} in rounds"
 
 
 def _others(place: Result) -> Iterator[tuple[str, float]]:

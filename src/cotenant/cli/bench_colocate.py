@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -16,12 +15,13 @@ from rich.markup import escape
 
 from cotenant.bench.colocate_report import report_page
 from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row, with_parts
-from cotenant.bench.comparison import REFERENCE, compare
+from cotenant.bench.comparison import compare
 from cotenant.bench.device_losses import HEADER as LOSS_HEADER
 from cotenant.bench.device_losses import NOTE as LOSS_NOTE
 from cotenant.bench.device_losses import loss_rows
 from cotenant.cli.bench_finetune import SEQ_LEN_DEFAULT, choose_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
+from cotenant.cli.colocate_flags import policies_of, positive, whole
 from cotenant.cli.colocate_grid import Grid
 from cotenant.cli.colocate_loads import (
     CONTEXT,
@@ -49,7 +49,6 @@ from cotenant.cli.output import (
 )
 from cotenant.cli.tables import new_table, open_console
 from cotenant.config import (
-    POLICIES,
     BatchConfig,
     CoExecutionConfig,
     LoraConfig,
@@ -207,14 +206,14 @@ def colocate(
     and what training gets, for each policy, target and load, and how policies compare. Harvest is training's speed as a
     share of what it reaches with the device to itself, measured in the same run.
     """
-    names = _policies(policies, skip_hopeless)
-    tpots_ms = list(dict.fromkeys(_positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")))
+    names = policies_of(policies, skip_hopeless=skip_hopeless)
+    tpots_ms = list(dict.fromkeys(positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")))
     for tpot_ms in tpots_ms:
         require_target(tpot_ms, "slo-tpot-ms")
     require_target(slo_ttft_ms, "slo-ttft-ms")
     require_target(slo_itl_ms, "slo-itl-ms")
-    sizes = [_whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
-    scales = list(dict.fromkeys(_positive(part, "time-scale") for part in time_scale.split(","))) if trace else []
+    sizes = [whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
+    scales = list(dict.fromkeys(positive(part, "time-scale") for part in time_scale.split(","))) if trace else []
     chosen, limit = model_to_measure(model, load_format, dtype, device, compress_weights=compress_weights)
     if not sizes and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
@@ -331,21 +330,6 @@ def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None
     _print(report)  # last: whoever reads it may be gone
 
 
-def _policies(text: str, skip_hopeless: bool) -> list[str]:
-    """Their names, in the order in which they are measured."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not names:
-        raise InvalidInputError("--policies: which are to be measured?", param="policies")
-    for name in names:
-        if name not in POLICIES:
-            raise InvalidInputError(
-                f"--policies: each must be one of {', '.join(POLICIES)}, not {name!r}", param="policies"
-            )
-    if skip_hopeless and REFERENCE not in names:
-        raise InvalidInputError(f"--skip-hopeless: --policies must have {REFERENCE}", param="skip-hopeless")
-    return sorted(names, key=lambda name: name != REFERENCE) if skip_hopeless else names
-
-
 def _config(
     model: ModelConfig,
     tasklet_tokens: int,
@@ -377,23 +361,6 @@ def _report(bench: ColocateBench, label: str) -> dict[str, Any]:
         "versions": versions(),
         "command": command_line(["cotenant", *sys.argv[1:]]),
     }
-
-
-def _positive(text: str, flag: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise InvalidInputError(f"--{flag}: expected numbers above 0, like 10,40, got {text.strip()!r}", param=flag)
-    return value
-
-
-def _whole(text: str, flag: str) -> int:
-    value = _positive(text, flag)
-    if not value.is_integer():
-        raise InvalidInputError(f"--{flag}: expected whole numbers, got {text.strip()!r}", param=flag)
-    return int(value)
 
 
 def _print(report: dict[str, Any]) -> None:
