@@ -10,8 +10,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from cotenant.core.job_layout import TENSOR_FILE
 from cotenant.core.tasklet import TaskletKind
-from cotenant.finetune.checkpoint import TENSOR_FILE, Snapshot
+from cotenant.finetune.checkpoint import Snapshot
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.state import StateCopier
 from cotenant.models.decoder import Decoder

@@ -17,9 +17,10 @@ import torch
 import forked
 from cotenant.core.errors import ConflictError
 from cotenant.core.job import Hyperparameters, JobSpec
+from cotenant.core.job_layout import STATE_FILE, TENSOR_FILE
 from cotenant.core.tasklet import TaskletKind
 from cotenant.finetune.captured import BACKWARD_PARTS, FORWARD_PARTS, RECOMPUTE_PARTS
-from cotenant.finetune.checkpoint import STATE_FILE, TENSOR_FILE, CheckpointStore
+from cotenant.finetune.checkpoint import CheckpointStore
 from cotenant.finetune.job import TrainingJob
 from cotenant.finetune.metrics import MetricsLog
 from cotenant.models.decoder import Decoder

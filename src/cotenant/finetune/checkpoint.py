@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import safetensors.torch
 import torch
 
 from cotenant.core.job import StepMetrics
+from cotenant.core.job_layout import STATE_FILE, TENSOR_FILE, checkpoint_folder, step_of
 from cotenant.durable import atomic_folder, remove_folder
 from cotenant.finetune.export import write_adapter_files
 from cotenant.models.lora import LoraAdapter
@@ -27,12 +27,9 @@ from cotenant.models.tensors_in_memory import tensors_in
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE = "trainer_state.json"
-TENSOR_FILE = "trainer_state.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 # The newest, and one to fall back on if that is damaged.
 _NUM_RESUMABLE = 2
-_FOLDER_NAME = re.compile(r"step-(\d{8})")
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +77,7 @@ class CheckpointStore:
         self._tokenizer_folder = tokenizer_folder
 
     def path(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+        return self._folder / checkpoint_folder(step)
 
     def write(self, state: TrainerState, snapshot: Snapshot, best_step: int | None) -> Path:
         """Write a checkpoint atomically. Then remove what it makes superfluous, and with an announced one,
@@ -177,9 +174,7 @@ class CheckpointStore:
     def _newest_first(self) -> Iterator[Path]:
         if not self._folder.is_dir():
             return
-        names = sorted(
-            (path.name for path in self._folder.iterdir() if _FOLDER_NAME.fullmatch(path.name)), reverse=True
-        )
+        names = sorted((path.name for path in self._folder.iterdir() if step_of(path.name) is not None), reverse=True)
         for name in names:
             yield self._folder / name
 

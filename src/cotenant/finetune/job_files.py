@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from cotenant.core.job import JobSpec, StepMetrics
+from cotenant.core.job_layout import CHECKPOINTS_FOLDER
 from cotenant.finetune.checkpoint import CheckpointError, CheckpointStore, Snapshot, TrainerState
 from cotenant.finetune.export import export_adapter, export_copy, exported_best_step, is_exported
 from cotenant.finetune.metrics import MetricsLog
@@ -22,7 +23,6 @@ from cotenant.wire.messages import CheckpointSaved, FromWorker, JobSucceeded
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS_FOLDER = "checkpoints"
 ADAPTER_FOLDER = "adapter"
 # Checkpoints that are being written or wait for it; each is a copy of the training state in memory.
 _MOST_UNWRITTEN = 2

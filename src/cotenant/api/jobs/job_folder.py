@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import msgspec
 
 from cotenant.core.job import StepMetrics
+from cotenant.core.job_layout import CHECKPOINTS_FOLDER, STATE_FILE, TENSOR_FILE, step_of
 from cotenant.store.errors import store_error
 
 TRAINING_EXAMPLES = "train.safetensors"
 VALIDATION_EXAMPLES = "valid.safetensors"
-_CHECKPOINTS_FOLDER = "checkpoints"
-_CHECKPOINT_FOLDER = re.compile(r"step-(\d{8})")
-_STATE_FILE = "trainer_state.json"
-_TENSOR_FILE = "trainer_state.safetensors"
 
 
 class _Recorded(msgspec.Struct):
@@ -27,15 +23,15 @@ class _Recorded(msgspec.Struct):
 def checkpoints_in(job_folder: Path) -> list[tuple[int, Path]]:
     """The steps with a whole checkpoint, oldest first, and their folders. Raises StoreError."""
     found = []
-    folder = job_folder / _CHECKPOINTS_FOLDER
+    folder = job_folder / CHECKPOINTS_FOLDER
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:
         raise store_error(error) from error
     for path in paths:
-        match = _CHECKPOINT_FOLDER.fullmatch(path.name)
-        if match and is_whole(path):
-            found.append((int(match[1]), path))
+        step = step_of(path.name)
+        if step is not None and is_whole(path):
+            found.append((step, path))
     return sorted(found)
 
 
@@ -45,7 +41,7 @@ def resumable_step(job_folder: Path) -> int:
     steps = [
         step
         for step, path in checkpoints_in(job_folder)
-        if all((path / name).is_file() for name in (_STATE_FILE, _TENSOR_FILE))
+        if all((path / name).is_file() for name in (STATE_FILE, TENSOR_FILE))
     ]
     return max(steps, default=0)
 
@@ -53,7 +49,7 @@ def resumable_step(job_folder: Path) -> int:
 def metrics_in(checkpoint: Path) -> StepMetrics | None:
     """Those of a checkpoint's step, as its folder has them."""
     try:
-        return msgspec.json.decode((checkpoint / _STATE_FILE).read_bytes(), type=_Recorded).metrics
+        return msgspec.json.decode((checkpoint / STATE_FILE).read_bytes(), type=_Recorded).metrics
     except (OSError, msgspec.DecodeError):
         return None
 
