@@ -52,12 +52,14 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
 class CostTable:
     """What ``ask`` says of shapes, asked once of each until it is to ``forget``; None for what nobody knows, which is
     asked again. Planning asks for the same objects over and over: what is known is found by their identity, and holds
-    them, so that no other object can have it."""
+    them, so that no other object can have it. ``batch_ms``: what the batch takes beside these tasklets; None: not asked
+    yet, or nobody knows."""
 
-    __slots__ = ("_costs", "_turns", "ask")
+    __slots__ = ("_costs", "_turns", "ask", "batch_ms")
 
     def __init__(self, ask: Callable[[TaskletShape], Cost | None]) -> None:
         self.ask = ask
+        self.batch_ms: float | None = None
         self._costs: dict[int, tuple[Cost, TaskletShape]] = {}
         self._turns: dict[int, Turn] = {}
 
@@ -192,7 +194,6 @@ class Costs:
         self.batch = batch or BatchShape()
         self._alone = CostTable(self._ask_alone)
         self._beside: dict[Partition, CostTable] = {}
-        self._shared_ms: dict[Partition, float] = {}
         self.behind = CostTable(partial(self._ask_with_batch, fused=False))
         """Behind the batch, which has all SMs."""
         self.fused = CostTable(partial(self._ask_with_batch, fused=True))
@@ -209,25 +210,15 @@ class Costs:
             self._shape = shape
             self.behind.forget()
             self.fused.forget()
-            self._shared_ms.clear()
+            for table in self._beside.values():
+                table.batch_ms = None
         tables = (self._alone, self.behind, self.fused)
         self._renewed = (self._renewed + 1) % (len(tables) + len(self._beside))
         if self._renewed < len(tables):
             tables[self._renewed].forget()
         else:
-            partition = next(iter(self._beside))
-            del self._beside[partition]
-            self._shared_ms.pop(partition, None)
+            del self._beside[next(iter(self._beside))]
         return self
-
-    def shared_ms(self, partition: Partition) -> float | None:
-        """What the batch takes in a partition that ``beside`` knows, beside training."""
-        shared_ms = self._shared_ms.get(partition)
-        if shared_ms is None:
-            shared_ms = self.predictor.batch_ms(self.batch, beside_training=True, partition=partition)
-            if shared_ms is not None:
-                self._shared_ms[partition] = shared_ms
-        return shared_ms
 
     def beside(self, partition: Partition) -> CostTable | None:
         """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the

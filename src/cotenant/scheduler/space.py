@@ -84,10 +84,11 @@ def in_each(
 
 def _beside(costs: Costs, partition: Partition, upcoming: tuple[TaskletCycle, ...], step_ms: float) -> Beside:
     table = costs.beside(partition)
-    if table is None:
+    known_ms = None if table is None else table.batch_ms
+    if known_ms is None:
         known_ms = costs.predictor.batch_ms(costs.batch, beside_training=True, partition=partition)
-    else:
-        known_ms = costs.shared_ms(partition)
+        if table is not None:
+            table.batch_ms = known_ms
     if known_ms is None or table is None:
         return Beside(partition, known_ms or step_ms / partition.online_share * _UNKNOWN_RATIO)
     taken = take(upcoming, known_ms, table)

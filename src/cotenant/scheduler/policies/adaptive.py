@@ -82,7 +82,7 @@ class AdaptivePolicy(Policy):
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.batch.empty:
             return training_alone(snapshot)
-        if snapshot.job is not None and (held := self._held(snapshot, snapshot.job)):
+        if snapshot.job is not None and snapshot.batch.prefill_tokens and (held := self._held(snapshot, snapshot.job)):
             return held
         if snapshot.job is None or waits_longer(snapshot):
             return serving_alone(self._predictor, snapshot)
