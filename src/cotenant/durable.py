@@ -88,9 +88,11 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(discarded, ignore_errors=True)
 
 
-def write_atomically(target: Path, write: Callable[[Path], None]) -> None:
-    """Call ``write`` with a temporary path beside ``target``; then flush it and rename it into place."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+def write_atomically(target: Path, write: Callable[[Path], None], *, make_folder: bool = True) -> None:
+    """Call ``write`` with a temporary path beside ``target``; then flush it and rename it into place. ``make_folder``:
+    if its folder is not there, make it; otherwise that is an OSError."""
+    if make_folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, dir=target.parent)
     os.close(descriptor)
     temporary = Path(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import math
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -165,9 +166,11 @@ def test_for_a_job_that_is_no_longer_wanted_nothing_is_laid_out(
     assert asked.wait(60)
     bench.training.cancel("ftjob-1")
     assert bench.training.job_id is None
+    shutil.rmtree(tmp_path / "next")  # as whoever has cancelled it may delete it
     may_go_on.set()
-    bench.training._preparer.shutdown()
+    bench.training.close()
     assert not laid_out
+    assert not (tmp_path / "next").exists()
 
 
 def test_what_a_job_trains_is_laid_out_beside_the_loop(

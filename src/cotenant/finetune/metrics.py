@@ -39,14 +39,15 @@ class MetricsLog:
         return steps
 
     def keep(self, num_steps: int) -> list[StepMetrics]:
-        """Drop everything after ``num_steps`` steps, in one atomic write, and return what is left."""
+        """Drop everything after ``num_steps`` steps, in one atomic write, and return what is left. A folder that is not
+        there is not made: its job may have been cancelled and deleted meanwhile."""
         steps = self.read()[:num_steps]
         content = b"".join(_line(metrics) for metrics in steps)
 
         def write(temporary: Path) -> None:
             temporary.write_bytes(content)
 
-        write_atomically(self.path, write)
+        write_atomically(self.path, write, make_folder=False)
         return steps
 
     def append(self, metrics: StepMetrics) -> None:

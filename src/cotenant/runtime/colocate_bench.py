@@ -118,6 +118,7 @@ class ColocateBench:
                 while training.job_id is not None:
                     training.publish()
                     time.sleep(0.01)
+            training.close()
             self._tenants.latencies.wait()
         finally:
             if self._tenants.trace is not None:

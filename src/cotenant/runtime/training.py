@@ -143,6 +143,13 @@ class TrainingTenant:
             return None
         return lay_out(prepared, spec, self._decoder, free_bytes)
 
+    def close(self) -> None:
+        """Forget what is being prepared, and return once its thread has ended: it reads the job's folder. For a worker
+        that has no job any more."""
+        if self._preparation is not None:
+            self._forget_preparation(self._preparation.spec.job_id)
+        self._preparer.shutdown(cancel_futures=True)
+
     def tidy(self) -> None:
         """Let go of a little of what jobs that have ended left behind."""
         self._device.destroy_retired(_TIDY_S)
