@@ -225,7 +225,7 @@ def test_huge_requests_do_not_hold_up_others(client: httpx.Client, server: Runni
     huge: list[dict[str, Any]] = [
         {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": text}}], "tool_choice": "none"},
         {"messages": [{"role": "assistant", "tool_calls": [call]}]},
-        {"messages": [{"role": "user", "content": ""}] * 16_000},
+        {"messages": [{"role": "user", "content": ""}] * 32_000},
     ]
 
     def refuse(body: dict[str, Any]) -> None:
@@ -363,8 +363,8 @@ def test_json_bodies_past_the_limit(client: httpx.Client) -> None:
 def test_bodies_of_too_many_values(client: httpx.Client) -> None:
     for path in (CHAT, COMPLETIONS, JOBS, "/tokenize", "/detokenize", "/v1/load_lora_adapter"):
         for values, says in (
-            ({f"k{number}": 1 for number in range(70_000)}, "65536 strings"),
-            ([[]] * 70_000, "65536 arrays and objects"),
+            ({f"k{number}": 1 for number in range(140_000)}, "131072 strings"),
+            ([[]] * 140_000, "131072 arrays and objects"),
             ([1] * 1_200_000, "1114112 values"),
         ):
             body = {"model": MODEL, "prompt": "x", "user": values}

@@ -8,8 +8,8 @@ import msgspec
 from cotenant.api.schemas.sampling import MAX_TOKEN_IDS
 from cotenant.core.errors import InvalidInputError
 
-MAX_STRINGS = 1 << 16
-MAX_CONTAINERS = 1 << 16
+MAX_STRINGS = 1 << 17  # a chat of 18,000 messages in parts
+MAX_CONTAINERS = 1 << 17
 MAX_VALUES = MAX_TOKEN_IDS + (1 << 16)  # a list of token ids as long as any may be, and what else there is
 MAX_LONG_NUMBERS_BYTES = 1 << 16  # of all that have 16 characters or more; a token's id has 10 at most
 _LONG_NUMBER = b"0" * 16
