@@ -161,6 +161,9 @@ def test_a_job_that_an_earlier_version_has_failed_is_resumed(tmp_path: Path) -> 
             error = JobError("disk_full", "The disk is full. Free some space and create the job again.")
             assert there.store.jobs.fail(job_id, [JobStatus.RUNNING], error)
         async with server(tmp_path) as there:
+            said = f"{FULL} Once that is mended, resume the job: it goes on from step 4."
+            (listed,) = (await there.http.get(JOBS)).json()["data"]
+            assert (await there.job(job_id))["error"]["message"] == listed["error"]["message"] == said
             assert (await there.post(job_id, "resume"))["error"] is None
             await there.wait_started(job_id)
 
@@ -248,6 +251,7 @@ def test_a_job_whose_files_could_not_be_validated_has_them_validated_again(
             await there.http.delete(f"/v1/files/{other}")
             answer = await there.http.post(f"{JOBS}/{second}/resume")
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "file_not_found")
+            assert "It was still to be validated; create a new job" in answer.json()["error"]["message"]
             assert (await there.job(second))["status"] == "failed"
             assert (await there.post(first, "resume"))["status"] == "validating_files"
             assert (await there.http.delete(f"/v1/files/{file}")).status_code == 409
@@ -261,6 +265,25 @@ def fail_in_validation(there: Server, job_id: str) -> None:
     error = JobError("validation_failed", "The process that does it could not be started.")
     values: dict[str, Any] = {"status": JobStatus.FAILED, "error": error, "hyperparameters": None}
     assert there.store.jobs.change(job_id, [JobStatus.QUEUED], values)
+
+
+def test_an_error_says_from_where_the_job_would_go_on_now(tmp_path: Path) -> None:
+    """Whoever needs space may delete its checkpoints."""
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await failed_job(there, "disk_full", FULL, 2, 3)
+            names = await there.checkpoints(job_id)
+            for name, way_on in zip(
+                names, ("it goes on from step 2", "it has no checkpoint and begins with the first step"), strict=True
+            ):
+                assert (await there.http.delete(f"/v1/models/{name}")).status_code == 200
+                message = (await there.job(job_id))["error"]["message"]
+                assert message == f"{FULL} Once that is mended, resume the job: {way_on}."
+            (there.store.jobs.folder(job_id) / "train.safetensors").unlink()
+            assert (await there.job(job_id))["error"]["message"] == FULL, "it cannot go on any more"
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("gone", ["", "train.safetensors"])

@@ -167,10 +167,12 @@ class JobStore:
 
         return self._database.write(work)
 
-    def fail(self, job_id: str, allowed: Collection[JobStatus], error: JobError) -> JobRecord | None:
-        """Like ``change``: end the job with an error and an event that says the same."""
+    def fail(
+        self, job_id: str, allowed: Collection[JobStatus], error: JobError, message: str | None = None
+    ) -> JobRecord | None:
+        """Like ``change``: end the job with an error and an event, which says ``message``; None: as the error."""
         values = {"status": JobStatus.FAILED, "error": error}
-        return self.change(job_id, allowed, values, [NewEvent(error.message, level="error")])
+        return self.change(job_id, allowed, values, [NewEvent(message or error.message, level="error")])
 
     def take_up(self, job_id: str, events: Sequence[NewEvent]) -> JobRecord | None:
         """Like ``change``: a failed job has not ended any more. It is queued or, if its files were not validated yet,

@@ -21,6 +21,14 @@ MENDABLE = {
     "validation_failed": _ANY,
     "internal_error": _ANY,
 }
+# What else errors say is to be done, as those of earlier versions do; resuming the job is instead of it.
+_OTHER_WAYS = (
+    "; its last checkpoint is kept",
+    " Its last checkpoint is kept.",
+    ", then create the job again",
+    " and create the job again",
+    " and try again",
+)
 
 
 def is_mendable(error: JobError) -> bool:
@@ -29,12 +37,21 @@ def is_mendable(error: JobError) -> bool:
 
 
 def with_way_on(error: JobError, job: JobRecord, folder: Path) -> JobError:
-    """The same, with what the job would do if it were resumed, where it may be. ``folder``: the job's."""
-    if not is_mendable(error):
+    """The same, with what the job would do if it were resumed now, where it may be. ``folder``: the job's."""
+    if why_not_resumable(job, folder, error) is not None:
         return error
-    end = "" if error.message.endswith(".") else "."
+    message = error.message
+    for words in _OTHER_WAYS:
+        message = message.replace(words, "")
+    end = "" if message.endswith(".") else "."
     way_on = f"{MENDABLE[error.code]}, resume the job: {_way_on(job, folder)}."
-    return replace(error, message=f"{error.message}{end} {way_on}")
+    return replace(error, message=f"{message}{end} {way_on}")
+
+
+def as_shown(job: JobRecord, folder: Path) -> JobRecord:
+    """As clients see it: an error is kept without the way on, which checkpoints that are deleted may change. Reads the
+    job's folder."""
+    return job if job.error is None else replace(job, error=with_way_on(job.error, job, folder))
 
 
 def _way_on(job: JobRecord, folder: Path) -> str:
@@ -47,11 +64,10 @@ def _way_on(job: JobRecord, folder: Path) -> str:
     return f"it goes on from step {step}" if step else "it has no checkpoint and begins with the first step"
 
 
-def why_not_resumable(job: JobRecord, folder: Path) -> str | None:
-    """Why a failed job cannot be resumed; None if it can. ``folder``: the job's."""
-    assert job.error is not None, "a job that has failed says why"
-    if not is_mendable(job.error):
-        return f"it failed with '{job.error.code}', which nothing but other data or settings mends; create a new job"
+def why_not_resumable(job: JobRecord, folder: Path, error: JobError) -> str | None:
+    """Why a job that has failed with this cannot be resumed; None if it can. ``folder``: the job's."""
+    if not is_mendable(error):
+        return f"it failed with '{error.code}', which nothing but other data or settings mends; create a new job"
     needed = [folder]
     if job.hyperparameters is not None:
         needed.append(folder / TRAINING_EXAMPLES)

@@ -238,10 +238,15 @@ class JobManager:
 
     def _take_up(self, job: JobRecord) -> JobRecord:
         """Have a job go on that has failed. Raises InvalidInputError."""
-        reason = why_not_resumable(job, self._store.jobs.folder(job.id))
+        assert job.error is not None, "a job that has failed says why"
+        reason = why_not_resumable(job, self._store.jobs.folder(job.id), job.error)
         if reason is not None:
             raise _wrong_status(job, "resumed", reason)
-        resumed = self._store.jobs.take_up(job.id, [events.resumed()])
+        try:
+            resumed = self._store.jobs.take_up(job.id, [events.resumed()])
+        except InvalidInputError as error:
+            message = f"{error.message} It was still to be validated; create a new job with another file."
+            raise InvalidInputError(message, code=error.code, param=error.param) from error
         assert resumed is not None, f"job {job.id} had failed, and only we change that"
         return resumed
 

@@ -94,7 +94,8 @@ class Recorder:
             self._keep_checkpoints(job, bad_step, may_go_on=is_mendable(error))
         except StoreError as problem:
             logger.warning("job %s has failed, and its last checkpoints are not listed: %s", job.id, problem.message)
-        self._store.jobs.fail(job.id, _RUNNING, with_way_on(error, job, self._store.jobs.folder(job.id)))
+        now = with_way_on(error, job, self._store.jobs.folder(job.id))
+        self._store.jobs.fail(job.id, _RUNNING, error, now.message)
 
     def _job(self, job_id: str) -> JobRecord | None:
         try:

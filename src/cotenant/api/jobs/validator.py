@@ -114,8 +114,8 @@ class Validator:
         except CotenantError as error:
             logger.info("job %s: its files are refused: %s", job.id, error.message)
             refused = JobError(error.code or "invalid_files", error.message, error.param)
-            reason = with_way_on(refused, job, self._store.jobs.folder(job.id))
-            await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.VALIDATING,), reason)
+            now = with_way_on(refused, job, self._store.jobs.folder(job.id))
+            await asyncio.to_thread(self._store.jobs.fail, job.id, (JobStatus.VALIDATING,), refused, now.message)
             return
         values = {"status": JobStatus.QUEUED, "hyperparameters": settings}
         happened = [*_warnings(files, settings), events.validated()]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cotenant.api.jobs.create import MAX_METADATA, CreateJobRequest
+from cotenant.api.jobs.failures import as_shown
 from cotenant.api.jobs.shapes import (
     CheckpointList,
     EventList,
@@ -27,7 +29,7 @@ from cotenant.api.responses import json_response
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.state import state_of
 from cotenant.core.errors import InvalidInputError
-from cotenant.store import JobRecord
+from cotenant.store import JobRecord, Store
 
 router = APIRouter(tags=["fine-tuning"])
 
@@ -53,6 +55,8 @@ async def list_jobs(request: Request, after: After = None, limit: Limit = 20) ->
     """The jobs, newest first. ``metadata[KEY]=VALUE`` keeps those that have it, ``metadata=null`` those without any."""
     state = state_of(request)
     page = await asyncio.to_thread(state.store.jobs.page, after=after, limit=limit, metadata=_metadata_filter(request))
+    if any(record.error is not None for record in page.items):
+        page = replace(page, items=await asyncio.to_thread(_as_shown, state.store, page.items))
     return json_response(job_list(page, state.config.api.organization))
 
 
@@ -105,8 +109,15 @@ async def delete_job(request: Request, job_id: str) -> Response:
     return json_response(JobDeleted(id=job_id))
 
 
-async def _answer(request: Request, record: Awaitable[JobRecord]) -> Response:
-    return json_response(job_of(await record, state_of(request).config.api.organization))
+async def _answer(request: Request, found: Awaitable[JobRecord]) -> Response:
+    state, record = state_of(request), await found
+    if record.error is not None:
+        (record,) = await asyncio.to_thread(_as_shown, state.store, [record])
+    return json_response(job_of(record, state.config.api.organization))
+
+
+def _as_shown(store: Store, records: Sequence[JobRecord]) -> list[JobRecord]:
+    return [as_shown(record, store.jobs.folder(record.id)) for record in records]
 
 
 def _metadata_filter(request: Request) -> dict[str, str] | None:
