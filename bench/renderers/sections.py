@@ -658,6 +658,16 @@ SECTIONS = (
         "python bench/held_up.py",
     ),
     Section(
+        "held_interpreter_cpu.txt",
+        "What keeps a thread waiting for the interpreter",
+        "On a CPU. A thread sleeps for 0.2 ms, again and again, while another one does what is said. With Python's own "
+        "interval of 5 ms it would wait for that long wherever another thread runs Python; the worker's is 0.02 ms. "
+        "What one call in C does cannot be interrupted, whatever the interval is: to read tensors by safetensors, to "
+        "collect garbage among very many objects (the worker keeps its own out of that), to decode JSON. Last, what it "
+        "takes to free memory.",
+        "python bench/held_interpreter.py",
+    ),
+    Section(
         "profile_h200.txt",
         "On a GPU: what `cotenant profile` measures, and how long it takes",
         "On one card of a host, while the other one measured cells of the grid; three minutes at most were aimed at.",
