@@ -73,7 +73,7 @@ class TrainingJob:
         ``free_bytes``: memory of the device that the job may take; None: enough.
         ``device``: the decoder's, whose graphs the job may make use of, and whose multiprocessors its micro-batches
         are made to fit; None: its layers run eagerly.
-        ``prepared``: what ``prepare`` gave for the same job; None: that is done here.
+        ``prepared``: what ``prepare`` gave for the same job; None: that is done here, and the job's folder made.
 
         Raises:
             InvalidInputError: the data or the settings cannot be used.
@@ -95,7 +95,9 @@ class TrainingJob:
         self._resumed_step = 0
         self._warnings: tuple[str, ...] = ()
         try:
-            prepared = prepared or prepare(spec, decoder.spec, max_tasklet_tokens)
+            if prepared is None:
+                Path(spec.folder).mkdir(parents=True, exist_ok=True)
+                prepared = prepare(spec, decoder.spec, max_tasklet_tokens)
             if prepared is None:
                 self._recorded = self._files.steps()
                 self._resumed_step = len(self._recorded)
