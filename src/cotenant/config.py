@@ -36,7 +36,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_DATA_DIR = Path("cotenant-data")
 _API_KEY_VARIABLE = "COTENANT_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
-LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
+_LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
 # Far beyond what a machine holds: what is more is a slip, which counters of 64 bits would notice deep in the worker.
 _MOST_SEQS = _MOST_LORAS = 1 << 16
 _MOST_CPU_LORAS = 1 << 20
@@ -59,7 +59,7 @@ def check_api_key(key: str) -> None:
 def require_target(value_ms: float | None, flag: str) -> None:
     """Raise InvalidInputError for what is no latency to aim at; None: the default."""
     # The worker gets the configuration as JSON, in which what is not finite would be null, which is the default.
-    is_target = value_ms is None or 0 < value_ms <= LONGEST_TARGET_MS
+    is_target = value_ms is None or 0 < value_ms <= _LONGEST_TARGET_MS
     _require(is_target, flag, "must be above 0 and at most 1e9; leave it out for the default")
 
 

@@ -262,6 +262,13 @@ async def die(there: Server) -> None:
     await there.jobs.on_worker_ready()
 
 
+async def die_and_start_again(there: Server, job_id: str) -> None:
+    """The worker dies, and the next one is told to start this job."""
+    before = list(there.worker.started)
+    await die(there)
+    await there.wait_started(*before, job_id)
+
+
 async def queue_of(there: Server, num_jobs: int) -> list[str]:
     file = await there.upload(examples())
     ids = [str((await there.create(training_file=file))["id"]) for _ in range(num_jobs)]

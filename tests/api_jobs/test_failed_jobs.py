@@ -14,6 +14,7 @@ from api_jobs.support import (
     RecordingWorker,
     Server,
     die,
+    die_and_start_again,
     examples,
     metrics,
     queue_of,
@@ -176,9 +177,7 @@ def test_a_job_on_which_workers_died_is_given_as_many_once_more(tmp_path: Path) 
             job_id = await there.started_job()
             for _ in range(2):
                 for _ in range(manager.MAX_FRUITLESS_DEATHS - 1):
-                    num_starts = len(there.worker.started)
-                    await die(there)
-                    await there.wait_started(*[job_id] * (num_starts + 1))
+                    await die_and_start_again(there, job_id)
                 await die(there)
                 failed = await there.wait(job_id, "failed")
                 assert failed["error"]["code"] == "worker_died"

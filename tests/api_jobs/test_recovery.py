@@ -17,6 +17,7 @@ from api_jobs.support import (
     READY,
     RecordingWorker,
     die,
+    die_and_start_again,
     examples,
     metrics,
     queue_of,
@@ -101,13 +102,11 @@ def test_a_job_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:
             bad, good = await queue_of(there, 2)
-            for deaths in range(1, manager.MAX_FRUITLESS_DEATHS):
-                await die(there)
-                await there.wait_started(*[bad] * (deaths + 1))
+            for _ in range(1, manager.MAX_FRUITLESS_DEATHS):
+                await die_and_start_again(there, bad)
             await there.say(report(bad, 1))  # progress: not given up yet
-            for deaths in range(1, manager.MAX_FRUITLESS_DEATHS):
-                await die(there)
-                await there.wait_started(*[bad] * (manager.MAX_FRUITLESS_DEATHS + deaths))
+            for _ in range(1, manager.MAX_FRUITLESS_DEATHS):
+                await die_and_start_again(there, bad)
                 await there.say(report(bad, 1))  # the same step again is no progress, nor is an estimate
                 await there.say(JobMetrics(bad, (), 40, 60.0))
             await die(there)

@@ -23,8 +23,7 @@ _BLOCK_BYTES = 1 << 20  # stays in a core's cache between the two passes
 
 
 def first_not_finite(content: mmap, header: Header) -> str | None:
-    """The name of a tensor that holds NaN or infinity, if there is one. Takes about a tenth of a second per GiB, in
-    which other threads run."""
+    """The name of a tensor that holds NaN or infinity, if there is one. Other threads run meanwhile."""
     # Tensors that lie side by side are looked at as one: the fewer calls, the sooner others have the interpreter.
     in_order = sorted(header.spans.items(), key=lambda item: item[1])
     for dtype, run in groupby(in_order, key=lambda item: header.dtypes[item[0]]):

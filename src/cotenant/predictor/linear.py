@@ -153,7 +153,7 @@ def _dot(left: list[float], right: list[float]) -> float:
 def _form_of(size: int) -> _Form:
     """For so many features: their sum by weights, and by a symmetric matrix their quadratic form, whose terms are its
     rows, one behind the other, each up to its diagonal and what is off it twice. There may be weights and terms of more
-    features than these. A prediction is asked for some times in each plan, and written out it takes half as long."""
+    features than these. A prediction is asked for some times in each plan, and written out it takes less time."""
     x, w = ([f"{name}{place}" for place in range(size)] for name in "xw")
     rows = [[f"t{row}_{column}" for column in range(row + 1)] for row in range(size)]
     terms = [term for row in rows for term in row]
