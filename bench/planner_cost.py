@@ -3,13 +3,13 @@ prompts, most of which are late, and one of the predictor.
 
 The snapshot has 32 running requests, four partitions, and a job with 161 runs of tasklets of six shapes up to the end
 of its step: the micro-batch of a model with 32 captured layers. The slack is some 20 ms, and where that is said as much
-as the longest gap allows, into which all tasklets fit. "within a layer": what is upcoming begins with the rest of one,
-made anew for each plan, as it mostly is. "256 requests": instead of 32. "a crowd": prompts take something off what is
-aimed at. "all of it for 64 prompts": a chunk's size, the turns, and the plan for what comes of them. "half done": the
-first prompt has less than a chunk to go, behind much that is computed, and another has the rest. "records": each shape
-was measured beside the batch. "models": others were, so that linear models answer. "prior": one other shape of each
-was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about another batch, as each
-iteration's is.
+as the longest gap allows, into which all tasklets fit. "within a layer": the plans of a step, each from where the one
+before has ended, which mostly is within a layer. "256 requests": instead of 32. "a crowd": prompts take something off
+what is aimed at. "all of it for 64 prompts": a chunk's size, the turns, and the plan for what comes of them. "half
+done": the first prompt has less than a chunk to go, behind much that is computed, and another has the rest. "records":
+each shape was measured beside the batch. "models": others were, so that linear models answer. "prior": one other shape
+of each was, once, so that the roofline answers. "of prompts", and a chunk's size: each call is about another batch, as
+each iteration's is.
 
 A core may be half as fast for some seconds, where others have its twin. So all kinds are called in turn, in rounds, and
 the fastest and the slowest of the rounds' medians are said, too.
@@ -42,6 +42,7 @@ from cotenant.core.plan import (
     causal_pairs,
 )
 from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, TaskletShape
+from cotenant.finetune.tasklets import Cursor
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
@@ -55,6 +56,7 @@ NUM_LAYERS = 32
 NUM_REQUESTS = 32
 NOW_S = 1000.0
 NUM_ROUNDS = 10
+TASKLETS_PER_PLAN = 13
 SLO = Slo(500.0, 40.0)
 FORWARD_MS = {TaskletKind.FORWARD_ATTENTION: 0.4, TaskletKind.FORWARD_MLP: 0.9}
 BACKWARD_MS = {
@@ -125,7 +127,7 @@ def _rows() -> Iterator[Row]:
     variants = {
         "": [snapshot],
         ", much slack": [_snapshot(num_generated=1000)],
-        ", within a layer": [_within_a_layer(snapshot) for _ in range(256)],
+        ", within a layer": list(_through_a_step(snapshot)),
         ", 256 requests": [_snapshot(num_generated=105, num_requests=256)],
         ", 256 requests, a crowd": [
             replace(_snapshot(num_generated=105, num_requests=256), margin=snapshot.margin - 0.3, taken_off=0.3)
@@ -192,11 +194,13 @@ def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> T
     return take_turns(predictor, next(batches), CROWD, SLO, NOW_S, 1024)
 
 
-def _within_a_layer(snapshot: Snapshot) -> Snapshot:
-    layer, *after = snapshot.job.upcoming
-    rest = TaskletCycle(tuple(msgspec.structs.replace(run) for run in layer.runs[1:]))
-    upcoming = (rest, TaskletCycle(layer.runs, layer.count - 1), *after)
-    return replace(snapshot, job=JobView("job", upcoming))
+def _through_a_step(snapshot: Snapshot) -> Iterator[Snapshot]:
+    cursor = Cursor(snapshot.job.upcoming)
+    while not cursor.done:
+        yield replace(snapshot, job=JobView("job", cursor.remaining))
+        for _ in range(TASKLETS_PER_PLAN):
+            if not cursor.done:
+                cursor.advance()
 
 
 def _snapshot(num_generated: int, num_requests: int = NUM_REQUESTS) -> Snapshot:

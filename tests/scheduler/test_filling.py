@@ -158,3 +158,14 @@ def test_without_room_nothing_is_taken() -> None:
     upcoming = (TaskletCycle((TaskletRun(SHAPES[0], 3),), 2),)
     for room_ms in (-5.0, 0.0, math.nextafter(1.0, 0.0)):
         assert take(upcoming, room_ms, CostTable(lambda shape: Cost(1.0, 1.0, 1.0))).num_tasklets == 0
+
+
+def test_another_jobs_tasklets_of_the_same_shape_have_costs_of_their_own() -> None:
+    predictor = taught()
+    costs, upcoming = Costs(predictor), in_turn(TaskletRun(SHAPES[0], 100))
+    for _ in range(3):
+        assert fill(costs.renew_for(DECODE), upcoming, 10.0).num_tasklets == 10
+    predictor.trains("r=64")
+    for _ in range(20):
+        predictor.observe(IterationRecord(DECODE, Mode.TEMPORAL, 2.0, 4.0, ((TaskletRun(SHAPES[0], 1), 2.0),)))
+    assert fill(costs.renew_for(DECODE), upcoming, 10.0).num_tasklets == 5

@@ -94,7 +94,8 @@ def test_one_stall_costs_no_more_than_itself(target_ms: float) -> None:
 
 
 def test_short_answers_meet_a_tight_target_in_space_as_well() -> None:
-    found = Machine("adaptive", Slo(500.0, 15.0), PARTITIONS["adaptive"], (2, 8)).run(warm_s=4.0, measured_s=4.0)
+    # Some 12,000 answers: of fewer, a handful that is late or not is more than what is to be told.
+    found = Machine("adaptive", Slo(500.0, 15.0), PARTITIONS["adaptive"], (2, 8)).run(warm_s=4.0, measured_s=16.0)
     assert found.attainment(15.0) >= 0.995
 
 

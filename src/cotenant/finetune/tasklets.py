@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -33,11 +34,25 @@ def done_once() -> Iterator[None]:
         raise MemoryError(str(error)) from error
 
 
+@lru_cache(maxsize=1024)
+def _the_same(cycle: TaskletCycle) -> TaskletCycle:
+    """One object for all equal cycles, of whichever micro-batch: planning finds what it knows of them by identity."""
+    return cycle
+
+
+@lru_cache(maxsize=1024)
+def _rest_of(runs: tuple[TaskletRun, ...], place: int, within: int) -> TaskletCycle:
+    """What is left of a turn of ``runs`` at the tasklet ``within`` of the run at ``place``; likewise one object."""
+    shape, count = runs[place].shape, runs[place].count
+    return TaskletCycle((TaskletRun(shape, count - within), *runs[place + 1 :]))
+
+
 class Cursor:
     """A place in a fixed sequence of tasklets: ``run`` is the run that the next one belongs to, of all runs of all
     turns, ``within`` how many tasklets of it are done."""
 
     def __init__(self, cycles: tuple[TaskletCycle, ...]) -> None:
+        cycles = tuple(map(_the_same, cycles))
         self._cycles = cycles
         self._runs = tuple(runs_of(cycles))
         lengths = [cycle.count * len(cycle.runs) for cycle in cycles]
@@ -57,9 +72,8 @@ class Cursor:
         left, after = cycle.count - turn, self._cycles[index + 1 :]
         if place == self.within == 0:
             return (TaskletCycle(cycle.runs, left), *after)
-        begun = TaskletRun(self._shape, cycle.runs[place].count - self.within)
         whole = (TaskletCycle(cycle.runs, left - 1),) if left > 1 else ()
-        return (TaskletCycle((begun, *cycle.runs[place + 1 :])), *whole, *after)
+        return (_rest_of(cycle.runs, place, self.within), *whole, *after)
 
     @property
     def done(self) -> bool:

@@ -70,6 +70,11 @@ class LatencyPredictor:
         their shape. What was measured of other jobs' tells of them by way of the models alone."""
         self._trained = what
 
+    @property
+    def trained(self) -> str:
+        """What ``trains`` said last."""
+        return self._trained
+
     def batch_ms(
         self,
         batch: BatchShape,

@@ -17,6 +17,8 @@ from cotenant.core.tasklet import TaskletCycle, TaskletKind, TaskletRun, Tasklet
 from cotenant.predictor.predictor import LatencyPredictor
 
 LEAST_MS = 1e-3  # of a tasklet
+# One table of costs is asked anew in every so many plans: what is learned in one iteration moves a record by a tenth.
+_PLANS_PER_TABLE = 2
 
 
 class Cost(NamedTuple):
@@ -199,7 +201,8 @@ class Costs:
         self.fused = CostTable(partial(self._ask_with_batch, fused=True))
         """Inside it."""
         self._shape = predictor.shape_of(self.batch)
-        self._renewed = 0
+        self._trained = predictor.trained
+        self._num_renewed = 0
 
     def renew_for(self, batch: BatchShape) -> Costs:
         """Make this object, which is returned, one for another plan, of this batch: what it was for before is gone.
@@ -212,13 +215,24 @@ class Costs:
             self.fused.forget()
             for table in self._beside.values():
                 table.batch_ms = None
+        if self.predictor.trained != self._trained:  # another job's tasklets may have the same shapes
+            self._trained = self.predictor.trained
+            self._alone.forget()
+            self.behind.forget()
+            self.fused.forget()
+            self._beside.clear()
+        self._num_renewed += 1
+        if self._num_renewed % _PLANS_PER_TABLE == 0:
+            self._renew_one(self._num_renewed // _PLANS_PER_TABLE)
+        return self
+
+    def _renew_one(self, turn: int) -> None:
         tables = (self._alone, self.behind, self.fused)
-        self._renewed = (self._renewed + 1) % (len(tables) + len(self._beside))
-        if self._renewed < len(tables):
-            tables[self._renewed].forget()
+        place = turn % (len(tables) + len(self._beside))
+        if place < len(tables):
+            tables[place].forget()
         else:
             del self._beside[next(iter(self._beside))]
-        return self
 
     def beside(self, partition: Partition) -> CostTable | None:
         """On the partition's best-effort SMs; None where that was not tried, or for long not again. What it adds to the

@@ -196,24 +196,26 @@ class _Choice:
         # Nor more than an equal share of that: what is in flight may take longer than it was to.
         most_ms = min(token_ms - self._ahead_ms, token_ms / (1 + self._num_ahead), slo.max_gap_ms)
         target_ms, in_time_ms = learned * slo.tpot_ms, self._step_ms + self._slack_ms
+        most_late_ms = _MOST_LATE_TARGETS * slo.tpot_ms
         if snapshot.taken_off > 0.0:
             most_ms = min(most_ms, max(snapshot.margin * slo.tpot_ms, in_time_ms))
             in_time_ms = self._step_ms + self._slack_at(learned)
 
-        def fits(shared: Beside) -> bool:
+        fitting = []
+        for shared in found:
             step_ms = shared.step_ms
             if step_ms > most_ms:
-                return False
+                continue
             # Tasklets use slack up as it comes. The next tokens make up for what this one is late, if they are in time
             # in the same partition; a trial is over soon.
             next_ms = step_ms if shared.is_known else self._step_ms
             late_ms = _CATCHING_UP_TOKENS * (target_ms - next_ms) if next_ms < target_ms else 0.0
-            late_ms = min(late_ms, _MOST_LATE_TARGETS * slo.tpot_ms)
+            late_ms = min(late_ms, most_late_ms)
             if step_ms > target_ms and shared.is_known and self._is_other(shared.partition):  # to stay for a while
                 late_ms -= (_STEPS_IN_PARTITION - 1) * (step_ms - target_ms)
-            return step_ms <= in_time_ms + late_ms
-
-        return [shared for shared in found if fits(shared)]
+            if step_ms <= in_time_ms + late_ms:
+                fitting.append(shared)
+        return fitting
 
     def _worth(self, shared: Beside) -> float:
         return shared.alone_ms - self._price * (shared.step_ms + self._changing_ms(shared.partition))
