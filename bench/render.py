@@ -3,7 +3,7 @@
 python bench/render.py
 
 JSON files have a ``kind``, which names their renderer in RENDERERS; a file may hold a list of results of one kind, as
-several servers side by side. Text files are shown as they are. Titles and notes are in renderers/sections.py, in the
+several servers side by side. Text files are shown as they are. Titles and notes are in renderers/sections/, in the
 order of the pages; files that are not there come after, titled by their names.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from renderers import coexecution, serving, summary, targets, training
-from renderers.sections import SECTIONS, Section
+from renderers.section import Section
+from renderers.sections import SECTIONS
 from renderers.text import Result
 
 ROOT = Path(__file__).parent.parent
