@@ -76,9 +76,9 @@ def flight_ms(predictor: LatencyPredictor, in_flight: InFlight) -> float | None:
 
 
 def waits_longer(snapshot: Snapshot) -> bool:
-    """Whether a prompt is there that does not end with the batch."""
-    num_prompts = len([each for each in snapshot.requests if each.num_prompt_tokens_left])
-    return num_prompts > snapshot.num_ending
+    """Whether a prompt is there that could run and does not end with the batch."""
+    prompts = [each for each in snapshot.requests if each.num_prompt_tokens_left and not each.waits_for_adapter]
+    return len(prompts) > snapshot.num_ending
 
 
 def num_batches(batch: BatchShape, requests: Iterable[RequestView]) -> float:

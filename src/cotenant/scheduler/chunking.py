@@ -115,7 +115,7 @@ def _patient_ms(
     least_ms: float,
     token_ms: float,
 ) -> float:
-    """What ``prompts``, all that are there, take at ``token_ms`` a token (milliseconds), if the first tokens of all are
+    """What ``prompts``, all that could run, take at ``token_ms`` a token (milliseconds), if the first tokens of all are
     in time even where batches have ``always_tokens`` of theirs each, which every step has room for, and take
     ``least_ms``; else 0."""
     num_left, in_time_ms = 0, _IN_TIME * slo.ttft_ms
@@ -166,7 +166,7 @@ def prompt_budget(
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     step_ms = predictor.batch_ms(decodes) or 0.0
     least_ms = _always_ms(slo, step_ms)
-    prompts = [request for request in requests if request.num_prompt_tokens_left]
+    prompts = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
     first = prompts[0] if prompts else None
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
     if tokens is None:

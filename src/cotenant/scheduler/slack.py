@@ -34,7 +34,8 @@ def decode_slack_ms(
     Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that. This iteration's tokens
     leave before its tasklets start, so what the tasklets delay is the token after them. It is ready two steps of
     ``step_ms`` and the tasklets' time from now. A request that has none yet is one that has its first with this batch,
-    or with one in flight: its second is due a target later. Negative when some request is behind already.
+    or with one in flight, unless it waits for its adapter: its second is due a target later. Negative when some request
+    is behind already.
     """
     target_s = margin * slo.tpot_ms / 1e3
     # The token that is delayed is number num_generated + num_ahead + 2, with so many gaps before it but one.
@@ -42,7 +43,7 @@ def decode_slack_ms(
     for request in requests:
         first_token_s = request.first_token_s
         if first_token_s is None:
-            has_new = True
+            has_new = has_new or not request.waits_for_adapter
             continue
         due_s = first_token_s + (request.num_generated + num_gaps) * target_s
         if due_s < first_due_s:
