@@ -31,6 +31,10 @@ _TRUSTED = 5  # measurements that a record taken over counts as
 # those that it does not agree with: the machine may have changed.
 _MOST_SAMPLES = 64
 _AGREEMENT = 0.05
+_MOST_TIMES = 8.0  # what a tasklet's model says; it learns from no more than that: a process may have been stopped
+# With no tasklet for so many iterations, seconds, a guess that keeps one from running is doubted: nothing but a
+# measurement can correct it, and what another job's took tells little of it.
+_STANDS_AFTER = 300
 _TRIALS = 5  # of decode steps in a partition, after which it is known
 _BEHIND_BATCH = "beside"  # records of tasklets behind a batch; as old files have it
 
@@ -63,12 +67,14 @@ class LatencyPredictor:
         self._batches = BatchTimes(self._records, self._base_group, prior)
         self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
         self._partitions = PartitionModels()
+        self._last_tasklet = 0  # the iteration that had one, or in which a job came
         self.last_deviation_ratio: float | None = None
 
     def trains(self, what: str) -> None:
         """Tasklets from now on are those of such a job: what it trains, as far as their times depend on it besides
         their shape. What was measured of other jobs' tells of them by way of the models alone."""
         self._trained = what
+        self._last_tasklet = self._records.iteration
 
     @property
     def trained(self) -> str:
@@ -162,8 +168,12 @@ class LatencyPredictor:
         return False
 
     def may_have_changed(self, shape: TaskletShape) -> bool:
-        """Whether such a tasklet was measured, but for long not again, behind whatever batch."""
-        return self._records.is_due(self._base_group, ("tasklet", self._tasklet_key(shape)))
+        """Whether such a tasklet is tried even if it is said to take too long: it was measured, but for long not again,
+        behind whatever batch; or that is a guess, and for a while no tasklet has run."""
+        key = ("tasklet", self._tasklet_key(shape))
+        if self._records.find(self._base_group, key) is None:
+            return self._records.iteration - self._last_tasklet > _STANDS_AFTER
+        return self._records.is_due(self._base_group, key)
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
@@ -234,6 +244,8 @@ class LatencyPredictor:
         self.last_deviation_ratio = None if record.is_disturbed else self._deviation_of(record)
         if record.num_tasklets or not record.batch.empty:  # not a turn that found nothing to do: there may be many
             self._records.iteration += 1
+        if record.num_tasklets:
+            self._last_tasklet = self._records.iteration
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None:
@@ -288,6 +300,8 @@ class LatencyPredictor:
             self._records.add(group, (_BEHIND_BATCH, batch_key, key), each_ms)
         # The model is asked for shapes without a record alone.
         model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
+        if guessed_ms := model.reached(features):
+            each_ms = min(each_ms, _MOST_TIMES * guessed_ms)
         if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
             model.update(features, each_ms)
             if self._prior is not None:

@@ -248,9 +248,11 @@ class Costs:
 
     def _ask_beside(self, partition: Partition, shape: TaskletShape) -> Cost | None:
         each_ms, alone = self.predictor.tasklet_ms(shape, partition=partition), self._alone.cost(shape)
-        if each_ms is None or alone is None:
+        if each_ms is None:
             return None
-        return Cost(each_ms if each_ms > LEAST_MS else LEAST_MS, 0.0, alone.alone_ms)
+        # Where requests never cease, some policies run such a tasklet in partitions alone: it is known there even so.
+        alone_ms = each_ms * (1.0 - partition.online_share) if alone is None else alone.alone_ms
+        return Cost(each_ms if each_ms > LEAST_MS else LEAST_MS, 0.0, alone_ms)
 
     def _ask_with_batch(self, shape: TaskletShape, *, fused: bool) -> Cost | None:
         added_ms = self.predictor.tasklet_ms(shape, with_batch=self.batch, fused=fused)
