@@ -14,27 +14,16 @@ from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.predictor.batch_times import ALONE, BatchTimes, stale_or_less
 from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
-from cotenant.predictor.linear import OnlineLinearModel
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Record, RecordCache
 from cotenant.predictor.shapes import (
-    TASKLET_SCALES,
     BatchKey,
     buckets,
-    tasklet_features,
-    tasklet_key,
 )
 from cotenant.predictor.spatial import PartitionModels
+from cotenant.predictor.tasklet_times import TaskletTimes
 
 _TRUSTED = 5  # measurements that a record taken over counts as
-# A tasklet's model learns from so many measurements of one shape, which cost more than its record does, and then from
-# those that it does not agree with: the machine may have changed.
-_MOST_SAMPLES = 64
-_AGREEMENT = 0.05
-_MOST_TIMES = 8.0  # what a tasklet's model says; it learns from no more than that: a process may have been stopped
-# With no tasklet for so many iterations, seconds, a guess that keeps one from running is doubted: nothing but a
-# measurement can correct it, and what another job's took tells little of it.
-_STANDS_AFTER = 300
 _TRIALS = 5  # of decode steps in a partition, after which it is known
 _BEHIND_BATCH = "beside"  # records of tasklets behind a batch; as old files have it
 
@@ -61,25 +50,22 @@ class LatencyPredictor:
 
     def __init__(self, hardware: str, model: str, prior: Prior | None = None) -> None:
         self._base_group = (hardware, model)
-        self._trained = ""
         self._prior = prior
         self._records = RecordCache()
         self._batches = BatchTimes(self._records, self._base_group, prior)
-        self._tasklet_models: dict[TaskletKind, OnlineLinearModel] = {}
+        self._tasklets = TaskletTimes(self._records, self._base_group, prior)
         self._partitions = PartitionModels()
-        self._last_tasklet = 0  # the iteration that had one, or in which a job came
         self.last_deviation_ratio: float | None = None
 
     def trains(self, what: str) -> None:
         """Tasklets from now on are those of such a job: what it trains, as far as their times depend on it besides
         their shape. What was measured of other jobs' tells of them by way of the models alone."""
-        self._trained = what
-        self._last_tasklet = self._records.iteration
+        self._tasklets.trains(what)
 
     @property
     def trained(self) -> str:
         """What ``trains`` said last."""
-        return self._trained
+        return self._tasklets.trained
 
     def batch_ms(
         self,
@@ -132,7 +118,7 @@ class LatencyPredictor:
         """
         if partition is not None:
             return self._tasklet_on_partition_ms(shape, partition, cautious=cautious)
-        key = self._tasklet_key(shape)
+        key = self._tasklets.key(shape)
         if fused and with_batch is not None:
             group, batch_key = self._batches.keys(with_batch)
             fresh_ms = self._records.fresh_ms(group, ("fused", batch_key, key), cautious=cautious)
@@ -147,8 +133,7 @@ class LatencyPredictor:
             if fresh_ms is not None:
                 return fresh_ms
             specific = self._records.find(group, specific_key)
-        record = self._records.find(self._base_group, ("tasklet", key))
-        known_ms = self._modelled_tasklet_ms(shape) if record is None else record.latency_ms(cautious=cautious)
+        known_ms = self._tasklets.alone_ms(shape, cautious=cautious)
         return known_ms if specific is None else stale_or_less(specific.latency_ms(cautious=cautious), known_ms)
 
     def was_tried(self, partition: Partition) -> bool:
@@ -170,14 +155,11 @@ class LatencyPredictor:
     def may_have_changed(self, shape: TaskletShape) -> bool:
         """Whether such a tasklet is tried even if it is said to take too long: it was measured, but for long not again,
         behind whatever batch; or that is a guess, and for a while no tasklet has run."""
-        key = ("tasklet", self._tasklet_key(shape))
-        if self._records.find(self._base_group, key) is None:
-            return self._records.iteration - self._last_tasklet > _STANDS_AFTER
-        return self._records.is_due(self._base_group, key)
+        return self._tasklets.may_have_changed(shape)
 
     def first_tasklet_ms(self, shape: TaskletShape) -> float:
         """What a tasklet that ``tasklet_ms`` does not know should take, as far as the prior goes; 0 without one."""
-        return 0.0 if self._prior is None else self._prior.first_ms(shape)
+        return self._tasklets.first_ms(shape)
 
     def corun(self, batch: BatchShape, shape: TaskletShape, *, fused: bool = False) -> CoRun | None:
         """Equation 1's three latencies for one tasklet beside this batch, or None if one of them is unknown.
@@ -205,7 +187,7 @@ class LatencyPredictor:
             of=self._base_group,
             records=[],
             batches=self._batches.models.states(),
-            tasklet_models={kind.value: model.state() for kind, model in self._tasklet_models.items()},
+            tasklet_models={kind.value: model.state() for kind, model in self._tasklets.models.items()},
             partition_models=[(key, model.state()) for key, model in self._partitions.models.items()],
             partition_ratios=list(self._partitions.ratios.items()),
             prior_ratios={} if self._prior is None else self._prior.ratios,
@@ -220,7 +202,7 @@ class LatencyPredictor:
         Raises ValueError for what is no export, or one of other hardware or another model.
         """
         found = decode(exported, self._base_group)
-        models = [(self._tasklet_model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
+        models = [(self._tasklets.model(TaskletKind(kind)), state) for kind, state in found.tasklet_models.items()]
         models += [(self._partitions.model(key), state) for key, state in found.partition_models]
         self._batches.models.check(found.batches)
         for model, state in models:
@@ -245,7 +227,7 @@ class LatencyPredictor:
         if record.num_tasklets or not record.batch.empty:  # not a turn that found nothing to do: there may be many
             self._records.iteration += 1
         if record.num_tasklets:
-            self._last_tasklet = self._records.iteration
+            self._tasklets.ran()
         if record.partition is not None:
             self._observe_on_partition(record, record.partition)
         elif not record.batch.empty and record.fused is None:
@@ -292,27 +274,19 @@ class LatencyPredictor:
         return (expected_ms - measured_ms) / measured_ms
 
     def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
-        each_ms = self._bounded(shape, each_ms)
-        key = self._tasklet_key(shape)
-        record = self._records.add(self._base_group, ("tasklet", key), each_ms)
+        each_ms = self._tasklets.bounded_ms(shape, each_ms)
+        self._tasklets.observe(shape, each_ms)
         if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
             group, batch_key = self._batches.keys(batch)
-            self._records.add(group, (_BEHIND_BATCH, batch_key, key), each_ms)
-        # The model is asked for shapes without a record alone.
-        model, features = self._tasklet_model(shape.kind), tasklet_features(shape)
-        if guessed_ms := model.reached(features):
-            each_ms = min(each_ms, _MOST_TIMES * guessed_ms)
-        if record.count <= _MOST_SAMPLES or abs(model.predict(features) - each_ms) > _AGREEMENT * each_ms:
-            model.update(features, each_ms)
-            if self._prior is not None:
-                self._prior.observe_tasklet(shape, each_ms)
+            self._records.add(group, (_BEHIND_BATCH, batch_key, self._tasklets.key(shape)), each_ms)
 
     def _observe_fused(self, record: IterationRecord) -> None:
         step_ms = self.batch_ms(record.batch, cautious=False)
         if record.fused is None or step_ms is None:
             return
-        added_ms = self._bounded(record.fused.shape, max(0.0, record.online_ms - step_ms) / record.fused.count)
-        (group, key), fused_key = self._batches.keys(record.batch), self._tasklet_key(record.fused.shape)
+        each_ms = max(0.0, record.online_ms - step_ms) / record.fused.count
+        added_ms = self._tasklets.bounded_ms(record.fused.shape, each_ms)
+        (group, key), fused_key = self._batches.keys(record.batch), self._tasklets.key(record.fused.shape)
         self._records.add(group, ("fused", key, fused_key), added_ms)
         self._records.add(self._base_group, ("fused", fused_key), added_ms)
 
@@ -333,9 +307,9 @@ class LatencyPredictor:
             self._observe_tasklet_on_partition(run.shape, elapsed_ms / run.count, partition)
 
     def _observe_tasklet_on_partition(self, shape: TaskletShape, each_ms: float, partition: Partition) -> None:
-        record = self._records.add(self._base_group, ("tasklet", self._tasklet_key(shape), partition), each_ms)
+        record = self._records.add(self._base_group, ("tasklet", self._tasklets.key(shape), partition), each_ms)
         each_ms = record.bounded(each_ms)
-        alone_ms = self._mean_tasklet_ms(shape)
+        alone_ms = self._tasklets.alone_ms(shape, cautious=False)
         if alone_ms is not None:
             self._partitions.observe_tasklet(partition.best_effort_sms, each_ms, alone_ms)
         if self._prior is not None:
@@ -369,48 +343,19 @@ class LatencyPredictor:
         return self._partitions.alone_ms(batch, partition.online_sms) if record is None else record.mean_ms
 
     def _tasklet_on_partition_ms(self, shape: TaskletShape, partition: Partition, *, cautious: bool) -> float | None:
-        record_key = ("tasklet", self._tasklet_key(shape), partition)
+        record_key = ("tasklet", self._tasklets.key(shape), partition)
         fresh_ms = self._records.fresh_ms(self._base_group, record_key, cautious=cautious)
         if fresh_ms is not None:
             return fresh_ms
         record = self._records.find(self._base_group, record_key)
-        factor, alone_ms = self._partitions.tasklet_factor(partition.best_effort_sms), self._mean_tasklet_ms(shape)
+        factor = self._partitions.tasklet_factor(partition.best_effort_sms)
+        alone_ms = self._tasklets.alone_ms(shape, cautious=False)
         known_ms = None if factor is None or alone_ms is None else factor * alone_ms
         if record is not None:
             return stale_or_less(record.latency_ms(cautious=cautious), known_ms)
         if known_ms is None and self._prior is not None:
             return self._prior.tasklet_ms(shape, partition)
         return known_ms
-
-    def _mean_tasklet_ms(self, shape: TaskletShape) -> float | None:
-        """Alone on all SMs."""
-        record = self._records.find(self._base_group, ("tasklet", self._tasklet_key(shape)))
-        return self._modelled_tasklet_ms(shape) if record is None else record.mean_ms
-
-    def _modelled_tasklet_ms(self, shape: TaskletShape) -> float | None:
-        """None where no model reaches, if a prior can say what the shape's first tasklet should take. (Without one, a
-        guess is better than to try every shape.)"""
-        model, features = self._tasklet_models.get(shape.kind), tasklet_features(shape)
-        if model is None:
-            return None
-        if self._prior is not None:
-            return model.reached(features) or None
-        return model.predict(features) or None if model.ready else None
-
-    def _tasklet_model(self, kind: TaskletKind) -> OnlineLinearModel:
-        model = self._tasklet_models.get(kind)
-        if model is None:
-            model = self._tasklet_models[kind] = OnlineLinearModel(TASKLET_SCALES)
-        return model
-
-    def _bounded(self, shape: TaskletShape, each_ms: float) -> float:
-        """An outlier cut to what this tasklet may take at worst. Uncut, it would rule the tasklet out beside a batch
-        where it was never measured before, and so keep it from being measured there again."""
-        known = self._records.find(self._base_group, ("tasklet", self._tasklet_key(shape)))
-        return each_ms if known is None else known.bounded(each_ms)
-
-    def _tasklet_key(self, shape: TaskletShape) -> tuple[str, int, int, str]:
-        return tasklet_key(shape, self._trained)
 
 
 def _partition_key(key: BatchKey, partition: Partition, *, together: bool) -> Hashable:
