@@ -1,41 +1,21 @@
-"""What a job reports, and how it fails."""
+"""What a job reports."""
 
 from __future__ import annotations
 
-import errno
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from cotenant import durable
 from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.tasklet import TaskletKind, runs_of
-from cotenant.finetune import export
 from cotenant.finetune.job import TrainingJob
-from cotenant.finetune.writer import as_write_error
 from cotenant.models.decoder import Decoder
-from cotenant.wire.messages import (
-    CheckpointSaved,
-    FromWorker,
-    JobFailed,
-    JobMetrics,
-    JobStarted,
-    JobSucceeded,
-    JobWarning,
-)
+from cotenant.wire.messages import CheckpointSaved, JobMetrics, JobStarted, JobSucceeded, JobWarning
 from finetune import support
-
-VALIDATION = support.random_examples(9, seed=5)
-
-
-def _steps(updates: list[FromWorker]) -> list:
-    return [step for update in updates if isinstance(update, JobMetrics) for step in update.steps]
+from finetune.reports import VALIDATION, steps_in
 
 
 def test_reports_of_a_whole_job(decoder: Decoder, tmp_path: Path) -> None:
@@ -43,7 +23,7 @@ def test_reports_of_a_whole_job(decoder: Decoder, tmp_path: Path) -> None:
     job = support.make_job(decoder, spec)
     assert job.start_updates() == [JobStarted("ftjob-1", 10, 0, job.order.mean_step_tokens)]
     updates = support.run_to_end(job)
-    steps = _steps(updates)
+    steps = steps_in(updates)
     assert [step.step for step in steps] == list(range(1, 11))
     assert [step.step for step in steps if step.valid_loss is not None] == [2, 4, 5, 6, 8, 10]
     assert [step.step for step in steps if step.full_valid_loss is not None] == [5, 10]
@@ -134,7 +114,7 @@ def test_validation_loss_is_a_weighted_mean_whatever_the_micro_batches(decoder: 
         job = TrainingJob(
             decoder, support.make_spec(folder, validation=VALIDATION, max_steps=1, warmup_steps=0), tokens, None
         )
-        (step,) = _steps(support.run_to_end(job))
+        (step,) = steps_in(support.run_to_end(job))
         job.close()
         figures.append((step.train_loss, step.grad_norm, step.valid_loss, step.full_valid_loss))
     assert figures[0] == pytest.approx(figures[1], rel=1e-5)
@@ -165,7 +145,7 @@ def test_validation_with_nothing_to_measure_is_left_out_and_this_is_said(
     job.close()
     again = support.make_job(decoder, spec)
     assert not any(isinstance(update, JobWarning) for update in again.start_updates())
-    assert _steps(support.run_to_end(again))[0].valid_loss is None
+    assert steps_in(support.run_to_end(again))[0].valid_loss is None
     again.close()
 
 
@@ -203,7 +183,7 @@ def test_a_step_without_weight_changes_nothing_but_the_count(decoder: Decoder, t
     job = support.make_job(
         decoder, support.make_spec(tmp_path, examples, batch_size=1, n_epochs=3, lr_scheduler_type="constant")
     )
-    steps = _steps(support.run_to_end(job))
+    steps = steps_in(support.run_to_end(job))
     job.close()
     weightless = [step for step in steps if step.train_loss == 0.0]
     assert len(weightless) == 3
@@ -214,7 +194,7 @@ def test_an_example_longer_than_max_length_is_cut(decoder: Decoder, tmp_path: Pa
     examples = [(list(range(3, 103)), [0.0] * 10 + [1.0] * 90)]
     job = support.make_job(decoder, support.make_spec(tmp_path, examples, max_steps=1))
     assert job.next_shape.num_tokens == 40
-    assert _steps(support.run_to_end(job))[0].tokens == 40
+    assert steps_in(support.run_to_end(job))[0].tokens == 40
     job.close()
 
 
@@ -227,7 +207,7 @@ def test_half_precision_reports_float32s_figures(
     for model in (decoder, support.load(model_folder, dtype)):
         job = support.make_job(model, support.make_spec(tmp_path / str(model.dtype), max_steps=4, learning_rate=1e-3))
         assert all(parameter.dtype == torch.float32 for parameter in job.adapter.parameters())
-        steps = _steps(support.run_to_end(job))
+        steps = steps_in(support.run_to_end(job))
         figures.append([figure for step in steps for figure in (step.train_loss, step.grad_norm)])
         job.close()
     assert figures[1] == pytest.approx(figures[0], rel=0.05)
@@ -258,245 +238,6 @@ def test_tokenizer_files_are_exported(decoder: Decoder, tmp_path: Path) -> None:
         assert not (folder / "model.safetensors").exists()
 
 
-def _snapshot_of_files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def _full_disk(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("where", ["adapter", "fsync"])
-def test_a_full_disk_fails_the_job_and_leaves_the_folder_intact(
-    decoder: Decoder, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spec = support.make_spec(tmp_path, save_steps=2)
-    job = support.make_job(decoder, spec)
-    support.run_step(job)
-    support.run_step(job)
-    job.wait_for_writes()
-    job.take_updates()
-    before = _snapshot_of_files(tmp_path / "checkpoints")
-    with monkeypatch.context() as patch:
-        if where == "adapter":
-            patch.setattr("cotenant.finetune.checkpoint.write_adapter_files", _full_disk)
-        else:
-            patch.setattr(durable, "fsync_path", _full_disk)
-        updates = support.run_to_end(job)
-    failed = updates[-1]
-    assert isinstance(failed, JobFailed)
-    assert failed.code == "disk_full"
-    assert "No space left" in failed.message
-    assert job.done
-    assert job.upcoming() == ()
-    assert job.checkpoint() == []
-    job.close()
-    assert _snapshot_of_files(tmp_path / "checkpoints") == before
-    assert not (tmp_path / "adapter").exists()
-
-    job = support.make_job(decoder, spec)  # there is room again
-    assert job.step == 2
-    assert isinstance(support.run_to_end(job)[-1], JobSucceeded)
-    job.close()
-
-
-def test_a_full_disk_at_a_pause_fails_the_job(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = support.make_job(decoder, support.make_spec(tmp_path))
-    support.run_step(job)
-    monkeypatch.setattr("cotenant.finetune.checkpoint.write_adapter_files", _full_disk)
-    updates = job.checkpoint()
-    assert [type(update) for update in updates] == [JobMetrics, JobFailed]
-    assert job.done
-    job.close()
-
-
-def test_a_result_that_cannot_be_written_fails_the_job(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(*_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(export, "write_adapter_files", denied)
-    job = support.make_job(decoder, support.make_spec(tmp_path, max_steps=1))
-    updates = support.run_to_end(job)
-    assert [type(update) for update in updates] == [JobMetrics, CheckpointSaved, JobFailed]
-    assert updates[-1].code == "io_error"  # type: ignore[union-attr]
-    assert job.finished_path is None
-    job.close()
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "disk_full"),
-        (OSError(errno.EIO, "Input/output error"), "io_error"),
-        (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), "disk_full"),
-        (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "io_error"),
-    ],
-)
-def test_codes_of_write_errors(error: OSError | SafetensorError, code: str) -> None:
-    failure = as_write_error(error)
-    assert failure.code == code
-    assert str(error) in failure.message
-
-
-def test_a_folder_that_cannot_be_written_is_refused_at_the_start(decoder: Decoder, tmp_path: Path) -> None:
-    spec = support.make_spec(tmp_path / "job")
-    (tmp_path / "job" / "metrics.jsonl").mkdir()
-    with pytest.raises(CotenantError) as error:
-        support.make_job(decoder, spec)
-    assert error.value.code == "io_error"
-
-
-def test_a_loss_that_is_not_finite_fails_the_job(decoder: Decoder, tmp_path: Path) -> None:
-    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
-    support.run_step(job)
-    for parameter in job.adapter.parameters():
-        parameter.data.mul_(float("inf"))
-    updates = support.run_to_end(job)
-    failed = updates[-1]
-    assert isinstance(failed, JobFailed)
-    assert failed.step == 1
-    assert "loss is not finite at step 2" in failed.message
-    assert "nan" in failed.message
-    assert [update.step for update in updates if isinstance(update, CheckpointSaved)] == [1]
-    job.close()
-    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
-    assert job.step == 1  # the last good checkpoint is still there
-    job.close()
-
-
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
-def test_a_learning_rate_of_a_million_fails_the_job(decoder: Decoder, tmp_path: Path, method: str) -> None:
-    changes = {"learning_rate": 1e6, "warmup_steps": 2, "save_steps": 1, "method": method, "n_epochs": 20}
-    job = support.make_job(decoder, support.make_spec(tmp_path, **changes))
-    updates = support.run_to_end(job)
-    job.close()
-    failed = updates[-1]
-    assert isinstance(failed, JobFailed)
-    assert failed.code == "training_diverged"
-    assert failed.bad_step == failed.step  # those weights gave the loss that is not finite
-    assert f"The loss is not finite at step {failed.step + 1}" in failed.message
-    assert "learning_rate" in failed.message
-    steps = [update.step for update in updates if isinstance(update, CheckpointSaved)]
-    assert steps == list(range(1, failed.step + 1))
-    for path in (tmp_path / "checkpoints").iterdir():
-        tensors = safetensors.torch.load_file(path / "adapter_model.safetensors")
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
-
-
-def test_a_gradient_alone_that_is_not_finite_says_nothing_against_the_last_checkpoint(
-    decoder: Decoder, tmp_path: Path
-) -> None:
-    job = support.make_job(decoder, support.make_spec(tmp_path, save_steps=1))
-    support.run_step(job)
-    support.run(job, sum(cycle.num_tasklets for cycle in job.upcoming()) - 1)
-    gradient = job.adapter.parameters()[0].grad
-    assert gradient is not None
-    gradient.fill_(float("inf"))
-    failed = support.run_to_end(job)[-1]
-    job.close()
-    assert isinstance(failed, JobFailed)
-    assert (failed.code, failed.step, failed.bad_step) == ("training_diverged", 1, None)
-    assert "at step 2, judged by its gradient: the norm of that is " in failed.message
-    assert "The checkpoint of step 1 is kept" in failed.message
-
-
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
-@pytest.mark.parametrize("validated", [True, False])
-def test_a_last_step_that_diverges_is_not_exported(
-    decoder: Decoder, tmp_path: Path, method: str, validated: bool
-) -> None:
-    changes = {"learning_rate": 1e6, "lr_scheduler_type": "constant", "warmup_steps": 0, "method": method}
-    validation = support.random_examples(10, seed=5) if validated else None
-    job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, max_steps=1, **changes))
-    updates = support.run_to_end(job)
-    job.close()
-    failed = updates[-1]
-    assert isinstance(failed, JobFailed)
-    assert failed.code == "training_diverged"
-    where = "on the validation file" if validated else "with the last step's weights"
-    assert f"The loss is not finite at step 1: {where} it is " in failed.message
-    assert failed.bad_step == 1
-    assert not [update for update in updates if isinstance(update, CheckpointSaved | JobSucceeded)]
-    assert not (tmp_path / "adapter").exists()
-
-
-def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> None:
-    spec = support.make_spec(tmp_path)
-    leftover = tmp_path / "checkpoints" / ".tmp-abc"
-    leftover.mkdir(parents=True)
-    (leftover / "file").write_text("half")
-    support.make_job(decoder, spec).close()
-    assert not leftover.exists()
-    shutil.rmtree(tmp_path)
-
-
-DPO = {"method": "dpo", "batch_size": 3}
-
-
-def test_a_dpo_job_reports_rewards(decoder: Decoder, tmp_path: Path) -> None:
-    validation = support.random_examples(10, seed=5)
-    job = support.make_job(decoder, support.make_spec(tmp_path, validation=validation, eval_steps=2, **DPO))
-    assert job.total_steps == 6  # two epochs of nine pairs
-    steps = _steps(support.run_to_end(job))
-    job.close()
-    assert [step.step for step in steps if step.valid_preference is not None] == [2, 3, 4, 6]
-    assert [step.step for step in steps if step.full_valid_preference is not None] == [3, 6]
-    for step in steps:
-        rewards = step.preference
-        assert rewards.margins == pytest.approx(rewards.chosen - rewards.rejected)
-        assert 0 <= rewards.accuracies <= 1
-        assert rewards.logps_chosen < 0 > rewards.logps_rejected
-    assert steps[-1].preference.margins > 0 == steps[0].preference.margins
-    lengths = [len(token_ids) for token_ids, _ in support.random_examples(18)]
-    assert job.trained_tokens == 2 * sum(lengths)
-
-
-def test_dpo_validation_is_a_mean_over_pairs_whatever_the_micro_batches(decoder: Decoder, tmp_path: Path) -> None:
-    figures = []
-    for tokens in (16, 80, 1000):
-        spec = support.make_spec(
-            tmp_path / str(tokens), validation=VALIDATION[:8], max_steps=2, warmup_steps=0, lora_dropout=0.0, **DPO
-        )
-        job = TrainingJob(decoder, spec, tokens, None)
-        step = _steps(support.run_to_end(job))[-1]
-        job.close()
-        figures.append((step.train_loss, step.grad_norm, step.valid_loss, step.full_valid_loss))
-        figures[-1] += (step.full_valid_preference.margins, step.full_valid_mean_token_accuracy)
-    assert figures[1] == pytest.approx(figures[0], rel=1e-4)
-    assert figures[2] == pytest.approx(figures[0], rel=1e-4)
-
-
-def test_a_pair_without_an_answer_is_refused(decoder: Decoder, tmp_path: Path) -> None:
-    kept, other = ([5, 6, 7], [0.0, 1.0, 1.0]), ([5, 6, 8], [0.0, 1.0, 1.0])
-    cut = (list(range(3, 53)), [0.0] * 45 + [1.0] * 5)
-    with pytest.raises(InvalidInputError, match=r"Line 2 of the training file .* rejected answer .* max_length=40"):
-        support.make_job(decoder, support.make_spec(tmp_path / "train", [kept, other, kept, cut], **DPO))
-    with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file .* preferred answer") as error:
-        support.make_job(decoder, support.make_spec(tmp_path / "valid", [kept, other], [cut, kept], **DPO))
-    assert error.value.code == "invalid_validation_file"
-    with pytest.raises(InvalidInputError, match=r"1 of the validation file .* preferred answer") as error:
-        support.make_job(decoder, support.make_spec(tmp_path / "all", [kept, other], [cut, cut], **DPO))
-    assert error.value.code == "invalid_validation_file"
-
-
-def test_a_job_that_cannot_fit_says_how_much_it_lacks(decoder: Decoder, tmp_path: Path) -> None:
-    """Before it has taken any step, and what would make it fit."""
-    spec = support.make_spec(tmp_path, examples=[*support.random_examples(9), ([5] * 37, [1.0] * 37)])
-    with pytest.raises(CotenantError) as refused:
-        support.make_job(decoder, spec, free_bytes=1000)
-    assert refused.value.code == "insufficient_memory"
-    needed = int(re.findall(r"needs (\d+) bytes", refused.value.message)[0])
-    assert f"{needed - 1000} (" in refused.value.message
-    assert "longest example, 37 tokens" in refused.value.message
-    with pytest.raises(CotenantError, match=r"so 1 .* lacking"):
-        support.make_job(decoder, spec, free_bytes=needed - 1)
-    support.make_job(decoder, spec, free_bytes=needed).close()
-
-
 def test_layers_are_computed_again_where_nothing_else_fits(decoder: Decoder, tmp_path: Path) -> None:
     """The longest example fits only so: the job trains, and gives what it gives with all the memory there is."""
     examples = [*support.random_examples(9), ([5] * 37, [1.0] * 37)]
@@ -511,15 +252,3 @@ def test_layers_are_computed_again_where_nothing_else_fits(decoder: Decoder, tmp
         job.close()
         adapters.append(support.adapter_bytes(tmp_path / name))
     assert adapters[0] == adapters[1]
-
-
-def test_a_pair_that_is_the_same_once_it_is_cut_is_refused(decoder: Decoder, tmp_path: Path) -> None:
-    prompt, weights = list(range(3, 13)), [0.0] * 10
-    said = [(prompt + [20] * 10, weights + [1.0] * 10), (prompt + [21] * 10, weights + [1.0] * 10)]
-    long = [(prompt + [20] * 40 + [end], weights + [1.0] * 41) for end in (30, 31)]  # they differ beyond max_length
-    with pytest.raises(InvalidInputError, match=r"Line 2 of the training file has the same .* max_length=40") as error:
-        support.make_job(decoder, support.make_spec(tmp_path / "a", [*said, *long], method="dpo"))
-    assert error.value.code == "invalid_training_file"
-    with pytest.raises(InvalidInputError, match=r"Line 1 of the validation file has the same .* max_length=40"):
-        support.make_job(decoder, support.make_spec(tmp_path / "b", said, validation=long, method="dpo"))
-    support.make_job(decoder, support.make_spec(tmp_path / "c", [*said, *long], method="dpo", max_length=60)).close()
