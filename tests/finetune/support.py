@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,12 @@ def make_job(decoder: Decoder, spec: JobSpec, **options: object) -> TrainingJob:
 def run(job: TrainingJob, num_tasklets: int) -> None:
     for _ in range(num_tasklets):
         job.run_tasklet()
+
+
+def wait_for_copy(job: TrainingJob) -> None:
+    """Until the next tasklet changes nothing that is being copied: so long it is not upcoming."""
+    while job.waits_for_copy:
+        time.sleep(1e-4)
 
 
 def run_step(job: TrainingJob) -> None:

@@ -149,6 +149,7 @@ def test_discarding_at_random_points_changes_no_bit(
             job.wait_for_writes()
         elif generator.random() < 0.9:
             support.run(job, generator.randint(0, sum(cycle.num_tasklets for cycle in job.upcoming()) - 1))
+            support.wait_for_copy(job)
             kinds.add(job.next_shape.kind)
             job.discard_step()
             assert not job.in_flight

@@ -54,6 +54,7 @@ def test_discarding_at_random_points_changes_no_bit(
             job.wait_for_writes()
         elif num_discards < 200 and generator.random() < 0.9:
             support.run(job, generator.randint(0, _num_left(job) - 1))
+            support.wait_for_copy(job)
             discarded_kinds.add(job.next_shape.kind)
             job.discard_step()
             assert not job.in_flight
@@ -196,6 +197,7 @@ def test_upcoming_tells_exactly_what_runs(decoder: Decoder, tmp_path: Path, chan
         step = job.step
         assert announced.count(announced[-1]) >= 1
         for position, shape in enumerate(announced):
+            support.wait_for_copy(job)
             left = [run.shape for run in runs_of(job.upcoming()) for _ in range(run.count)]
             assert left == announced[position:]
             assert job.run_tasklet() == shape
