@@ -55,7 +55,8 @@ def main() -> None:
     training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, updates.append)
     plain = make_engine()
     expected, _ = run(plain, Executor(device, decoder, plain, training), Plan())
-    training.start(support.make_spec(folder / "job", n_epochs=20))
+    examples = support.random_examples(1000)  # an epoch ends with a checkpoint, for which training may have to wait
+    training.start(support.make_spec(folder / "job", examples))
     for num_fused in (1, 2, 9):
         engine = on_gpus_runner(SimpleNamespace(decoder=decoder), make_engine(), (1, 2, 4))
         plan = Plan(num_tasklets=7, num_fused=num_fused, mode=Mode.FUSED)

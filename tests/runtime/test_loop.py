@@ -624,16 +624,20 @@ def test_what_was_begun_is_finished_unless_prompts_come(comes: bool, hold_ms: fl
 
 
 class SlowDiskChannel(Channel):
-    """Each wait for a message lets a checkpoint through to the disk; the server ends once the job has."""
+    """Each wait while the job waits for the disk lets a checkpoint through to it; the server ends once the job has."""
 
     def __init__(self, disk: SlowDisk, *messages: ToWorker) -> None:
         super().__init__(*messages)
         self._disk = disk
-        self.num_steps: list[int] = []  # reported before each wait
+        self.training: TrainingTenant | None = None
+        self.num_steps: list[int] = []  # reported before each of these waits
 
     def wait(self, timeout_s: float) -> bool:
         self.num_looks_before_wait = 0
         time.sleep(A_MOMENT_S)
+        assert self.training is not None
+        if self.training.waits_shortly or self.training.runnable:  # until it is prepared, or copied, or since it is
+            return False
         self.num_steps.append(sum(len(sent.steps) for sent in self.sent if isinstance(sent, JobMetrics)))
         self._disk.let_through(1)
         if any(isinstance(sent, JobSucceeded) for sent in self.sent):
@@ -645,6 +649,7 @@ def test_the_loop_rests_while_the_job_waits_for_the_disk(tmp_path: Path, monkeyp
     spec = support.make_spec(tmp_path / "job", batch_size=1, n_epochs=1, save_steps=1, max_steps=6)
     channel = SlowDiskChannel(SlowDisk(monkeypatch), StartJob(spec), AddRequest(request("r", [5, 6, 7], 20)))
     loop, _ = small_loop(tmp_path, channel, "adaptive")
+    channel.training = loop._training
     loop.run()
     assert channel.num_steps[0] == 2
     assert channel.num_steps[-1] == 6

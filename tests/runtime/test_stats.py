@@ -12,7 +12,7 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime import loop as loop_module
 from cotenant.runtime.harvest import Harvest
-from cotenant.wire.messages import ERROR_BOUNDS, AddRequest, StartJob, Stats
+from cotenant.wire.messages import ERROR_BOUNDS, AddRequest, StartJob, Stats, ToWorker
 from finetune import support
 from runtime.cotenancy import request
 from runtime.test_loop import Behind, Channel, small_loop
@@ -129,13 +129,26 @@ def test_the_loop_tells_what_a_policy_aims_at_that_does(policy: str, aims: bool,
     assert {margin is not None for margin in margins} == {aims}
 
 
+class InTurn(Channel):
+    """When the loop waits for messages alone, and no more for a job to be prepared, ``later`` comes."""
+
+    later: list[ToWorker]
+
+    def wait(self, timeout_s: float) -> bool:
+        if timeout_s < 0.05 or not self.later:
+            return super().wait(timeout_s)
+        self.inbox, self.later = self.later, []
+        return True
+
+
 def _stats_of_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Stats]:
     """One for each iteration: some without a job, and then a job with a request beside it."""
     monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
-    channel = Channel(AddRequest(request("alone", [5, 6, 7], 8)))
+    channel = InTurn(AddRequest(request("alone", [5, 6, 7], 8)))
+    channel.later = [AddRequest(request("r", [5, 6, 7], 60))]
     loop, _ = small_loop(folder, channel, Behind())
     for _ in range(3):
         loop.iterate()
-    channel.inbox += [StartJob(support.make_spec(folder / "job", n_epochs=1)), AddRequest(request("r", [5, 6, 7], 60))]
+    channel.inbox.append(StartJob(support.make_spec(folder / "job", n_epochs=1)))
     loop.run()
     return [message for message in channel.sent if isinstance(message, Stats)]
