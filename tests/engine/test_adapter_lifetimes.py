@@ -104,6 +104,7 @@ def test_who_has_begun_ends_on_the_same_weights_however_often_it_is_preempted(
     urgent = [small.request(small.prompt(50, seed), 20, adapter=other) for seed, other in enumerate(refs[2:4])]
     for request in urgent:
         engine.add(request)
+    engine.wait_for_adapters(refs[2:4])  # else those who have begun may end before others can take their seats
     outputs += until(engine, lambda: not engine.has_work)
     assert engine.num_preemptions >= 2
     assert engine.take_failures() == []

@@ -1,10 +1,12 @@
 """Runs the job in a folder to its end, as the worker would; the test kills this process.
 
-``steps`` gets the number of steps taken, at the start and after each.
+``steps`` gets the number of steps taken, at the start and after each. Unless ``ends``, the job goes no further than
+before its last step, where ``steps`` is closed: however late the kill comes, there is something left to do.
 """
 
 from __future__ import annotations
 
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,7 +22,7 @@ CHANGES = {
 }
 
 
-def main(model_folder: Path, job_folder: Path, method: str, steps: Connection) -> None:
+def main(model_folder: Path, job_folder: Path, method: str, steps: Connection, ends: bool) -> None:
     torch.set_num_threads(1)
     decoder = support.load(model_folder)
     job = support.make_job(decoder, support.make_spec(job_folder, **CHANGES[method]))
@@ -30,6 +32,10 @@ def main(model_folder: Path, job_folder: Path, method: str, steps: Connection) -
         if job.step != reported:
             reported = job.step
             steps.send(reported)
+            if not ends and reported == job.total_steps - 1:
+                steps.close()
+                time.sleep(60)
+                return
         if job.upcoming():
             job.run_tasklet()
             num_tasklets += 1

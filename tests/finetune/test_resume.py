@@ -59,7 +59,8 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
     resumed_steps = []
     for num_steps in (3, 5, 2, 4, 3, 100):  # how far to let it go before the kill; at last to the end
         steps, theirs = processes.Pipe(duplex=False)
-        process = processes.Process(target=run_job.main, args=(model_folder, killed, method, theirs))
+        ends = num_steps == 100
+        process = processes.Process(target=run_job.main, args=(model_folder, killed, method, theirs, ends))
         process.start()
         theirs.close()
         resumed_steps.append(steps.recv())
@@ -68,7 +69,7 @@ def test_killed_at_random_moments(decoder: Decoder, model_folder: Path, tmp_path
                 steps.recv()
             while not list(killed.glob("checkpoints/step-*")):  # so that the next has something to take up
                 steps.recv()
-        if num_steps < 100:
+        if not ends:
             time.sleep(generator.uniform(0.0, 0.02))
             process.kill()
         process.join()
