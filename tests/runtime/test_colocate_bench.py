@@ -26,6 +26,7 @@ from cotenant.scheduler import margin
 from small_model import small_model
 
 TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
+SMALL_MODELS_TOKENS = 2048  # the same of the model of ``small_config``
 
 
 def small_config(folder: Path, max_model_len: int) -> ModelConfig:
@@ -33,30 +34,54 @@ def small_config(folder: Path, max_model_len: int) -> ModelConfig:
     return ModelConfig(small_model(folder)[0], load_format="dummy", max_model_len=max_model_len, device="cpu")
 
 
-def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step() -> None:
+@pytest.fixture
+def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To write and to read: of steps that take a tenth of a second, none of these tests comes to the epoch's end."""
+    monkeypatch.setattr(colocate_bench, "_STEPS_PER_EPOCH", 256)
+
+
+def holds_once(measure: Callable[[], bool]) -> bool:
+    """Whether something that is measured holds in one of five measurements: other work on the machine, which makes it
+    pause or go unevenly, does not spoil each."""
+    return any(measure() for _ in range(5))
+
+
+@pytest.mark.usefixtures("few_examples")
+def test_training_counts_no_faster_in_cells_that_are_shorter_than_a_step(tmp_path: Path) -> None:
     """A cell that begins within a step counts that step's tasklets at what they are of the whole step."""
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    tokens_per_step = 2048  # of which a cell has several micro-batches
+    config = ServerConfig(model=small_config(tmp_path, 128), batch=BatchConfig())
+    tokens_per_step = 4096  # of which a cell has several micro-batches
     with ColocateBench(config, Workload(64, tokens_per_step, 64, 16, False)) as bench:
-        alone = max(bench.alone(0.5) for _ in range(3))  # the first one is slow
-        step_s = tokens_per_step / alone
-        cells = [bench.trace("whole-step", Slo(500, 1000), [], step_s / 5)]  # ends at a step's end
-        cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], step_s / 5) for _ in range(8)]
-        assert all(cell.num_failed == 0 for cell in cells)
-        # A machine that was busy with something else may be faster since, for some of the time.
-        alone = max(alone, *(bench.alone(0.5) for _ in range(2)))
-        assert 0 < max(cell.train_tokens_per_s for cell in cells) < 3 * alone
+        bench.alone(0.1)  # the first one is slow
+
+        def counts_as_alone() -> bool:
+            alone = max(bench.alone(0.2) for _ in range(2))
+            cell_s = tokens_per_step / alone / 8
+            cells = [bench.trace("whole-step", Slo(500, 1000), [], cell_s)]  # ends at a step's end
+            cells += [bench.trace("temporal", Slo(500, 1000), [Arrival(0.0, 4, 1)], cell_s) for _ in range(13)]
+            assert all(cell.num_failed == 0 for cell in cells)
+            # A machine that was busy with something else may be faster since, for some of the time.
+            alone = max(alone, bench.alone(0.2))
+            return 0 < max(cell.train_tokens_per_s for cell in cells) < 3 * alone
+
+        assert holds_once(counts_as_alone)
 
 
-def test_a_cell_has_the_training_of_its_first_iteration() -> None:
+@pytest.mark.usefixtures("few_examples")
+def test_a_cell_has_the_training_of_its_first_iteration(tmp_path: Path) -> None:
     """Which may be all that there is time for; what nothing trains beside has none."""
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
-        alone = max(bench.alone(0.5) for _ in range(3))
-        cells = [bench.trace("whole-step", Slo(500, 1000), [], TOKENS_PER_STEP / alone / 4) for _ in range(4)]
-        assert min(cell.train_tokens_per_s for cell in cells) > 0
-        alone = max(alone, *(bench.alone(0.5) for _ in range(2)))
-        assert max(cell.train_tokens_per_s for cell in cells) < 3 * alone
+    config = ServerConfig(model=small_config(tmp_path, 128), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, SMALL_MODELS_TOKENS, 64, 16, False)) as bench:
+        bench.alone(0.1)
+
+        def has_it() -> bool:
+            alone = max(bench.alone(0.2) for _ in range(2))
+            cell_s = SMALL_MODELS_TOKENS / alone / 4
+            cells = [bench.trace("whole-step", Slo(500, 1000), [], cell_s) for _ in range(4)]
+            alone = max(alone, bench.alone(0.2))
+            return all(0 < cell.train_tokens_per_s < 3 * alone for cell in cells)
+
+        assert holds_once(has_it)
         cell = bench.trace("inference-only", Slo(500, 1000), [Arrival(0.0, 4, 8)], 0.1)
         assert (cell.train_tokens_per_s, cell.num_failed) == (0.0, 0)
 
@@ -68,21 +93,25 @@ def test_training_alone_is_timed_until_it_has_come_somewhere(tmp_path: Path) -> 
         assert bench.alone(1e-6) > 0
 
 
-def test_what_is_live_at_the_end_is_answered_without_training() -> None:
-    config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
-    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
-        # At its fastest: were a step soon to take a part of that, tokens enough to judge by would come until the end.
-        step_s = TOKENS_PER_STEP / max(bench.alone(0.5) for _ in range(4))
-        times_s: list[float] = []
-        while min(times_s, default=math.inf) >= 20 * step_s:  # a machine that pauses does not do so each time
-            assert len(times_s) < 4, (times_s, step_s)
+@pytest.mark.usefixtures("few_examples")
+def test_what_is_live_at_the_end_is_answered_without_training(tmp_path: Path) -> None:
+    config = ServerConfig(model=small_config(tmp_path, 128), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, SMALL_MODELS_TOKENS, 64, 16, False)) as bench:
+        bench.alone(0.1)
+
+        def is_answered() -> bool:
+            # At its fastest: were a step soon to take a part of that, tokens enough to judge by would come until the
+            # end.
+            step_s = SMALL_MODELS_TOKENS / max(bench.alone(0.2) for _ in range(2))
             begin_s = time.perf_counter()
             # Room for a step even where something else has the machine in between.
             cell = bench.trace("whole-step", Slo(2e3 * step_s, 1), [Arrival(0.0, 4, 60)], 8 * step_s)
-            times_s.append(time.perf_counter() - begin_s)
-            assert (cell.num_failed, len(cell.itl_ms)) == (0, 31), "too few tokens came until the end"
-            assert cell.num_attained == 0
-            assert cell.train_tokens_per_s > 0
+            is_fast = time.perf_counter() - begin_s < 20 * step_s
+            assert (cell.num_failed, cell.num_attained) == (0, 0)
+            # As many gaps as are enough to judge by: too few tokens came until the end.
+            return is_fast and len(cell.itl_ms) == 31 and cell.train_tokens_per_s > 0
+
+        assert holds_once(is_answered)
 
 
 def test_who_has_tokens_enough_to_be_judged_by_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +151,16 @@ def test_what_is_learned_from_is_served_and_its_end_waited_for(monkeypatch: pyte
         bench.alone(0.1)
         monkeypatch.setattr(colocate_bench, "Load", Kept)
         known = bench._tenants.predictor.batch_ms(BatchShape(1, 8))
-        bench.learn("temporal", Slo(1e9, 1e9), arrivals, 0.1)
-        assert [len(load.answers) for load in loads] == [2]
-        assert bench._tenants.predictor.batch_ms(BatchShape(1, 8)) != known, "it is what predictions rest on"
+
+        def is_learned() -> bool:
+            bench.learn("temporal", Slo(1e9, 1e9), arrivals, 0.1)
+            assert len(loads[-1].answers) == 2
+            return bench._tenants.predictor.batch_ms(BatchShape(1, 8)) != known
+
+        assert holds_once(is_learned), "it is what predictions rest on"
+        assert loads[-1].answers[0].token_s
         cell = bench.trace("temporal", Slo(1e9, 1e9), arrivals, 0.4)
     assert (cell.num_requests, cell.num_failed) == (3, 0)
-    assert loads[0].answers[0].token_s
 
 
 def test_of_steps_that_nobody_knows_some_tasklets_run_beside_each(tmp_path: Path) -> None:
@@ -135,10 +168,12 @@ def test_of_steps_that_nobody_knows_some_tasklets_run_beside_each(tmp_path: Path
     config = ServerConfig(model=small_config(tmp_path, 1024), batch=BatchConfig())
     with ColocateBench(config, Workload(32, 64, 32, 16, False)) as bench:
         bench.alone(0.2)
-        room_ms = 2.0 * bench.longest_tasklet_ms
-        found = bench.profile(room_ms, 48, 32, 24)
-    assert found.alone_ms < found.beside_ms
-    assert found.tasklets_per_step > 0.5
+
+        def has_room() -> bool:
+            found = bench.profile(2.0 * bench.longest_tasklet_ms, 48, 32, 24)
+            return found.alone_ms < found.beside_ms and found.tasklets_per_step > 0.5
+
+        assert holds_once(has_room)
 
 
 def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(
@@ -160,10 +195,14 @@ def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(
     monkeypatch.setattr(steady, "_UNDER_POLICY", 64)
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
-        bench.steady("adaptive", slo, 2, 200, 70)
-    timed, untimed = margins.pop(), margins.pop()
-    assert timed[0] == 70
-    assert timed[1] < untimed[1] + 0.001
+
+        def is_at_rest() -> bool:
+            bench.steady("adaptive", slo, 2, 200, 70)
+            timed, untimed = margins.pop(), margins.pop()
+            assert timed[0] == 70
+            return timed[1] < untimed[1] + 0.001
+
+        assert holds_once(is_at_rest)
 
 
 def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(
@@ -177,6 +216,7 @@ def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(
         return min(1, steady.most_learning(answers, room))
 
     monkeypatch.setattr(colocate_bench, "most_learning", noted)
+    monkeypatch.setattr(steady, "_WELL_WITHIN", math.inf)  # else a pause would take pages until it is made up for
     config = ServerConfig(model=small_config(tmp_path, 1024), cache=CacheConfig(num_pages=64, page_tokens=16))
     with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
         bench.alone(0.1)
@@ -249,11 +289,14 @@ def test_what_runs_in_a_partition_for_the_first_time_runs_before_anything_is_mea
     config = ServerConfig(model=ModelConfig(model="tiny", max_model_len=128, device="cpu"), batch=BatchConfig())
     with ColocateBench(config, Workload(64, 128, 64, 16, False)) as bench:
         bench.alone(0.1)
-        ran.clear()
-        bench.trace("multitask", Slo(500, 1000), [], 0.1)
+
+        def train(policy: str) -> None:
+            ran.clear()
+            assert holds_once(lambda: bench.trace(policy, Slo(500, 1000), [], 0.1).train_tokens_per_s > 0)
+
+        train("multitask")
         assert set(ran) == {None}, "it has no partitions"
         for num_there in (True, False):
-            ran.clear()
-            bench.trace("adaptive", Slo(500, 1000), [], 0.1)  # without requests, training has all SMs
+            train("adaptive")  # without requests, training has all SMs
             assert (ran[0] == there) == (there in ran) == num_there
             assert ran[-1] is None
