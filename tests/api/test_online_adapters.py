@@ -236,7 +236,7 @@ def test_the_log_does_not_tell_of_each_adapter_that_takes_anothers_place(
 
 def test_both_need_the_key(server: serving.RunningServer) -> None:
     for path in (LOAD, UNLOAD):
-        assert httpx.post(server.base_url + path, json={"lora_name": "x"}).status_code == 401
+        assert httpx.post(server.base_url + path, json={"lora_name": "x"}, timeout=60).status_code == 401
 
 
 def test_a_loaded_adapter_outlives_the_worker_and_a_flags_adapter_can_be_unloaded(

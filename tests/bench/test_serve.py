@@ -51,7 +51,7 @@ def url() -> Iterator[str]:
 
 def seen_by(url: str) -> list[dict[str, Any]]:
     """The bodies of its requests so far."""
-    seen: list[dict[str, Any]] = httpx.get(f"{url}/seen", verify=False).json()  # as in serving.py
+    seen: list[dict[str, Any]] = httpx.get(f"{url}/seen", timeout=60, verify=False).json()  # as in serving.py
     return seen
 
 
@@ -287,7 +287,7 @@ def test_interrupting_ends_the_run_and_reports(url: str, tmp_path: Path, process
         command(url, *arguments, "--json", str(path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline_s = time.monotonic() + 120
-    while httpx.get(f"{url}/read", verify=False).json() < 5:
+    while httpx.get(f"{url}/read", timeout=60, verify=False).json() < 5:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

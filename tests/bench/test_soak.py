@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 from cotenant.bench.process_memory import resident_bytes, tree
 from cotenant.bench.random_adapters import make_adapters
 from cotenant.models.registry import model_path
+from online import figure_in
 from serving import RunningServer, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -86,9 +86,7 @@ def test_a_worker_that_died_meanwhile_is_noticed(server: RunningServer, tmp_path
 
 
 def _num_live(server: RunningServer) -> float:
-    found = re.search(r"^cotenant:num_requests_live{.*} (.*)$", httpx.get(f"{server.base_url}/metrics").text, re.M)
-    assert found is not None
-    return float(found[1])
+    return figure_in(httpx.get(f"{server.base_url}/metrics", timeout=60).text, "num_requests_live")
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

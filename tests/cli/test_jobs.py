@@ -39,6 +39,10 @@ def training_file(tmp_path: Path) -> Path:
     return file
 
 
+def client_of(server: RunningServer) -> httpx.Client:
+    return httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+
 def jobs(server: RunningServer, *arguments: str) -> Result:
     result = CliRunner().invoke(
         app, ["jobs", *arguments, "--url", f"{server.base_url}/v1", "--api-key", KEY], env={"COLUMNS": "250"}
@@ -139,7 +143,7 @@ def test_an_ended_job_is_deleted(server: RunningServer, training_file: Path) -> 
 
 
 def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, training_file: Path) -> None:
-    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with client_of(server) as client:
         before = client.get("/v1/files").json()["data"]
         with pytest.raises(CotenantError, match=r"\.r'"):
             jobs(server, "create", str(training_file), "--model", "tiny", "--validation-file", str(training_file),
@@ -151,7 +155,7 @@ def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, train
 def test_numbers_that_are_not_finite_are_refused_before_anything_is_uploaded(
     server: RunningServer, training_file: Path, value: str
 ) -> None:
-    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with client_of(server) as client:
         before = client.get("/v1/files").json()["data"]
         with pytest.raises(InvalidInputError, match=r"-H learning_rate: .* is not a finite number"):
             jobs(server, "create", str(training_file), "--model", "tiny", "-H", f"learning_rate={value}")
@@ -167,14 +171,14 @@ def test_files_are_deleted_however_the_creation_ends(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ApiClient, "post", interrupted)
-    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with client_of(server) as client:
         before = client.get("/v1/files").json()["data"]
         assert jobs(server, "create", str(training_file), "--model", "tiny").exit_code != 0
         assert client.get("/v1/files").json()["data"] == before
 
 
 def test_what_is_no_text_is_said_and_leaves_no_file(server: RunningServer, training_file: Path) -> None:
-    with httpx.Client(base_url=server.base_url, headers={"Authorization": f"Bearer {KEY}"}) as client:
+    with client_of(server) as client:
         before = client.get("/v1/files").json()["data"]
         with pytest.raises(CotenantError, match=r"'\\udcff' in what was given is no text that can be sent"):
             jobs(server, "create", str(training_file), "--model", "r\udcff")

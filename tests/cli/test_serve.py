@@ -97,8 +97,8 @@ def test_the_ready_line_tells_where_and_what(server: RunningServer) -> None:
 
 
 def test_the_key_from_the_environment_guards_v1_only_and_reaches_no_log(server: RunningServer) -> None:
-    assert httpx.get(f"{server.base_url}/v1/models").status_code == 401
-    assert httpx.get(f"{server.base_url}/health").status_code == 200
+    assert httpx.get(f"{server.base_url}/v1/models", timeout=60).status_code == 401
+    assert httpx.get(f"{server.base_url}/health", timeout=60).status_code == 200
     with client_of(server) as client:
         assert client.get("/v1/models").status_code == 200
     assert "open-sesame" not in server.log
@@ -121,7 +121,7 @@ def test_a_killed_worker_comes_back_and_only_a_started_stream_is_lost(server: Ru
 
 def counts(server: RunningServer) -> list[float]:
     """Requests that have ended, tokens of prompts that were begun, and first tokens."""
-    metrics = httpx.get(f"{server.base_url}/metrics").text
+    metrics = httpx.get(f"{server.base_url}/metrics", timeout=60).text
     names = ("request_success_total", "prompt_tokens_total", "time_to_first_token_seconds_count")
     return [figure_in(metrics, name) for name in names]
 
@@ -300,7 +300,7 @@ def test_decode_steps_that_lack_are_measured_before_anybody_asks(tmp_path: Path)
     flags = ("--self-profile", "--max-num-seqs", "2", "--max-model-len", "512")
     with running_server(tmp_path / "data", *flags) as server:
         wait_until(lambda: "decode steps of 2 shapes were measured in idle time" in server.log)
-        metrics = httpx.get(f"{server.base_url}/metrics").text
+        metrics = httpx.get(f"{server.base_url}/metrics", timeout=60).text
         assert re.search(r"^cotenant:prefix_cache_queries_total\S* 0\.0$", metrics, re.MULTILINE)
         assert server.stop() == 0
     (path,) = (tmp_path / "data" / "latencies").iterdir()

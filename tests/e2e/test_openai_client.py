@@ -123,7 +123,7 @@ def test_a_job_from_file_to_answers(server: RunningServer, client: openai.OpenAI
     assert ":boats:" in job.fine_tuned_model
     assert job.trained_tokens > 0
     assert job.finished_at >= job.created_at
-    figures = httpx.get(f"{server.base_url}/metrics").text
+    figures = httpx.get(f"{server.base_url}/metrics", timeout=60).text
     assert 'cotenant:fine_tuning_jobs{model_name="tiny",status="succeeded"} 1.0' in figures
     assert 'cotenant:fine_tuning_jobs{model_name="tiny",status="running"} 0.0' in figures
 
