@@ -85,6 +85,17 @@ class RunningServer:
         worker.kill()
         worker.wait(STOP_TIMEOUT_S)
 
+    @contextmanager
+    def stopped_worker(self) -> Iterator[int]:
+        """Messages to the worker, whose process id this is, wait until its process is continued."""
+        pid = self.worker_pid()
+        assert pid is not None, "there is no worker"
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """SIGTERM; returns the exit code when the server has drained."""
         if self.process.poll() is None:

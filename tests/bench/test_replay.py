@@ -13,11 +13,12 @@ from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.runtime.trace import Trace
 from forked import run_command
 from small_model import small_model
+from undisturbed import until_undisturbed
 
 SCRIPT = Path(__file__).parents[2] / "bench" / "replay.py"
 LOADS = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.0,12,64
-2023-11-16 18:15:46.4,9,66
+2023-11-16 18:15:{last_s},9,66
 """
 
 
@@ -80,21 +81,28 @@ def test_of_prompts_it_says_what_a_line_could_come_to_at_best(tmp_path: Path) ->
 
 
 def test_a_cells_iterations_are_in_its_trace(tmp_path: Path) -> None:
-    (tmp_path / "short.csv").write_text(LOADS)
+    """The second request comes later where so little trained before it that no more than a few batches had tasklets."""
     flags = ["--seq-len", "16", "--tokens-per-step", "16", "--alone-seconds", "0.5", "--device", "cpu"]
     flags += ["--batch-sizes", "", "--trace", str(tmp_path / "short.csv"), "--min-requests", "1"]
     flags += ["--slo-tpot-ms", "10000", "--slo-ttft-ms", "60000", "--policies", "inference-only,adaptive"]
     path = tmp_path / "trace.json"
-    result = run_command("bench", "colocate", *small_model(tmp_path), *flags, "--trace-file", str(path))
-    assert result.returncode == 0, result.stderr
-    printed = replay(path).stdout
-    begin = [line.partition(",")[0] for line in printed.splitlines()]
-    loads = set(begin) - {"trace.json", "unmarked"}
-    assert loads == {"measured from here: inference-only", "measured from here: adaptive"}
-    rows = re.findall(r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed)
-    counts = {(policy, kind): int(count) for policy, kind, count in rows}
-    assert counts["inference-only", "alone"] > 10, printed
-    assert counts["adaptive", "with training"] > 10, printed
+
+    def measured(attempt: int) -> str | None:
+        (tmp_path / "short.csv").write_text(LOADS.format(last_s=(46.4, 47.4, 49.0, 52.0, 58.0)[attempt]))
+        result = run_command("bench", "colocate", *small_model(tmp_path), *flags, "--trace-file", str(path))
+        assert result.returncode == 0, result.stderr
+        printed = replay(path).stdout
+        begin = [line.partition(",")[0] for line in printed.splitlines()]
+        loads = set(begin) - {"trace.json", "unmarked"}
+        assert loads == {"measured from here: inference-only", "measured from here: adaptive"}
+        rows = re.findall(
+            r"here: (\S+), TPOT target 10000 ms, 2 requests, (alone|with training): (\d+) batches", printed
+        )
+        counts = {(policy, kind): int(count) for policy, kind, count in rows}
+        assert counts["inference-only", "alone"] > 10, printed
+        return None if counts.get(("adaptive", "with training"), 0) > 10 else printed
+
+    until_undisturbed(measured)
 
 
 def test_what_is_no_trace_is_named(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cotenant.bench.schedule import PlannedRequest
 from cotenant.bench.stream_client import ExchangeFailed, StreamClient
 from forked import run_command
 from serving import running_server
+from undisturbed import until_undisturbed
 
 SSE_SERVER = Path(__file__).parent / "sse_server.py"
 INTERVAL_MS = 20.0  # so long that an answer's time is little longer on a machine that has much to do
@@ -74,20 +75,30 @@ SLO = ("--slo-ttft-ms", "30000", "--slo-tpot-ms", "3000")
 
 @pytest.mark.parametrize("processes", ["1", "3"])
 def test_every_request_is_sent_and_measured(url: str, tmp_path: Path, processes: str) -> None:
-    report, printed = bench(url, tmp_path, *SHORT, *SLO, "--processes", processes, "--label", "mine")
-    assert (report["kind"], report["label"], report["model_id"]) == ("serve", "mine", "tiny")
-    assert report["server_version"] == "1.2.3"
-    assert (report["completed"], report["failed"], report["unfinished"]) == (20, 0, 0)
-    assert (report["total_input_tokens"], report["total_output_tokens"]) == (600, 400)
-    assert report["median_tpot_ms"] == pytest.approx(INTERVAL_MS, rel=0.3)
-    assert report["slo_attainment"] == 1.0
-    assert report["request_goodput"] == report["request_throughput"] == pytest.approx(20 / report["duration"])
-    assert report["generator"]["num_processes"] == int(processes)
-    assert report["sustained"] is True
-    assert "Successful requests:                     20" in printed
-    seen = seen_by(url)
-    assert sorted(body["prompt_len"] for body in seen) == [30] * 20
-    assert len({tuple(body["prompt"]) for body in seen}) == 20
+    def measured(attempt: int) -> str | None:
+        report, printed = bench(url, tmp_path, *SHORT, *SLO, "--processes", processes, "--label", "mine")
+        assert (report["kind"], report["label"], report["model_id"]) == ("serve", "mine", "tiny")
+        assert report["server_version"] == "1.2.3"
+        assert (report["completed"], report["failed"], report["unfinished"]) == (20, 0, 0)
+        assert (report["total_input_tokens"], report["total_output_tokens"]) == (600, 400)
+        assert report["slo_attainment"] == 1.0
+        assert report["request_goodput"] == report["request_throughput"] == pytest.approx(20 / report["duration"])
+        assert report["generator"]["num_processes"] == int(processes)
+        assert report["sustained"] is True
+        assert "Successful requests:                     20" in printed
+        seen = seen_by(url)[20 * attempt :]
+        assert sorted(body["prompt_len"] for body in seen) == [30] * 20
+        assert len({tuple(body["prompt"]) for body in seen}) == 20
+        return unlike(report, median_tpot_ms=INTERVAL_MS)
+
+    until_undisturbed(measured)
+
+
+def unlike(report: dict[str, Any], **expected: float) -> str | None:
+    """Those of these figures that are not as they should be: tokens that came while somebody was held up are read at
+    once."""
+    found = {name: report[name] for name in expected}
+    return None if found == pytest.approx(expected, rel=0.3) else str(found)
 
 
 def test_figures_are_those_of_the_detailed_arrays(url: str, tmp_path: Path) -> None:
@@ -161,10 +172,13 @@ def test_unusual_answers_that_are_whole(url: str, tmp_path: Path, model: str) ->
 def test_tokens_are_counted_from_usage_when_a_chunk_has_several(tmp_path: Path) -> None:
     interval_ms = 100.0  # so long that who is held up does not read several chunks at once
     with sse_server("--tokens-per-chunk", "4", "--interval-ms", str(interval_ms)) as address:
-        report, _ = bench(address, tmp_path, *SHORT)
-    assert report["total_output_tokens"] == 400
-    assert report["median_tpot_ms"] == pytest.approx(4 * interval_ms / 19, rel=0.3)
-    assert report["median_itl_ms"] == pytest.approx(interval_ms, rel=0.3)
+
+        def measured(_: int) -> str | None:
+            report, _ = bench(address, tmp_path, *SHORT)
+            assert report["total_output_tokens"] == 400
+            return unlike(report, median_tpot_ms=4 * interval_ms / 19, median_itl_ms=interval_ms)
+
+        until_undisturbed(measured)
 
 
 def test_a_late_generator_says_so(url: str, tmp_path: Path) -> None:
@@ -208,15 +222,20 @@ def test_a_server_that_ends_early_is_noticed(url: str, tmp_path: Path) -> None:
 
 def test_a_server_that_dies_during_the_run_is_a_failure_of_what_it_owed(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    with sse_server("--dies-after", "10") as address:
-        arguments = ("--request-rate", "40", "--duration", "3", "--random-output-len", "20", "--json", str(path))
-        process = subprocess.run(command(address, *arguments), capture_output=True, timeout=120, check=False)
-    assert (process.returncode, process.stderr) == (0, b"")
-    report = json.loads(path.read_text())
-    assert report["completed"] >= 10
-    assert report["completed"] + report["failed"] == 120
-    assert "cannot connect" in report["failures"]
-    assert set(report["failures"]) <= {"cannot connect", "truncated stream", "connection lost"}
+    arguments = ("--request-rate", "40", "--duration", "3", "--random-output-len", "20", "--json", str(path))
+
+    def measured(_: int) -> str | None:
+        with sse_server("--dies-after", "10") as address:
+            process = subprocess.run(command(address, *arguments), capture_output=True, timeout=120, check=False)
+        assert (process.returncode, process.stderr) == (0, b"")
+        report = json.loads(path.read_text())
+        assert report["completed"] >= 10
+        assert report["completed"] + report["failed"] == 120
+        assert set(report["failures"]) <= {"cannot connect", "truncated stream", "connection lost"}
+        # A generator that was held up at first has sent all of them before the server dies.
+        return None if "cannot connect" in report["failures"] else str(report["failures"])
+
+    until_undisturbed(measured)
 
 
 def test_adapters_are_drawn_for_each_request(url: str, tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from cotenant.runtime.tenants import build_tenants
 from cotenant.store import lock_folder, open_store
 from forked import run_command
 from small_model import small_model
+from undisturbed import until_undisturbed
 
 ALONE = ["--alone-seconds", "0.5"]  # each of its tasklets is measured many times in it
 
@@ -34,35 +33,50 @@ def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_was_measured_is_kept_and_adds_up(tmp_path: Path) -> None:
-    flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64", "--data-dir", str(tmp_path)]
-    result = run_profile("--batch-sizes", "2", *flags, *ALONE)
-    assert result.returncode == 0, result.stderr
-    (line,) = (each for each in result.stdout.splitlines() if "sequence" in each)
-    said = re.fullmatch(
-        r"2 sequences of about 64 tokens: (\S+) ms a step alone, (\S+) ms with (\S+) tasklets of training beside it",
-        line,
-    )
-    assert said is not None, line
-    alone_ms, beside_ms, num_tasklets = map(float, said.groups())
-    assert 0 < alone_ms < beside_ms
-    assert num_tasklets > 0
-    (path,) = (tmp_path / "latencies").iterdir()
-    first = json.loads(path.read_text())
-    kinds = {shape[0] for _, shape, *_ in first["records"]}
-    assert {"batch", "tasklet", "beside"} <= kinds
-    assert f"{len(first['records'])} latencies in " in result.stdout
-    tasklet_ms = [record[2] for record in first["records"] if record[1][0] == "tasklet"]
-    # On a CPU one thing at a time runs. Tasklets of the optimizer are longer, and a machine may be disturbed.
-    assert (beside_ms - alone_ms) / num_tasklets < 3 * max(tasklet_ms)
+    flags = [*small_model(tmp_path), "--device", "cpu", "--contexts", "64"]
+    folder = tmp_path
+
+    def measured(attempt: int) -> str | None:
+        nonlocal folder
+        folder = tmp_path / f"data-{attempt}"
+        result = run_profile("--batch-sizes", "2", *flags, *ALONE, "--data-dir", str(folder))
+        assert result.returncode == 0, result.stderr
+        (line,) = (each for each in result.stdout.splitlines() if "sequence" in each)
+        said = re.fullmatch(
+            r"2 sequences of about 64 tokens: (\S+) ms a step alone, (\S+) ms with (\S+) tasklets of training beside "
+            "it",
+            line,
+        )
+        assert said is not None, line
+        alone_ms, beside_ms, num_tasklets = map(float, said.groups())
+        assert alone_ms > 0
+        assert num_tasklets > 0
+        first = json.loads(latencies_of(folder).read_text())
+        kinds = {shape[0] for _, shape, *_ in first["records"]}
+        assert {"batch", "tasklet", "beside"} <= kinds
+        assert f"{len(first['records'])} latencies in " in result.stdout
+        longest_ms = max(record[2] for record in first["records"] if record[1][0] == "tasklet")
+        # On a CPU one thing at a time runs. Tasklets of the optimizer are longer.
+        if 0 < (beside_ms - alone_ms) / num_tasklets < 3 * longest_ms:
+            return None
+        return f"{line}, of at most {longest_ms:.2f} ms"
+
+    until_undisturbed(measured)
+    path = latencies_of(folder)
     # The same sizes of a model, whatever its folder is called.
-    small = Path(flags[0]).rename(tmp_path / "elsewhere")
-    again = run_profile("--batch-sizes", "1,3,4000", str(small), *flags[1:], *ALONE, "--contexts", "64,100000")
+    small = [str(Path(flags[0]).rename(tmp_path / "elsewhere")), *flags[1:], "--data-dir", str(folder)]
+    again = run_profile("--batch-sizes", "1,3,4000", *small, *ALONE, "--contexts", "64,100000")
     assert again.returncode == 0, again.stderr
     assert "are more: 1 x 100000, 3 x 100000, 4000 x 64, 4000 x 100000" in again.stderr
     assert "1 sequence of about 64 tokens: " in again.stdout
     sizes = {shape[1][0] for _, shape, *_ in json.loads(path.read_text())["records"] if shape[0] == "batch"}
     assert {2, 3} <= sizes, "what was measured before is still there"
-    open_store(tmp_path).close()  # the folder is a server's again
+    open_store(folder).close()  # the folder is a server's again
+
+
+def latencies_of(folder: Path) -> Path:
+    (path,) = (folder / "latencies").iterdir()
+    return path
 
 
 def test_tasklets_are_no_longer_than_a_jobs(tmp_path: Path) -> None:
@@ -126,17 +140,18 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(
     assert line.startswith(f"error: --data-dir: {complaint.format(tmp_path)}")
 
 
-def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path) -> None:
-    def get_in_the_way() -> None:
-        while not (tmp_path / "data" / "LOCK").exists():
-            time.sleep(0.01)
-        (tmp_path / "data" / "latencies").touch()
+def test_what_cannot_be_kept_in_the_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = ColocateBench.alone
 
-    thread = threading.Thread(target=get_in_the_way, daemon=True)
-    thread.start()
+    def in_the_way(self: ColocateBench, duration_s: float) -> float:
+        assert (tmp_path / "data" / "LOCK").exists()
+        (tmp_path / "data" / "latencies").touch()
+        return measure(self, duration_s)
+
+    monkeypatch.setattr(ColocateBench, "alone", in_the_way)
     flags = ["--device", "cpu", "--batch-sizes", "1", "--contexts", "64", "--data-dir", str(tmp_path / "data")]
-    result = run_profile(*small_model(tmp_path), *flags, *ALONE)
-    assert result.returncode == 1
+    result = CliRunner().invoke(app, ["profile", *small_model(tmp_path), *flags, *ALONE])
+    assert result.exit_code == 1
     assert "latencies in" not in result.stdout
     line = result.stderr.strip().splitlines()[-1]  # the log may say before that there is nothing to read
     assert line.startswith(f"error: --data-dir: latencies cannot be kept in {tmp_path / 'data'}: ")

@@ -32,6 +32,7 @@ from e2e.refusals import (
 )
 from online import MESSAGES, MODEL
 from serving import RunningServer, start_server
+from undisturbed import until_undisturbed
 
 DISK_BYTES = 24 << 20
 LONG_JOB = {"max_steps": 10**6, "save_steps": 50, "r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -199,30 +200,49 @@ def test_a_failed_job_is_resumed_and_ends_with_the_bits_of_one_that_never_failed
     settings = {"max_steps": 96, "save_steps": 7, "save_total_limit": 3, "r": 4, "batch_size": 4, "lora_dropout": 0.1}
     file_id = upload(disk.client, examples(30))
     asked = {"training_file": file_id, "validation_file": file_id, "seed": 11, **hyperparameters(**settings)}
-    job_id = create_job(disk.client, **asked)
-    going_on = []
-    for kill in (True, False):
-        known = len(reported_steps(disk, job_id))
-        wait_until(lambda: listed(disk, f"{JOBS}/{job_id}/checkpoints"))
-        wait_until(lambda known=known: len(reported_steps(disk, job_id)) > known)
-        disk.fill()
-        assert_failed_for_want_of_space(disk, job_id)
-        disk.free()
-        disk.restart(kill=kill)
-        message = disk.client.get(f"{JOBS}/{job_id}").json()["error"]["message"]
-        _, way_on, step = message.partition("resume the job: it goes on from step ")
-        assert way_on, message
-        resumed = disk.client.post(f"{JOBS}/{job_id}/resume").json()
-        assert (resumed["error"], resumed["finished_at"]) == (None, None)
-        going_on.append(f"Fine-tuning job goes on from step {step.rstrip('.')}")
-    job = wait_for(disk.client, job_id, "succeeded")
-    messages = [event["message"] for event in reversed(listed(disk, f"{JOBS}/{job_id}/events"))]
-    assert [message for message in messages if message.startswith("Fine-tuning job goes on")] == going_on
-    assert reported_steps(disk, job_id) == list(range(1, 97))
+    jobs: list[dict[str, Any]] = []
+
+    def failed_twice(_: int) -> str | None:
+        job_id = create_job(disk.client, **asked)
+        going_on = []
+        for kill in (True, False):
+            known = len(reported_steps(disk, job_id))
+            wait_until(lambda: listed(disk, f"{JOBS}/{job_id}/checkpoints"))
+            wait_until(lambda known=known: len(reported_steps(disk, job_id)) > known or has_ended(disk, job_id))
+            disk.fill()
+            wait_until(lambda: has_ended(disk, job_id), timeout_s=120)
+            if status_of(disk, job_id) == "succeeded":
+                disk.free()
+                return "the job had come to its end before the disk was full"
+            assert_failed_for_want_of_space(disk, job_id)
+            disk.free()
+            disk.restart(kill=kill)
+            message = disk.client.get(f"{JOBS}/{job_id}").json()["error"]["message"]
+            _, way_on, step = message.partition("resume the job: it goes on from step ")
+            assert way_on, message
+            resumed = disk.client.post(f"{JOBS}/{job_id}/resume").json()
+            assert (resumed["error"], resumed["finished_at"]) == (None, None)
+            going_on.append(f"Fine-tuning job goes on from step {step.rstrip('.')}")
+        jobs.append(wait_for(disk.client, job_id, "succeeded"))
+        messages = [event["message"] for event in reversed(listed(disk, f"{JOBS}/{job_id}/events"))]
+        assert [message for message in messages if message.startswith("Fine-tuning job goes on")] == going_on
+        assert reported_steps(disk, job_id) == list(range(1, 97))
+        return None
+
+    until_undisturbed(failed_twice)
+    (job,) = jobs
     undisturbed = wait_for(disk.client, create_job(disk.client, **asked), "succeeded")
     assert result_of(disk, job) == result_of(disk, undisturbed)
     assert_nothing_is_torn(disk)
     assert "Traceback" not in disk.log
+
+
+def status_of(disk: SmallDisk, job_id: str) -> str:
+    return str(disk.client.get(f"{JOBS}/{job_id}").json()["status"])
+
+
+def has_ended(disk: SmallDisk, job_id: str) -> bool:
+    return status_of(disk, job_id) in ("succeeded", "failed")
 
 
 def reported_steps(disk: SmallDisk, job_id: str) -> list[int]:
