@@ -17,6 +17,7 @@ import pytest
 import uvloop
 
 from api_worker import stand_in_worker as stand_in
+from cotenant.api import supervisor
 from cotenant.api.supervisor import CrashWindow, describe_exit
 from cotenant.api.worker_client import MAX_RUNS, WorkerClient
 from cotenant.config import ApiConfig, BatchConfig, ModelConfig, ServerConfig
@@ -226,8 +227,9 @@ def test_the_last_words_of_a_worker_are_heard() -> None:
     run(scenario)
 
 
-def test_the_last_words_of_a_worker_are_heard_however_late_they_arrive() -> None:
+def test_the_last_words_of_a_worker_are_heard_however_late_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where this process was paused meanwhile."""
+    monkeypatch.setattr(supervisor, "_HEAR_OUT_S", 60.0)
 
     async def scenario() -> None:
         async with running(make_client("apart")) as client:

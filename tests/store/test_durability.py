@@ -35,9 +35,10 @@ def test_what_was_confirmed_survives_sigkill(tmp_path: Path) -> None:
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
-        time.sleep(generator.uniform(0.05, 0.4))
+        said = [process.stdout.readline() for _ in range(6)]
+        time.sleep(generator.uniform(0.0, 0.1))
         process.send_signal(signal.SIGKILL)
-        output, _ = process.communicate()
+        output = "".join(said) + process.communicate()[0]
         confirmed += output.splitlines() if output.endswith("\n") else output.splitlines()[:-1]
 
     assert len(confirmed) > 20
