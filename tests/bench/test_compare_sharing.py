@@ -16,6 +16,7 @@ import torch
 
 from cotenant.runtime.load import Answer, Arrival
 from forked import run_command, run_script
+from undisturbed import until_undisturbed
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "src" / "cotenant" / "assets" / "tiny" / "config.json"
@@ -58,9 +59,10 @@ def run_code(*command: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def compare_sharing(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = ROOT / "bench" / "compare_sharing.py"
-    return run_script(script, *LOAD, *TRAINING, *arguments, timeout_s=240, environment=environment)
+    return run_script(script, *LOAD, *TRAINING, *arguments, timeout_s=400, environment=environment)
 
 
+@pytest.mark.timeout(900)
 def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
     grid, own, trace = tmp_path / "grid.json", tmp_path / "own.json", tmp_path / "trace.csv"
     trace.write_text(TRACE)
@@ -79,14 +81,18 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
     assert elsewhere.returncode == 1
     assert "has nothing of 4 x 40 at 0.01 ms; 4 x 40 at 10000 ms" in elsewhere.stderr
 
-    shared = compare_sharing(*load, "--steady-batch-sizes", "3", "--json", str(own))
-    assert shared.returncode == 0, shared.stderr + shared.stdout
+    def shared(_: int) -> str | None:
+        """Measured again, its cells replace those of before."""
+        measured = compare_sharing(*load, "--steady-batch-sizes", "3", "--json", str(own))
+        assert measured.returncode == 0, measured.stderr + measured.stdout
+        for policy in ("separate", "no-mps"):
+            assert f"\ntrace (from 0 s) x 1, TPOT target 10000 ms, {policy}: " in measured.stdout
+        return check_cells(json.loads(own.read_text()))
+
+    until_undisturbed(shared, num_runs=2)
     report, mine = json.loads(grid.read_text()), json.loads(own.read_text())
-    check_cells(mine)
     assert report["train_alone_tokens_per_s"] == theirs["train_alone_tokens_per_s"]
     assert report["sharing"]["train_alone_tokens_per_s"] == mine["train_alone_tokens_per_s"]
-    for policy in ("separate", "no-mps"):
-        assert f"\ntrace (from 0 s) x 1, TPOT target 10000 ms, {policy}: " in shared.stdout
     cells = [cell for cell in report["cells"] if not cell.get("window_s")]
     places = [(cell["load"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in cells]
     assert places == [
@@ -109,8 +115,10 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
     assert f"{mine['train_alone_tokens_per_s']:,.0f} tokens/s alone" in page.read_text()
 
 
-def check_cells(report: dict[str, Any]) -> None:
-    """Of both ways: measured once, judged for each target."""
+def check_cells(report: dict[str, Any]) -> str | None:
+    """Of both ways: measured once, judged for each target. A complaint where answers met a target that is shorter than
+    any step, as they do where their tokens came while the client was held up."""
+    complaints = []
     alone = report["train_alone_tokens_per_s"]
     assert alone == report["sharing"]["trials"][0]["tokens_per_s"] > 0
     for strict, loose in zip(report["cells"][::2], report["cells"][1::2], strict=True):
@@ -119,12 +127,14 @@ def check_cells(report: dict[str, Any]) -> None:
         assert loose["num_requests"] == 3
         assert (loose["num_failed"], loose["attainment"]) == (0, 1.0)
         # A single token has no time between tokens.
-        assert strict["attainment"] == pytest.approx(0 if strict["load"] == "steady" else 1 / 3, abs=1e-5)
+        if strict["attainment"] != pytest.approx(0 if strict["load"] == "steady" else 1 / 3, abs=1e-5):
+            complaints.append(f"{strict['policy']}, {strict['load']}: attainment {strict['attainment']}")
         assert (strict["ttft_ms"] is None) == (strict["load"] == "steady")
         assert loose["train_tokens_per_s"] == strict["train_tokens_per_s"] > 0
         assert loose["harvest"] == pytest.approx(loose["train_tokens_per_s"] / alone, abs=1e-3)
         if loose["policy"] == "separate":
             assert loose["harvest"] == 1.0
+    return "; ".join(complaints) or None
 
 
 def stand_ins(folder: Path, control: str | None) -> str:
