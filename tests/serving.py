@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class RunningServer:
         self.process.kill()
         self.process.wait(STOP_TIMEOUT_S)
         if worker_pid is not None:
-            _wait_gone(worker_pid)
+            wait_gone(worker_pid)
 
     def _log_tail(self) -> str:
         return self.log[-_LOG_TAIL_CHARS:]
@@ -164,8 +164,12 @@ def running_server(data_dir: Path, *flags: str, **arguments: Any) -> Iterator[Ru
         server.kill()
 
 
-def _wait_gone(pid: int) -> None:
-    try:
-        psutil.Process(pid).wait(STOP_TIMEOUT_S)
-    except psutil.NoSuchProcess:
-        return
+def wait_gone(pid: int, timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Wait until nothing of a process runs. One that outlived its parent stays listed until the first process of the
+    machine looks after it, which may take seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+            assert time.monotonic() < deadline_s, f"process {pid} is still there after {timeout_s:g} s"
+            time.sleep(0.005)

@@ -29,7 +29,7 @@ from cotenant.models.registry import model_path, resolve_model
 from cotenant.store import JobStatus, NewEvent, open_store
 from forked import run_command
 from online import figure_in
-from serving import RunningServer, running_server, start_server
+from serving import RunningServer, running_server, start_server, wait_gone
 from small_model import CONFIG
 from store.rows import add_job, add_running_job, make_adapter
 from undisturbed import until_undisturbed
@@ -337,7 +337,7 @@ def test_the_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGINT)
         assert server.wait_exit(10) == 128 + signal.SIGINT
         assert re.search(r"WARNING .*: SIGINT again: stopping at once; 1 requests are cut off$", server.log, re.M)
-        wait_until(lambda: not psutil.pid_exists(worker_pid))
+        wait_gone(worker_pid)
 
 
 def test_sigterm_while_the_model_is_loaded_ends_it_soon(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_the_worker_dies_with_a_killed_server(moment: str, tmp_path: Path) -> No
         worker_pid = server.worker_pid()
         assert worker_pid is not None
         os.kill(server.process.pid, signal.SIGKILL)
-        wait_until(lambda: not psutil.pid_exists(worker_pid), 10)
+        wait_gone(worker_pid, 10)
 
 
 def test_a_server_waits_for_the_worker_of_one_that_was_killed(tmp_path: Path) -> None:
