@@ -15,6 +15,7 @@ from cotenant.wire.messages import JobFailed, JobSucceeded
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import adapter_of, request, run
+from undisturbed import until_undisturbed
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,9 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
     holds = policy == "adaptive" and (policy, ttft_ms) != SHORT
     # Running requests have time for what is held, also on a machine that goes unevenly.
     tpot_ms = 2000.0 if holds else 200.0
-    # What a policy chooses follows what it measures: where other work disturbed that, it is asked again.
-    for attempt in range(5):
+
+    # What a policy chooses follows what it measures.
+    def once(attempt: int) -> str | None:
         folder = tmp_path / str(attempt)
         outcome = run(
             decoder, policy, arrivals(), support.make_spec(folder, n_epochs=4),
@@ -72,9 +74,11 @@ def test_tokens_and_adapter_are_those_of_undisturbed_runs(
         )  # fmt: skip
         assert outcome.tokens == undisturbed[0]
         assert adapter_of(folder) == undisturbed[1]
-        if not shares or (outcome.num_held if holds else outcome.num_mixed_iterations) > 5:
-            return
-    pytest.fail(f"nothing was {'held' if holds else 'co-executed'} in {attempt + 1} runs")
+        if holds:
+            return None if outcome.num_held > 5 else "nothing was held"
+        return None if not shares or outcome.num_mixed_iterations > 5 else "nothing was co-executed"
+
+    until_undisturbed(once)
 
 
 @pytest.mark.parametrize(("policy", "ttft_ms"), [("multitask", 10_000.0), SHORT])
@@ -82,7 +86,8 @@ def test_fused_forwards_change_no_token_and_the_adapter_by_rounding_alone(
     decoder: Decoder, undisturbed: tuple[dict[str, list[int]], bytes], tmp_path: Path, policy: str, ttft_ms: float
 ) -> None:
     alone = safetensors.torch.load(undisturbed[1])
-    for attempt in range(5):
+
+    def once(attempt: int) -> str | None:
         folder = tmp_path / str(attempt)
         outcome = run(
             decoder, policy, arrivals(), support.make_spec(folder, n_epochs=4), ttft_ms=ttft_ms, fuse=True
@@ -91,9 +96,9 @@ def test_fused_forwards_change_no_token_and_the_adapter_by_rounding_alone(
         fused = safetensors.torch.load(adapter_of(folder))
         for name, tensor in alone.items():
             assert torch.linalg.norm(fused[name] - tensor) <= 1e-4 * torch.linalg.norm(tensor), name
-        if outcome.num_fused > 10:
-            return
-    pytest.fail(f"nothing was fused in {attempt + 1} runs")
+        return None if outcome.num_fused > 10 else "nothing was fused"
+
+    until_undisturbed(once)
 
 
 DPO = {"method": "dpo", "batch_size": 3, "n_epochs": 5}
@@ -107,13 +112,14 @@ def test_a_dpo_job_and_its_neighbours_are_undisturbed(
     outcome = run(decoder, "multitask", arrivals(), support.make_spec(tmp_path / "beside", **DPO), interrupt_every=3)
     assert outcome.tokens == undisturbed[0]
     assert adapter_of(tmp_path / "beside") == adapter_of(tmp_path / "alone")
-    for attempt in range(5):
+
+    def fused_once(attempt: int) -> str | None:
         spec = support.make_spec(tmp_path / f"fused-{attempt}", **DPO)
         fused = run(decoder, "multitask", arrivals(), spec, fuse=True)
         assert fused.tokens == undisturbed[0]
-        if fused.num_fused > 10:
-            return
-    pytest.fail(f"nothing was fused in {attempt + 1} runs")
+        return None if fused.num_fused > 10 else "nothing was fused"
+
+    until_undisturbed(fused_once)
 
 
 def test_a_job_that_diverges_fails_alone(decoder: Decoder, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from cotenant.runtime.load import Answer, Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.scheduler import margin
 from small_model import small_model
+from undisturbed import holds_once
 
 TOKENS_PER_STEP = 512  # a step then takes much longer than an iteration
 SMALL_MODELS_TOKENS = 2048  # the same of the model of ``small_config``
@@ -38,12 +39,6 @@ def small_config(folder: Path, max_model_len: int) -> ModelConfig:
 def few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """To write and to read: of steps that take a tenth of a second, none of these tests comes to the epoch's end."""
     monkeypatch.setattr(colocate_bench, "_STEPS_PER_EPOCH", 256)
-
-
-def holds_once(measure: Callable[[], bool]) -> bool:
-    """Whether something that is measured holds in one of five measurements: other work on the machine, which makes it
-    pause or go unevenly, does not spoil each."""
-    return any(measure() for _ in range(5))
 
 
 @pytest.mark.usefixtures("few_examples")
