@@ -53,8 +53,9 @@ class AttentionKernels:
         if backend == "fa2" and backend in self._failures:
             reason = (str(self._failures[backend]).strip().splitlines() or ["no reason given"])[0]
             raise InvalidInputError(
-                f"FlashInfer's attention kernels cannot be made ready ({reason}): they are compiled by nvcc and ninja, "
-                "which must be installed; without the package flashinfer-python torch's own attention is used"
+                f"FlashInfer's attention kernels cannot be made ready ({reason}): they are compiled by nvcc, ninja and "
+                "a C++ compiler ($CXX, or else c++), which must be installed; without the package flashinfer-python "
+                "torch's own attention is used"
             )
 
     def compile_the_rest(self) -> None:
