@@ -10,9 +10,9 @@ from cotenant.scheduler.space import nearest, sm_shares
 
 
 class StaticPolicy(Policy):
-    """Each tenant has its SMs, whatever the other does: batches of all kinds run on 60% of them, training on the rest,
-    also while there is nothing to serve. Memory is not divided, as StaticMode's is. Without partitions training is
-    suspended while requests are live."""
+    """While there is a job each tenant has its SMs, whatever the other does: batches of all kinds run on 60% of them,
+    training on the rest, also while there is nothing to serve. Without a job batches have all SMs. Memory is not
+    divided, as StaticMode's is. Without partitions training is suspended while requests are live."""
 
     def __init__(self, predictor: LatencyPredictor) -> None:
         self._predictor = predictor
