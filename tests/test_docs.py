@@ -1,4 +1,4 @@
-"""The reference pages have all that the code has: paths and error codes. None of it is there by hand alone."""
+"""The reference pages have all that the code has: paths, error codes, metrics. None of it is there by hand alone."""
 
 from __future__ import annotations
 
@@ -9,17 +9,28 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
 from cotenant.api.app import create_app
 from cotenant.api.errors import _NOT_SERVED
 from cotenant.api.jobs.failures import MENDABLE
+from cotenant.api.metrics import Metrics
 from cotenant.config import ApiConfig
+from cotenant.core.plan import Mode, Slo
+from cotenant.core.request import FinishReason
+from cotenant.core.tasklet import TaskletKind
+from cotenant.store.records import JobStatus
+from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "cotenant"
 API = (ROOT / "docs" / "api.md").read_text()
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Whose first arguments are a job's id and a code, or the code.
 _TAKE_CODES = {"JobFailed", "JobError", "WriteError", "_fail"}
 _CODE = re.compile(r"(?:[a-z_]|\\w\+)+")  # or the pattern of several
+_NONE = (0,) * (len(ERROR_BOUNDS) + 1)
 
 
 def _section(title: str) -> str:
@@ -117,3 +128,75 @@ def test_the_reference_has_the_paths_of_the_application() -> None:
     named = [row for row in _rows(_section("## Methods and paths"), 1) if " /" in row]
     assert sorted(named) == sorted(served)
     assert set(re.findall(r"`(/v1/[a-z_]+)`", _section("### What is not there"))) == set(_NOT_SERVED)
+
+
+@cache
+def _metrics_of_a_server() -> dict[str, set[str]]:
+    """Every metric of a server on which all of them have a value, and its labels."""
+    slo = Slo(500.0, 40.0)
+    ready = Ready(64, 1, 512, 4, 16, "cpu", "float32", "adaptive", slo, 1.0)
+    stats = Stats(
+        num_tasklets=dict.fromkeys(TaskletKind, 1),
+        num_iterations=dict.fromkeys(Mode, 1),
+        step_gap_us=1.0,
+        slack_ms={"tpot": 1.0, "ttft": 1.0},
+        margin=0.9,
+        prediction_error_ratio=0.1,
+        prediction_errors={"alone": ErrorCounts(_NONE, 0.0), "corun": ErrorCounts(_NONE, 0.0)},
+        harvest_ratio=0.5,
+    )
+    worker = SimpleNamespace(stats=stats, num_live=0, ready=ready, last_ready=ready)
+    metrics = Metrics("m", worker)  # type: ignore[arg-type]
+    metrics.count_end("stop")
+    text = metrics.render(dict.fromkeys(JobStatus, 1)).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    found: dict[str, set[str]] = {}
+    for sample in samples:
+        found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_metrics_that_a_page_names_are_there(page: Path) -> None:
+    found = _metrics_of_a_server()
+    for name, labels in re.findall(r"cotenant:([a-z_]+)(?:\{([^}]*)\})?", page.read_text()):
+        assert f"cotenant:{name}" in found, name
+        assert set(re.findall(r"(\w+)=", labels)) <= found[f"cotenant:{name}"] | {"le"}, (name, labels)
+
+
+def test_every_metric_is_in_the_table() -> None:
+    found = {name.removeprefix("cotenant:") for name in _metrics_of_a_server()}
+    table = (ROOT / "docs" / "serving.md").read_text().partition("\n### Metrics\n")[2].partition("\n### ")[0]
+    named = {re.sub(r"\{.*", "", name) for name in _rows(table, 1)}
+    families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in found if not name.endswith("_created")}
+    assert named == families
+
+
+def test_all_values_of_labels_are_listed() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().partition("\n### Label values\n")[2].partition("\n### ")[0]
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| `")]
+    listed = {cells[1].strip(): set(re.findall(r"`(\w+)`", cells[3])) for cells in rows}
+    assert listed["`tasklets_total`"] == set(TaskletKind)
+    assert listed["`iterations_total`, `mode`"] == set(Mode)
+    assert listed["`fine_tuning_jobs`"] == set(JobStatus)
+    assert listed["`request_success_total`"] == {*FinishReason, "error"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = page if not name else page.parent / name
+        assert there.exists(), target
+        if anchor and there.suffix == ".md":
+            assert anchor in _anchors(there), target
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
