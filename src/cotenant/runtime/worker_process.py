@@ -6,10 +6,13 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -72,8 +75,23 @@ def _command_line() -> list[str]:
     return msgspec.json.decode(line, type=list[str]) if line else sys.exit(0)
 
 
+def _end_at_once(channel: WorkerChannel) -> NoReturn:
+    """End the process for the exception that is being handled, with the traceback and the exit code of one that nobody
+    handles, but wait for no thread: Python would join those that read files, and on a disk that hangs they never end.
+    Until this process has ended there is no other worker, and everybody waits."""
+    try:
+        traceback.print_exc()
+        channel.close()  # what was sent goes out first
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
 def main() -> int:
-    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``."""
+    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``. It
+    does not return where the loop raises."""
     parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
     parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")
@@ -108,7 +126,10 @@ def main() -> int:
     # What was loaded stays: keep the collector from walking it during an iteration.
     gc.collect()
     gc.freeze()
-    loop.run()
+    try:
+        loop.run()
+    except Exception:
+        _end_at_once(channel)
     tenants.latencies.save(tenants.predictor)
     channel.close()
     return 0
