@@ -36,6 +36,15 @@ class AdapterDesk:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
         self.cache.register(ref, adapter)
 
+    def wait(self, refs: Iterable[AdapterRef]) -> None:
+        """Block until adapters that were registered or wanted have been read. Raises InvalidInputError for one that
+        cannot be."""
+        for ref in refs:
+            self.cache.wait(ref)
+            failure = self.cache.failure(ref)
+            if failure is not None:
+                raise failure
+
     def drop(self, ref: AdapterRef) -> None:
         """Forget this adapter. Sequences that hold it keep it until they end."""
         self._dropped += [other for other, _ in self._loading if other == ref]

@@ -24,6 +24,10 @@ class BlockTables:
         self.page_tokens = page_tokens
 
     @property
+    def num_seats(self) -> int:
+        return len(self._lengths)
+
+    @property
     def num_free_seats(self) -> int:
         return len(self._free_seats)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -162,8 +162,7 @@ class OnlineEngine:
 
     def has_blank_pages(self, num_sequences: int, length: int) -> bool:
         """Whether so many sequences of this length would take no page whose content is known."""
-        pool = self._cache.pool
-        return num_sequences * self._limits.num_pages(length) <= pool.num_free - pool.num_cached
+        return num_sequences * self._limits.num_pages(length) <= self._cache.pool.num_blank
 
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
@@ -283,11 +282,7 @@ class OnlineEngine:
     def wait_for_adapters(self, refs: Iterable[AdapterRef]) -> None:
         """Block until adapters that were registered or asked for have been read, for measurements. Raises
         InvalidInputError for one that cannot be."""
-        for ref in refs:
-            self._adapters.cache.wait(ref)
-            failure = self._adapters.cache.failure(ref)
-            if failure is not None:
-                raise failure
+        self._adapters.wait(refs)
 
     def load_adapter(self, ref: AdapterRef) -> None:
         """Read an adapter that may have changed on disk. Until ``take_loaded`` says that it is there, the one before of
@@ -448,7 +443,12 @@ class OnlineEngine:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages, sequences and block tables disagree."""
-        self._cache.check_integrity()
-        self._adapters.cache.check_integrity(self._live.adapters_in_use())
+        for _ in self.integrity_checks():
+            pass
+
+    def integrity_checks(self) -> Iterator[None]:
+        """``check_integrity`` in parts of a moment each; nothing may change until it has ended. The first takes no
+        longer the more pages there are, the others are of them."""
         self._live.check_integrity()
-        assert self._tables.num_free_seats == self._limits.max_num_seqs - len(self._live.running), "a seat was lost"
+        yield
+        yield from self._cache.integrity_checks()

@@ -13,6 +13,8 @@ def check_queues(running: SequenceQueue, waiting: SequenceQueue, pool: PagePool,
     waiting.check_integrity()
     assert len({sequence.seat for sequence in running}) == len(running), "two sequences share a seat"
     assert pool.owners() == {sequence.number for sequence in running}, "pages belong to nobody who runs"
+    assert len(running) or pool.num_used == 0, f"{pool.num_used} pages are lost"
+    assert tables.num_free_seats == tables.num_seats - len(running), "a seat was lost"
     for sequence in running:
         assert sequence.seat is not None
         pages = pool.pages(sequence.number)

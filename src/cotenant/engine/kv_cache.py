@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -201,19 +201,27 @@ class KvCache:
         return min(num_chunks * self.chunk_pages, self.max_pages)
 
     def _pages_of(self, chunks: Iterable[int]) -> list[int]:
-        starts = (chunk * self.chunk_pages for chunk in chunks)
-        return [page for start in starts for page in range(start, min(start + self.chunk_pages, self.max_pages))]
+        return [page for chunk in chunks for page in self._pages_of_one(chunk)]
+
+    def _pages_of_one(self, chunk: int) -> range:
+        start = chunk * self.chunk_pages
+        return range(start, min(start + self.chunk_pages, self.max_pages))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless pages, chunks and mapped memory agree."""
+        for _ in self.integrity_checks():
+            pass
+
+    def integrity_checks(self) -> Iterator[None]:
+        """``check_integrity`` in parts of some hundred pages; nothing may change until it has ended."""
         self._chunks.check_integrity()
-        self.pool.check_integrity()
         owned = self._chunks.owned(KV)
         assert owned == self._arena.mapped, f"chunks {sorted(owned ^ self._arena.mapped)} are owned or mapped, not both"
-        num_pages = len(self._pages_of(owned))
+        num_pages = sum(len(self._pages_of_one(chunk)) for chunk in owned)
         assert 0 in owned, "chunk 0 was given up"
         assert num_pages == self._pages_in(len(owned)), "the last, smaller chunk is mapped before another"
         assert num_pages == self.pool.num_pages, f"{num_pages} pages have memory, the pool has {self.pool.num_pages}"
+        yield from self.pool.integrity_checks()
 
 
 def _pages_per_chunk(page_bytes: int, max_pages: int, chunk_bytes: int, granularity: int) -> int:

@@ -249,7 +249,9 @@ class LiveSequences:
             sequence.prefix = PrefixKeys(self._tables.page_tokens, root)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if queues, pages and block tables disagree."""
+        """Raise AssertionError if queues, adapters, pages and block tables disagree. It takes no longer the more pages
+        there are: only that nobody's are not used is known of them."""
         assert len(self._by_id) == len(self.running) + len(self.waiting), "a sequence is lost, or in two queues"
         assert {*self.running, *self.waiting} == set(self._by_id.values())
         check_queues(self.running, self.waiting, self._cache.pool, self._tables)
+        self._adapters.cache.check_integrity(self.adapters_in_use())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+
+_CHECKED_AT_ONCE = 512  # pages
 
 
 class PagePool:
@@ -51,6 +53,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages that nobody uses and whose content is known."""
         return len(self._cached)
+
+    @property
+    def num_blank(self) -> int:
+        """Pages whose content means nothing."""
+        return len(self._free)
 
     @property
     def num_used(self) -> int:
@@ -263,6 +270,11 @@ class PagePool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is in exactly one state and all records of it agree."""
+        for _ in self.integrity_checks():
+            pass
+
+    def integrity_checks(self) -> Iterator[None]:
+        """``check_integrity`` in parts of some hundred pages or an owner's; nothing may change until it has ended."""
         users: dict[int, set[int]] = {}
         for owner, pages in self._owned.items():
             assert pages, f"owner {owner} is listed without a page"
@@ -271,19 +283,26 @@ class PagePool:
                 assert owner not in sharers, f"owner {owner} has page {page} twice"
                 sharers.add(owner)
                 assert self._index[page] == index, f"page {page} is not page {self._index[page]} of owner {owner}"
-        states = (self._free.keys(), self._cached.keys(), self._reserved, users.keys())
-        present = set().union(*states)
-        num_present = sum(map(len, states))
-        assert num_present == self.num_pages, f"{num_present} pages are accounted for, not {self.num_pages}"
-        assert len(present) == num_present, "a page is in two states"
-        assert present <= set(range(self.capacity)), "a page is beyond the capacity"
+            yield
+        free, cached, reserved = self._free, self._cached, self._reserved
+        num_accounted = len(free) + len(cached) + len(reserved) + len(users)
+        assert num_accounted == self.num_pages, f"{num_accounted} pages are accounted for, not {self.num_pages}"
         assert self._sharers == {page: sharers for page, sharers in users.items() if len(sharers) > 1}
+        num_present = num_keys = 0
+        nobody: set[int] = set()
         for page in range(self.capacity):
-            sharers = users.get(page, set())
+            if page % _CHECKED_AT_ONCE == 0:
+                yield
+            num_states = (page in free) + (page in cached) + (page in reserved) + (page in users)
+            assert num_states <= 1, f"page {page} is in two states"
+            num_present += num_states
+            sharers = users.get(page, nobody)
             alone = next(iter(sharers)) if len(sharers) == 1 else None
             assert self._user[page] == alone, f"page {page} has {len(sharers)} users and lists {self._user[page]}"
             key = self._keys[page]
             assert key is None or self._page_of.get(key) == page, f"page {page} and its key disagree"
-            assert key is None or sharers or page in self._cached, f"page {page} has a key, no user, and is not cached"
-            assert key is not None or page not in self._cached, f"cached page {page} has no key"
-        assert len(self._page_of) == sum(key is not None for key in self._keys), "a key names a page without it"
+            assert key is None or sharers or page in cached, f"page {page} has a key, no user, and is not cached"
+            assert key is not None or page not in cached, f"cached page {page} has no key"
+            num_keys += key is not None
+        assert num_present == num_accounted, "a page is beyond the capacity"
+        assert len(self._page_of) == num_keys, "a key names a page without it"

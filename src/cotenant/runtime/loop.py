@@ -15,6 +15,7 @@ from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.idle_check import IdleCheck
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.prompts import PromptArrangement
 from cotenant.runtime.reach import TargetReach
@@ -138,7 +139,7 @@ class WorkerLoop:
         # When the one before ended, if requests were live ever since; by time.perf_counter.
         self._last_batch_s: float | None = None
         self._largest_gap_s = 0.0
-        self._unchecked = True  # whether a batch has run since the last check of what should hold when idle
+        self._idle_check = IdleCheck(engine, channel.pending)
         self._parent_pid = os.getppid()
         self._draining = False
         self._finished = False
@@ -276,7 +277,8 @@ class WorkerLoop:
         trains = plan.num_tasklets > 0 or plan.until_step_end
         trains = trains and self._training.runnable
         idle = record.batch.empty and not trains and self._engine.num_in_flight == 0
-        self._unchecked = self._unchecked or not record.batch.empty
+        if not record.batch.empty:
+            self._idle_check.begin_anew()
         self._has_learned = self._has_learned or not record.batch.empty or bool(record.tasklets or record.beside)
         if self._draining and not self._engine.has_work and self._training.job_id is None:
             self._channel.send(Drained())
@@ -325,9 +327,7 @@ class WorkerLoop:
         if self._engine.has_work:  # all that is live waits for an adapter to be read
             self._channel.wait(_BUSY_WAIT_S)
             return
-        if self._unchecked:
-            self._engine.check_integrity()
-            self._unchecked = False
+        self._idle_check.run(time.monotonic() - self._busy_s)
         if self._training.job_id is not None:
             self._training.publish()
         if not self._training.is_tidy or self._save_if_due():
