@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from cotenant.core.errors import InvalidInputError
@@ -20,12 +21,25 @@ class AdapterDesk:
         self.is_used = False  # whether there ever was a request for an adapter
         self._loading: list[tuple[AdapterRef, Reading]] = []  # read because ``load`` asked for it
         self._dropped: list[AdapterRef] = []  # meanwhile
+        self._num_wanting: Counter[AdapterRef] = Counter()  # live requests, of those that have any
+        self._registered: set[AdapterRef] = set()  # and not dropped since
         self._all_were_ready = True  # those that waiting sequences wanted, at the last look
 
     def want(self, ref: AdapterRef) -> None:
-        """A request for this adapter has come."""
+        """A request for this adapter has come, and is live until ``want_no_more``."""
         self.is_used = True
+        self._num_wanting[ref] += 1
         self.cache.prefetch(ref)
+
+    def want_no_more(self, ref: AdapterRef) -> None:
+        """A request for this adapter has left. If it was the last, the adapter is not read unless that has begun:
+        adapters are read one after the other, and others wait behind it. What was registered has no folder to be read
+        from later."""
+        self._num_wanting[ref] -= 1
+        if self._num_wanting[ref] == 0:
+            del self._num_wanting[ref]
+            if ref not in self._registered:
+                self.cache.cancel(ref)
 
     def prefix_root(self, ref: AdapterRef | None) -> bytes:
         """What the page keys of a sequence begin with that is admitted now; its adapter is ready. It follows from the
@@ -34,6 +48,7 @@ class AdapterDesk:
 
     def register(self, ref: AdapterRef, adapter: LoraAdapter) -> None:
         """Serve a frozen copy of ``adapter`` as ``ref`` without reading it from disk."""
+        self._registered.add(ref)
         self.cache.register(ref, adapter)
 
     def wait(self, refs: Iterable[AdapterRef]) -> None:
@@ -49,6 +64,7 @@ class AdapterDesk:
         """Forget this adapter. Sequences that hold it keep it until they end."""
         self._dropped += [other for other, _ in self._loading if other == ref]
         self._loading = [(other, reading) for other, reading in self._loading if other != ref]
+        self._registered.discard(ref)
         self.cache.set_apart(ref)
 
     def load(self, ref: AdapterRef) -> None:

@@ -124,6 +124,12 @@ class AdapterCache:
             self._readings[ref] = self.read(ref)
         return some_left
 
+    def cancel(self, ref: AdapterRef) -> None:
+        """Do not read what ``prefetch`` asked for, unless that has begun or somebody holds it. The next ``prefetch``
+        asks anew."""
+        if ref in self._readings and ref not in self._holds and self._readings[ref].cancel():
+            self._forget(ref)
+
     def is_ready(self, ref: AdapterRef) -> bool:
         """Whether ``acquire`` may be called. True stays true until the next ``prefetch``, ``register`` or ``drop``."""
         if ref in self._host:

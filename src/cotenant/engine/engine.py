@@ -250,8 +250,6 @@ class OnlineEngine:
         if self._live.get(request.request_id) is not None:
             raise InvalidInputError(f"request id '{request.request_id}' is in use", param="request_id")
         check_request(request, self._decoder.spec.vocab_size, self.max_model_len)
-        if request.adapter is not None:
-            self._want(request.adapter)
         sequence = Sequence(
             request=request,
             number=self._num_added,
@@ -260,6 +258,8 @@ class OnlineEngine:
             tokens=list(request.prompt),
         )
         self._num_added += 1
+        if request.adapter is not None:
+            self._want(request.adapter)
         self._live.add(sequence)
         self._plan = None
 

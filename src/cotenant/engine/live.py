@@ -154,6 +154,8 @@ class LiveSequences:
             self._vacate(sequence)
         if sequence.hold is not None:
             self._adapters.cache.let_go(sequence.hold)
+        if sequence.request.adapter is not None:
+            self._adapters.want_no_more(sequence.request.adapter)
 
     def hold_waiting(self, is_meant: Callable[[AdapterRef], bool]) -> None:
         """Let those who wait for the adapters that are meant have them as they are, or are being read."""
