@@ -135,7 +135,7 @@ class Snapshot:
     """All that a policy may look at. ``batch`` is what the online engine would run next if asked; with it end
     ``num_ending`` prompts, whose first tokens come then. ``margin``: the share of the TPOT target to be aimed at, by
     what came of requests so far; ``taken_off``: what prompts take off it for now. ``idle_s``: how long no request has
-    been live. ``largest_gap_s``: between two batches while requests were live, so far. ``partitions``: those that
+    been live. ``largest_gap_s``: between two batches while requests were live, lately. ``partitions``: those that
     ``batch`` can have. ``in_flight``: the batch before it, if that has not landed: this one begins as it ends.
     ``wait_ms``: until tasklets on all SMs have ended that the batch in flight waits for or, if there is none, this one;
     as far as is known. ``least_answer``: tokens that hardly any answer has fewer of; 0: not known. ``since_tokens_ms``:

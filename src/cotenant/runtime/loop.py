@@ -15,6 +15,7 @@ from cotenant.core.request import AdapterRef, FinishReason, SequenceOutput
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
+from cotenant.runtime.gaps import BatchGaps
 from cotenant.runtime.idle_check import IdleCheck
 from cotenant.runtime.lanes import LaneCaptures
 from cotenant.runtime.prompts import PromptArrangement
@@ -136,9 +137,7 @@ class WorkerLoop:
             if view.first_token_s is not None:
                 self._margin.resume(view.request_id, view.first_token_s, view.num_generated)
         self._seen: tuple[RequestView, ...] = ()  # by the last plan
-        # When the one before ended, if requests were live ever since; by time.perf_counter.
-        self._last_batch_s: float | None = None
-        self._largest_gap_s = 0.0
+        self._gaps = BatchGaps()
         self._idle_check = IdleCheck(engine, channel.pending)
         self._parent_pid = os.getppid()
         self._draining = False
@@ -180,11 +179,14 @@ class WorkerLoop:
         self._seen = snapshot.requests
         phases_s.append(time.perf_counter())
         if profile is None:
-            self._note_gap(phases_s[-1], snapshot)
+            if snapshot.batch.empty:
+                self._gaps.interrupt()
+            else:
+                self._gaps.batch_begins(phases_s[-1])
         record = self._executor.execute(plan, self._emit, interrupted)
         phases_s.append(time.perf_counter())
         if not record.batch.empty:
-            self._last_batch_s = phases_s[-1]
+            self._gaps.batch_ended(phases_s[-1])
         if snapshot.requests and profile is None:  # live until now, if no longer
             self._idle_since_s = time.monotonic()
         self._publish(record, snapshot, plan)
@@ -199,13 +201,6 @@ class WorkerLoop:
         """The self-profile, while the batches are its own."""
         profile = self._self_profile
         return profile if profile is not None and profile.is_active else None
-
-    def _note_gap(self, now_s: float, snapshot: Snapshot) -> None:
-        """A batch may begin now."""
-        if snapshot.batch.empty:
-            self._last_batch_s = None
-        elif self._last_batch_s is not None:
-            self._largest_gap_s = max(self._largest_gap_s, now_s - self._last_batch_s)
 
     def _observe(self) -> Snapshot:
         for message in self._channel.receive():
@@ -235,7 +230,7 @@ class WorkerLoop:
             margin=margin,
             taken_off=self._margin.value - margin,
             idle_s=0.0 if requests else time.monotonic() - self._idle_since_s,
-            largest_gap_s=self._largest_gap_s,
+            largest_gap_s=self._gaps.largest_s,
             partitions=self._partitions if self._lanes is None else self._lanes.usable(self._partitions),
             num_ending=self._engine.num_ending if batch.prefill_tokens else 0,
             in_flight=in_flight,
@@ -345,7 +340,7 @@ class WorkerLoop:
                 break
         else:
             return False
-        self._last_batch_s = None  # that was no gap between batches
+        self._gaps.interrupt()
         if task is self._lanes and self._lanes.refused and self._self_profile is not None:
             self._self_profile.forget_partitions()
         return True

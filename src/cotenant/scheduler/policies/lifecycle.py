@@ -10,7 +10,7 @@ _COOLDOWN_GAPS = 2.0
 
 class LifecyclePolicy(Policy):
     """A request suspends training for its whole life. Training goes on once no request has been live for twice the
-    largest gap between two batches so far, so that a request is met by a suspension once at most."""
+    largest gap between two batches of late, so that a request is met by a suspension once at most."""
 
     def plan(self, snapshot: Snapshot) -> Plan:
         if snapshot.requests or not snapshot.batch.empty:
