@@ -12,7 +12,7 @@ from cotenant.engine.adapter_desk import AdapterDesk
 from cotenant.engine.batcher import Admission, BatchPlan
 from cotenant.engine.block_table import BlockTables
 from cotenant.engine.integrity import check_queues
-from cotenant.engine.kv_cache import KvCache
+from cotenant.engine.kv_cache import KvCache, Resized
 from cotenant.engine.prefix import PrefixKeys, salted
 from cotenant.engine.queue import SequenceQueue
 from cotenant.engine.sampler import Sampler
@@ -186,13 +186,21 @@ class LiveSequences:
     def resize_a_little(self, max_bytes: int) -> bool:
         """Take the cache a part of the way to its target size (see ``KvCache.step``); those last in order make room.
         Whether it is there."""
+        num_pages = self._cache.num_pages
+        result = self._step_cache(max_bytes)
+        if result.pages_short:
+            victims, num_free = list(self.running), self._cache.pool.num_free
+            while victims and self._cache.pool.num_free < num_free + result.pages_short:
+                self.preempt(victims.pop())
+            # Before anybody is admitted: they would have the same pages again, and lose them again, at each step.
+            num_given = num_pages - self._cache.num_pages
+            result = self._step_cache(max_bytes - num_given * self._cache.page_bytes)
+        return result.done
+
+    def _step_cache(self, max_bytes: int) -> Resized:
         result = self._cache.step(max_bytes)
         self._tables.move(result.moves)
-        victims = list(self.running)
-        num_free = self._cache.pool.num_free
-        while victims and self._cache.pool.num_free < num_free + result.pages_short:
-            self.preempt(victims.pop())
-        return result.done
+        return result
 
     # Pages that others may use.
 
