@@ -280,3 +280,21 @@ def test_where_prompts_come_less_is_aimed_at_and_nothing_is_learned_of_more() ->
     for _ in range(100):
         server.serve(5.0)
     assert server.value > missed
+
+
+def test_those_that_run_are_known_however_many_wait() -> None:
+    server = Server()
+    margin, num_waiting = server.margin, 5000
+    margin.arrived("running", server.now_s)
+    margin.note("running", 20, server.now_s, False)
+    for index in range(num_waiting):
+        margin.arrived(f"waiting-{index}", server.now_s)
+    margin.trained(1000.0, server.now_s)
+    server.now_s += 1.0
+    assert margin.note("running", 30, server.now_s, True) == 50
+    before = server.value
+    margin.settle(server.now_s)
+    assert server.value < before, "it took 20 ms for each of its tokens"
+    assert margin.note(f"waiting-{num_waiting - 1}", 3, server.now_s, False) == 3
+    assert margin.forget(f"waiting-{num_waiting - 1}") == 3
+    assert margin.forget(f"waiting-{num_waiting - 2}") == 0

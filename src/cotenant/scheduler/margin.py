@@ -25,7 +25,9 @@ _FIRST_RISE, _MOST_RISES = 0.00003, 256
 _RECOVERY = 0.003  # at a request that met the target while training has had no room for so long:
 _STARVED_S = 1.0
 _JUDGED_EVERY = 64  # tokens: a long answer is judged before its end, too
-_MOST_REQUESTS = 4096  # that are remembered: some end without a word
+# That are remembered of those that wait for their first token, and as many of those that have one: should some end
+# without a word. However many wait, those that run are known.
+_MOST_REQUESTS = 4096
 # A millisecond of training may have made a request later by so many: prompts that came meanwhile wait in line.
 _CASCADE = 3.0
 # Training so long before a request came may make its first token late: what running requests had to give was spent.
@@ -40,7 +42,7 @@ _PROMPTS_FOR_S = 5.0
 @dataclass(slots=True)
 class _Life:
     arrival_s: float  # nan: not known
-    first_s: float | None = None
+    first_s: float = math.nan  # of the first token; nan: there is none
     trained_ms: float = 0.0  # of all training, at the first token
     num_tokens: int = 0
     has_missed: bool = False
@@ -63,7 +65,8 @@ class Margin:
         self._has_missed = False  # any request
         self._trained_ms = 0.0
         self._last_trained_s = self._last_late_s = -math.inf
-        self._lives: dict[str, _Life] = {}
+        self._waiting: dict[str, _Life] = {}  # for the first token
+        self._running: dict[str, _Life] = {}
         self._num_judged = 0
         self._change = 0.0
         self._has_learned = False
@@ -111,32 +114,30 @@ class Margin:
 
     def arrived(self, request_id: str, at_s: float) -> None:
         """A request has come. One that is noted without this is not judged by its first token."""
-        self._lives[request_id] = _Life(at_s)
-        if len(self._lives) > _MOST_REQUESTS:
-            del self._lives[next(iter(self._lives))]
+        _remember(self._waiting, request_id, _Life(at_s))
 
     def resume(self, request_id: str, first_s: float, num_tokens: int) -> None:
         """A request has so many tokens already, the first of them since ``first_s``."""
-        self._lives[request_id] = _Life(math.nan, first_s, num_tokens=num_tokens)
+        _remember(self._running, request_id, _Life(math.nan, first_s, num_tokens=num_tokens))
 
     def note(self, request_id: str, num_new: int, now_s: float, is_over: bool) -> int:
         """A request has ``num_new`` tokens more at ``now_s``: how many in all."""
-        if request_id not in self._lives:
-            self.arrived(request_id, math.nan)
-        life = self._lives[request_id]
-        if life.first_s is None:
+        life = self._running.get(request_id)
+        if life is None:
+            life = self._waiting.pop(request_id, None) or _Life(math.nan)
             life.first_s, life.trained_ms = now_s, self._trained_ms
             self._judge_first(life, now_s)
+            _remember(self._running, request_id, life)
         before, life.num_tokens = life.num_tokens, life.num_tokens + num_new
         if life.num_tokens > 1 and (is_over or life.num_tokens // _JUDGED_EVERY > before // _JUDGED_EVERY):
             self._judge(life, life.first_s, now_s, is_over=is_over)
         if is_over:
-            del self._lives[request_id]
+            del self._running[request_id]
         return life.num_tokens
 
     def forget(self, request_id: str) -> int:
         """A request is wanted no more: how many tokens it has had."""
-        life = self._lives.pop(request_id, None)
+        life = self._running.pop(request_id, None) or self._waiting.pop(request_id, None)
         return 0 if life is None else life.num_tokens
 
     def settle(self, now_s: float) -> None:
@@ -188,3 +189,10 @@ class Margin:
             self._has_missed = True
             self._num_judged += 1
             self._change -= _FALL
+
+
+def _remember(lives: dict[str, _Life], request_id: str, life: _Life) -> None:
+    """Instead of the one that has been there for longest, if there are too many."""
+    lives[request_id] = life
+    if len(lives) > _MOST_REQUESTS:
+        del lives[next(iter(lives))]
