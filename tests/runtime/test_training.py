@@ -8,6 +8,7 @@ import math
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from cotenant.core.job import StepMetrics
+from cotenant.core.job_layout import CHECKPOINTS_FOLDER
 from cotenant.core.plan import Plan
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.finetune.job import TrainingJob
@@ -23,7 +25,7 @@ from cotenant.finetune.metrics import MetricsLog
 from cotenant.finetune.preparation import Prepared, prepare
 from cotenant.finetune.state import TrainingState
 from cotenant.runtime import training as training_module
-from cotenant.wire.messages import CheckpointSaved, JobFailed
+from cotenant.wire.messages import CheckpointSaved, JobFailed, JobStarted, JobSucceeded
 from finetune import support
 from runtime.test_executor import Bench
 
@@ -195,3 +197,61 @@ def test_what_a_job_trains_is_laid_out_beside_the_loop(
     assert not threads
     (failed,) = [update for update in bench.updates if isinstance(update, JobFailed)]
     assert (failed.job_id, failed.code) == ("ftjob-2", "insufficient_memory")
+
+
+def test_the_loop_reads_nothing_as_a_job_is_taken_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench.pause()
+    spec = support.make_spec(tmp_path / "next", save_steps=1)
+    bench.training.start(spec)
+    while not [update for update in bench.updates if isinstance(update, CheckpointSaved)]:
+        if bench.training.runnable:
+            bench.training.run_tasklet()
+        bench.training.publish()
+    bench.pause()
+    saved = [update for update in bench.updates if isinstance(update, CheckpointSaved)]
+    del bench.updates[:]
+    bench.training.prepare(spec)
+    preparation = bench.training._preparation
+    assert preparation is not None
+    assert preparation.result.result(60) is not None
+
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "the disk is not there", str(path))
+
+    with monkeypatch.context() as patch:
+        for name in ("open", "read_bytes", "read_text", "iterdir", "glob", "stat", "is_file", "is_dir", "mkdir"):
+            patch.setattr(Path, name, fail)
+        bench.training.start_prepared()
+    assert bench.training.runnable
+    assert isinstance(bench.updates[0], JobStarted)
+    assert [update for update in bench.updates if isinstance(update, CheckpointSaved)] == saved
+    bench.pause()
+
+
+def test_a_finished_job_whose_checkpoints_cannot_be_read_fails_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench.pause()
+    spec = support.make_spec(tmp_path / "next", save_steps=1, max_steps=2)
+    bench.training.start(spec)
+    while bench.training.job_id is not None:
+        if bench.training.runnable:
+            bench.training.run_tasklet()
+        bench.training.publish()
+    assert isinstance(bench.updates[-1], JobSucceeded)
+    iterdir = Path.iterdir
+
+    def fail(path: Path) -> Iterator[Path]:
+        if path.name == CHECKPOINTS_FOLDER:
+            raise OSError(errno.EIO, "the disk is not there", str(path))
+        return iterdir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", fail)
+        bench.training.start(spec)
+    assert isinstance(bench.updates[-1], JobFailed)
+    assert bench.training.job_id is None
+    bench.training.start(spec)
+    assert isinstance(bench.updates[-1], JobSucceeded)

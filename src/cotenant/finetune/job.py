@@ -26,6 +26,7 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.tape import LayerTape
 from cotenant.wire.messages import (
+    CheckpointSaved,
     FromWorker,
     JobFailed,
     JobMetrics,
@@ -88,12 +89,14 @@ class TrainingJob:
         self._last: StepMetrics | None = None  # the last step that is over, its evaluation included
         self._failure: JobFailed | None = None
         self._saved: tuple[int, bool] | None = None  # step of the newest checkpoint, and whether it awaits evaluation
-        self.finished_path: str | None = str(self._files.adapter_path) if self._files.finished else None
+        is_finished = prepared is None and self._files.finished
+        self.finished_path: str | None = str(self._files.adapter_path) if is_finished else None
         self.done = self.finished_path is not None
         self._training: Training | None = None
         self._is_stopped = False
         self._resumed_step = 0
         self._warnings: tuple[str, ...] = ()
+        self._announced: tuple[CheckpointSaved, ...] = ()  # of earlier checkpoints
         try:
             if prepared is None:
                 Path(spec.folder).mkdir(parents=True, exist_ok=True)
@@ -103,6 +106,7 @@ class TrainingJob:
                 self._resumed_step = len(self._recorded)
             else:
                 self._warnings, self._recorded = prepared.warnings, list(prepared.recorded)
+                self._announced = prepared.announced
                 self._training = make_training(
                     decoder,
                     spec,
@@ -159,7 +163,8 @@ class TrainingJob:
         return self._training is not None and self._training.trainer.in_flight
 
     def start_updates(self) -> list[FromWorker]:
-        """What to report once, before the first tasklet: where the job stands, and all that happened before."""
+        """What to report once, before the first tasklet: where the job stands, and all that happened before. Reads
+        files only if the job is finished. Raises OSError if they cannot be read."""
         updates: list[FromWorker] = [
             JobStarted(self._spec.job_id, self.total_steps, self._resumed_step, self._mean_step_tokens())
         ]
@@ -168,10 +173,10 @@ class TrainingJob:
         unknown = tuple(step for step in self._recorded if step.step > self._spec.recorded_step)
         if unknown:
             updates.append(JobMetrics(self._spec.job_id, unknown, self.trained_tokens, None))
+        if self.finished_path is None:
+            return [*updates, *self._announced]
         updates += self._files.announced(self._resumed_step)
-        if self.finished_path is not None:
-            updates.append(self._files.succeeded(self.total_steps, self.trained_tokens))
-        return updates
+        return [*updates, self._files.succeeded(self.total_steps, self.trained_tokens)]
 
     # Running
 

@@ -30,6 +30,7 @@ from cotenant.models.decoder import Decoder
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.spec import ModelSpec
 from cotenant.models.training_pack import TrainingPack
+from cotenant.wire.messages import CheckpointSaved
 
 _Checkpoint = tuple[TrainerState, dict[str, torch.Tensor]]
 
@@ -38,7 +39,8 @@ _Checkpoint = tuple[TrainerState, dict[str, torch.Tensor]]
 class Prepared:
     """``adapter``: fresh. ``checkpoint``: the newest whole one with its tensors; None: there is none. ``recorded``: the
     steps up to there. ``validation``: None where nothing is measured. ``warnings``: for the job's owner. ``state``:
-    what ``lay_out`` has made of the adapter, and ``pack`` of that, where layers are captured; None: not made."""
+    what ``lay_out`` has made of the adapter, and ``pack`` of that, where layers are captured; None: not made.
+    ``announced``: what there is to say of the checkpoints, up to the newest."""
 
     dataset: Dataset
     order: DataOrder
@@ -50,6 +52,7 @@ class Prepared:
     warnings: tuple[str, ...]
     state: TrainingState | None = None
     pack: TrainingPack | None = None
+    announced: tuple[CheckpointSaved, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -85,11 +88,13 @@ def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepare
     order = DataOrder(dataset.lengths, spec.hyperparameters)
     adapter = new_adapter(spec, model)
     job_fingerprint = fingerprint(spec, dataset)
+    announced: tuple[CheckpointSaved, ...] = ()
     try:
         checkpoint = files.newest_checkpoint()
         recorded = _recorded(files, checkpoint, job_fingerprint)
         if checkpoint is not None and checkpoint[0].fingerprint == job_fingerprint:  # a kill may have come before
             files.tidy_checkpoints(checkpoint[0].step, best_of(recorded, spec.hyperparameters).result_step)
+            announced = tuple(files.announced(checkpoint[0].step))
     except OSError as error:
         raise as_job_error(error) from error
     step = 0 if checkpoint is None else checkpoint[0].step
@@ -97,7 +102,9 @@ def prepare(spec: JobSpec, model: ModelSpec, max_tasklet_tokens: int) -> Prepare
         order.step(step)  # which it then has at hand, with the whole epoch's
     validation = load_validation(spec, model, max_tasklet_tokens)
     warnings = _warnings(spec, model, order, len(dataset), has_validation=validation is not None)
-    return Prepared(dataset, order, job_fingerprint, adapter, checkpoint, recorded, validation, warnings)
+    return Prepared(
+        dataset, order, job_fingerprint, adapter, checkpoint, recorded, validation, warnings, announced=announced
+    )
 
 
 def lay_out(prepared: Prepared, spec: JobSpec, decoder: Decoder, free_bytes: int) -> Prepared:

@@ -19,7 +19,7 @@ from cotenant.core.plan import JobView
 from cotenant.core.tasklet import TaskletKind, TaskletShape
 from cotenant.device import Device
 from cotenant.finetune.job import FusedInput, TrainingJob
-from cotenant.finetune.preparation import Prepared, lay_out, prepare
+from cotenant.finetune.preparation import Prepared, as_job_error, lay_out, prepare
 from cotenant.models.decoder import Decoder
 from cotenant.models.tape import LayerTape
 from cotenant.runtime.shortage import is_out_of_memory
@@ -176,11 +176,14 @@ class TrainingTenant:
                 prepared = None if prepared is None else prepared.on_cpu()
                 self._device.release_kept_memory()
                 job = self._make_job(spec, prepared)
+            updates = job.start_updates()
         except Exception as error:
+            if job is not None:
+                job.close()
             logger.warning("job %s cannot start: %s", spec.job_id, error, exc_info=not isinstance(error, CotenantError))
-            self._send(_failure(spec.job_id, 0, error))
+            self._send(_failure(spec.job_id, 0, as_job_error(error) if isinstance(error, OSError) else error))
             return
-        for update in job.start_updates():
+        for update in updates:
             self._send(update)
         if job.done:
             job.close()
