@@ -128,7 +128,10 @@ class CheckpointStore:
             remove_folder(self.path(step))
 
     def newest(self) -> tuple[TrainerState, dict[str, torch.Tensor]] | None:
-        """The newest checkpoint that is whole, with the tensors of ``TENSOR_FILE``; None if there is none."""
+        """The newest checkpoint that is whole, with the tensors of ``TENSOR_FILE``; None if there is none.
+
+        Raises OSError for one that cannot be read now: whoever passed it over would lose what it holds.
+        """
         for path in self._newest_first():
             try:
                 state = read_state(path)
@@ -140,7 +143,7 @@ class CheckpointStore:
                     if found[name] != digest:
                         raise CheckpointError(f"{name} is damaged")
                 return state, tensors_in(content, header)
-            except (CheckpointError, OSError, ValueError) as error:
+            except (CheckpointError, FileNotFoundError, ValueError) as error:
                 logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
         return None
 
@@ -151,12 +154,12 @@ class CheckpointStore:
             CheckpointError: there is no such checkpoint, or its adapter is damaged.
         """
         path = self.path(step)
-        state = read_state(path)
         try:
+            state = read_state(path)
             if _digest(path / ADAPTER_FILE) != state.digests[ADAPTER_FILE]:
                 raise CheckpointError(f"{ADAPTER_FILE} of {path} is damaged")
         except OSError as error:
-            raise CheckpointError(f"{ADAPTER_FILE} of {path} cannot be read: {error}") from error
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         return path
 
     def announced(self) -> list[tuple[TrainerState, Path]]:
@@ -165,8 +168,8 @@ class CheckpointStore:
         for path in reversed(list(self._newest_first())):
             try:
                 state = read_state(path)
-            except CheckpointError:
-                continue  # ``newest`` has warned about it or will
+            except (CheckpointError, OSError):
+                continue  # ``newest`` has told of it or will
             if state.announced and (path / ADAPTER_FILE).is_file():
                 found.append((state, path))
         return found
@@ -184,10 +187,11 @@ def read_state(folder: Path) -> TrainerState:
 
     Raises:
         CheckpointError: it is missing or is not one of ours.
+        OSError: it cannot be read.
     """
     try:
         state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=TrainerState)
-    except (OSError, msgspec.DecodeError) as error:
+    except (FileNotFoundError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{STATE_FILE} cannot be read: {error}") from error
     if set(state.digests) != {ADAPTER_FILE, TENSOR_FILE}:
         raise CheckpointError(f"{STATE_FILE} is incomplete")
@@ -197,7 +201,7 @@ def read_state(folder: Path) -> TrainerState:
 def _announced(folder: Path) -> bool:
     try:
         return read_state(folder).announced
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return True  # unreadable: not ours to delete
 
 

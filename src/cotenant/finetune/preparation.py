@@ -18,7 +18,7 @@ from cotenant.finetune.data import load_training, load_validation, unmeasured
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.evaluation import ValidationSet
 from cotenant.finetune.footprint import require_state
-from cotenant.finetune.job_files import JobFiles
+from cotenant.finetune.job_files import METRICS_FILE, JobFiles
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.order import DataOrder
 from cotenant.finetune.preference_evaluation import PreferenceValidationSet
@@ -136,7 +136,15 @@ def _recorded(files: JobFiles, checkpoint: _Checkpoint | None, job_fingerprint: 
     state = checkpoint[0]
     if state.fingerprint != job_fingerprint:
         return ()
-    return tuple(files.keep_steps(state.step - state.needs_evaluation))
+    num_steps = state.step - state.needs_evaluation
+    steps = files.steps()
+    if len(steps) < num_steps:  # going on would leave a hole, behind which nothing would ever be read
+        raise CotenantError(
+            f"{METRICS_FILE} in the job's folder is damaged: it tells of {len(steps)} steps, and the newest checkpoint "
+            f"is of step {state.step}. Restore it and resume the job; without checkpoints the job begins anew.",
+            code="io_error",
+        )
+    return tuple(files.keep_steps(num_steps))
 
 
 def _moved(
