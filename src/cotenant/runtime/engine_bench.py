@@ -64,14 +64,20 @@ def open_bench(config: ServerConfig) -> EngineBench:
     serving = build_serving(config)
     with serving.device.online():
         serving.engine.wait_for_kernels()
-    return EngineBench(serving, measure_ceilings(serving.device.torch_device, serving.decoder.dtype))
+    ceilings = measure_ceilings(serving.device.torch_device, serving.decoder.dtype)
+    weight_bytes = serving.decoder.dtype.itemsize if config.model.quantization is None else 1
+    return EngineBench(serving, ceilings, weight_bytes)
 
 
 class EngineBench:
-    """Runs batches through a served model, as the worker's loop would without requests coming in between."""
+    """Runs batches through a served model, as the worker's loop would without requests coming in between.
 
-    def __init__(self, serving: Serving, ceilings: Ceilings) -> None:
+    ``weight_bytes``: of each weight of a linear layer.
+    """
+
+    def __init__(self, serving: Serving, ceilings: Ceilings, weight_bytes: int) -> None:
         self._serving = serving
+        self._weight_bytes = weight_bytes
         self._engine = serving.engine
         self._ceilings = ceilings
         self._names = itertools.count()
@@ -170,7 +176,7 @@ class EngineBench:
         and a key (by default each query attends to its share of the context)."""
         spec, dtype = self._serving.resolved.spec, self._serving.decoder.dtype
         layers, head = layer_parameters(spec), spec.vocab_size * spec.hidden_size
-        num_bytes = (layers + head) * dtype.itemsize + context_tokens * page_bytes(spec, 1, dtype)
+        num_bytes = layers * self._weight_bytes + head * dtype.itemsize + context_tokens * page_bytes(spec, 1, dtype)
         pairs = context_tokens if attended is None else attended
         operations = 2.0 * layers * num_tokens + 2.0 * head * num_sampled
         operations += 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers
