@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cotenant.finetune import loss
+from cotenant.finetune.captured_loss import CapturedLoss, num_parts
 from cotenant.finetune.loss import losses_and_gradient, token_losses
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.models.batch import Batch, TrainingSegment
@@ -38,6 +40,25 @@ def test_such_a_row_has_no_loss_in_an_evaluation_either(decoder: Decoder, size: 
     losses, _ = token_losses(decoder, hidden, micro_batch)
     assert losses.isnan().tolist() == [False, True, False]
     assert torch.equal(losses[::2], expected[::2])
+
+
+@torch.no_grad()
+def test_without_gradients_a_part_of_any_size_takes_a_bounded_piece_of_logits(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most_rows, really = 10, decoder.logits
+    monkeypatch.setattr(loss, "_CHUNK_BYTES", most_rows * decoder.spec.vocab_size * 4)
+    asked: list[int] = []
+    monkeypatch.setattr(decoder, "logits", lambda inputs: asked.append(len(inputs)) or really(inputs))
+    hidden = torch.randn(300, decoder.spec.hidden_size)
+    micro_batch = _micro_batch(targets=[place % 50 for place in range(300)])
+    captured = CapturedLoss(decoder, hidden, None, None)
+    captured.begin(micro_batch)
+    for part in range(num_parts(300, 300)):
+        captured.run(part)
+    assert max(asked) == most_rows
+    for ours, theirs in zip(captured.losses(), token_losses(decoder, hidden, micro_batch), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def _micro_batch(targets: list[int]) -> MicroBatch:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cotenant.device.cuda.graphs import LaneGraphs
-from cotenant.finetune.loss import empty_losses, losses, losses_and_gradient
+from cotenant.finetune.loss import chunks, empty_losses, losses, losses_and_gradient
 from cotenant.finetune.microbatch import MicroBatch
 from cotenant.models.decoder import Decoder
 
@@ -81,12 +81,18 @@ class CapturedLoss:
 
     @torch.no_grad()
     def _run(self, part: slice) -> None:
-        rows, targets = self._rows[part], self._targets[part]
-        inputs = self._hidden.index_select(0, rows)
-        if self._gradient is None:
-            nll, correct = losses(self._decoder, inputs, targets)
-        else:
+        if self._gradient is not None:
+            rows, targets = self._rows[part], self._targets[part]
+            inputs = self._hidden.index_select(0, rows)
             nll, correct, gradient = losses_and_gradient(self._decoder, inputs, targets, self._scales[part])
             self._gradient.index_add_(0, rows, gradient)
-        self._nll[part].copy_(nll)
-        self._correct[part].copy_(correct)
+            self._nll[part].copy_(nll)
+            self._correct[part].copy_(correct)
+            return
+        # Logits are float32 here, and there is nothing that takes their place.
+        for piece in chunks(self._decoder, part.stop - part.start, torch.float32):
+            at = slice(part.start + piece.start, part.start + piece.stop)
+            inputs = self._hidden.index_select(0, self._rows[at])
+            nll, correct = losses(self._decoder, inputs, self._targets[at])
+            self._nll[at].copy_(nll)
+            self._correct[at].copy_(correct)
