@@ -10,7 +10,7 @@ from cotenant.core.request import FinishReason, SamplingParams
 from cotenant.engine.sampler import Sampler, SampleRow
 from cotenant.engine.sampling_state import SamplingState
 from engine.conftest import VOCAB_SIZE
-from engine.test_engine import run_ahead
+from engine.launches import run_ahead
 
 NUM_TOKENS = 16
 

@@ -1,5 +1,7 @@
 """The sampler against transformers' own warpers, and what it promises about seeds, neighbours and seats."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np
@@ -17,10 +19,11 @@ from transformers import (
 from cotenant.core.request import SamplingParams
 from cotenant.engine.sampler import NOT_FINITE, Sampler, SampleRow
 from cotenant.engine.sampling_state import SamplingState, uniforms
+from engine.distributions import FILTERS, NUM_DRAWS, assert_drawn_from
 
 torch.set_num_threads(1)
 
-NUM_DRAWS = 6000
+
 NUM_SEATS = 8
 
 
@@ -55,26 +58,6 @@ def frequencies(
         sampler.open(row.seat, row.state, len(prompt), [*prompt, *generated])
     tokens = choose(sampler, logits.repeat(NUM_DRAWS, 1), rows)
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / NUM_DRAWS
-
-
-def assert_drawn_from(expected: torch.Tensor, observed: torch.Tensor) -> None:
-    assert observed[expected == 0].sum() == 0
-    # Five standard deviations of a count; the seeds are fixed, so this cannot flake.
-    assert ((observed - expected).abs() <= 5 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 2 / NUM_DRAWS).all()
-
-
-FILTERS = {
-    "plain": {},
-    "temperature": {"temperature": 0.5},
-    "hot": {"temperature": 3.0},
-    "top_k": {"top_k": 5},
-    "top_k_1": {"top_k": 1},
-    "top_p": {"top_p": 0.6},
-    "top_p_tiny": {"top_p": 1e-6},
-    "min_p": {"min_p": 0.2},
-    "all": {"temperature": 1.7, "top_k": 12, "top_p": 0.8},
-    "top_k_over_vocab": {"top_k": 10_000},
-}
 
 
 @pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS.keys())

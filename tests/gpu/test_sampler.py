@@ -17,7 +17,7 @@ from transformers import (
 from cotenant.core.request import SamplingParams
 from cotenant.engine.sampler import NOT_FINITE, Sampler, SampleRow
 from cotenant.engine.sampling_state import SamplingState
-from engine.test_sampler import FILTERS, NUM_DRAWS, assert_drawn_from
+from engine.distributions import FILTERS, NUM_DRAWS, assert_drawn_from
 
 VOCAB_SIZE = 128_256
 MIXED = [

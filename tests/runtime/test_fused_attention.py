@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.test_cuda_runner import run_script
+from engine.script_runs import run_script
 from finetune.conftest import save_llama
 
 
