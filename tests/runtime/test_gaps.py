@@ -8,16 +8,11 @@ import pytest
 
 from clocks import SteppedTime
 from cotenant.runtime import gaps
-from cotenant.runtime import loop as loop_module
 from cotenant.wire.messages import AddRequest, JobSucceeded, ToWorker
-from runtime import cotenancy
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, Watching, small_loop
+from runtime.driven_loop import Channel, Watching, small_loop
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> SteppedTime:
-    return SteppedTime(monkeypatch, loop_module, cotenancy)
+pytestmark = pytest.mark.usefixtures("loop_clock")
 
 
 class Halting(Channel):
@@ -37,9 +32,9 @@ class Halting(Channel):
 
 @pytest.mark.parametrize(("halt_s", "is_a_gap"), [(300.0, False), (0.5, True)])
 def test_while_the_process_is_stopped_there_is_no_gap_between_batches(
-    halt_s: float, is_a_gap: bool, clock: SteppedTime, tmp_path: Path
+    halt_s: float, is_a_gap: bool, loop_clock: SteppedTime, tmp_path: Path
 ) -> None:
-    channel = Halting(clock, {5: halt_s}, AddRequest(request("r", [5, 6, 7], 10)))
+    channel = Halting(loop_clock, {5: halt_s}, AddRequest(request("r", [5, 6, 7], 10)))
     loop, policy = small_loop(tmp_path, channel, Watching())
     loop.run()
     largest_s = [seen.largest_gap_s for seen in policy.seen]
@@ -49,10 +44,10 @@ def test_while_the_process_is_stopped_there_is_no_gap_between_batches(
 
 
 def test_a_large_gap_is_forgotten_after_many_batches(
-    clock: SteppedTime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop_clock: SteppedTime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gaps, "_WINDOW", 8)
-    channel = Halting(clock, {5: 0.5}, AddRequest(request("r", [5, 6, 7], 40)))
+    channel = Halting(loop_clock, {5: 0.5}, AddRequest(request("r", [5, 6, 7], 40)))
     loop, policy = small_loop(tmp_path, channel, Watching())
     loop.run()
     largest_s = [seen.largest_gap_s for seen in policy.seen]
@@ -60,17 +55,17 @@ def test_a_large_gap_is_forgotten_after_many_batches(
     assert all(0.0 < each_s < 0.1 for each_s in largest_s[25:])
 
 
-def test_training_goes_on_soon_though_the_process_was_stopped_once(clock: SteppedTime, tmp_path: Path) -> None:
+def test_training_goes_on_soon_though_the_process_was_stopped_once(loop_clock: SteppedTime, tmp_path: Path) -> None:
     class Waiting(Halting):
         def wait(self, timeout_s: float) -> bool:
             if any(isinstance(message, JobSucceeded) for message in self.sent):
                 return super().wait(1.0)
             self.num_looks_before_wait = 0
-            clock.sleep(timeout_s)
+            loop_clock.sleep(timeout_s)
             return False
 
-    channel = Waiting(clock, {5: 300.0}, AddRequest(request("r", [5, 6, 7], 10)))
+    channel = Waiting(loop_clock, {5: 300.0}, AddRequest(request("r", [5, 6, 7], 10)))
     loop, _ = small_loop(tmp_path, channel, "lifecycle", with_job=True)
     while loop.iterate().num_tasklets == 0:
-        assert clock.now_s < 1000.0 + 300.0 + 10.0, "nothing is trained"
+        assert loop_clock.now_s < 1000.0 + 300.0 + 10.0, "nothing is trained"
     loop.run()

@@ -10,19 +10,14 @@ from clocks import SteppedTime
 from cotenant.engine.engine import OnlineEngine
 from cotenant.memory import pages
 from cotenant.memory.pages import PagePool
-from cotenant.runtime import loop as loop_module
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.wire.messages import AddRequest, Outputs, ToWorker
-from runtime import cotenancy
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, Watching, small_loop
+from runtime.driven_loop import Channel, Watching, small_loop
 
 LAST_PAGE = 63
 
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> SteppedTime:
-    return SteppedTime(monkeypatch, loop_module, cotenancy)
+pytestmark = pytest.mark.usefixtures("loop_clock")
 
 
 class Quiet(Channel):
@@ -53,8 +48,8 @@ class Quiet(Channel):
 
 
 @pytest.fixture
-def channel(clock: SteppedTime) -> Quiet:
-    return Quiet(clock)
+def channel(loop_clock: SteppedTime) -> Quiet:
+    return Quiet(loop_clock)
 
 
 @pytest.fixture
@@ -80,26 +75,26 @@ def run_for(loop: WorkerLoop, clock: SteppedTime, seconds: float) -> None:
 
 
 def test_who_comes_while_pages_are_checked_does_not_wait_for_all_of_them(
-    loop: WorkerLoop, channel: Quiet, clock: SteppedTime, monkeypatch: pytest.MonkeyPatch
+    loop: WorkerLoop, channel: Quiet, loop_clock: SteppedTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages, "_CHECKED_AT_ONCE", 8)
     answer(loop, channel, AddRequest(request("first", [5, 6, 7], 3)))
     pool_of(loop._engine)._user[LAST_PAGE] = 7
-    run_for(loop, clock, 0.9)  # between the turns of a conversation
+    run_for(loop, loop_clock, 0.9)  # between the turns of a conversation
     channel.num_looks, channel.to_come = 0, AddRequest(request("second", [5, 6, 8], 3))
     while channel.num_answered < 2:
         loop.iterate()
     assert channel.num_looks >= 3, "it came while pages were checked"
     with pytest.raises(AssertionError, match=f"page {LAST_PAGE} has 0 users and lists 7"):
-        run_for(loop, clock, 1.2)
+        run_for(loop, loop_clock, 1.2)
 
 
-def test_all_pages_are_checked_once_it_is_quiet(loop: WorkerLoop, channel: Quiet, clock: SteppedTime) -> None:
+def test_all_pages_are_checked_once_it_is_quiet(loop: WorkerLoop, channel: Quiet, loop_clock: SteppedTime) -> None:
     answer(loop, channel, AddRequest(request("first", [5, 6, 7], 3)))
-    run_for(loop, clock, 1.2)
+    run_for(loop, loop_clock, 1.2)
     num_looks = channel.num_looks
     assert num_looks > 0
-    run_for(loop, clock, 1.2)
+    run_for(loop, loop_clock, 1.2)
     assert channel.num_looks == num_looks, "nothing has changed since"
 
 

@@ -18,7 +18,7 @@ from cotenant.runtime.lanes import LaneCaptures
 from cotenant.wire.messages import AddRequest, Drain, Drained, StartJob
 from finetune import support
 from runtime.cotenancy import request
-from runtime.test_self_profile import Worker
+from runtime.driven_worker import Worker
 
 FEW, MANY = Partition(48, 84), Partition(96, 36)
 SIZES = 3  # of batches, that are captured for each

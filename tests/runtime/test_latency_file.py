@@ -22,7 +22,7 @@ from cotenant.runtime.latency_file import LatencyFile
 from cotenant.runtime.tenants import build_tenants
 from cotenant.wire.messages import AddRequest
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, iterate_until_answered, small_loop
+from runtime.driven_loop import Channel, iterate_until_answered, small_loop
 from small_model import CONFIG
 from taught import FORWARD, taught_predictor
 

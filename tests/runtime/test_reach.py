@@ -13,7 +13,7 @@ from cotenant.runtime import reach
 from cotenant.runtime.reach import TargetReach
 from cotenant.wire.messages import AddRequest
 from runtime.cotenancy import request
-from runtime.test_loop import Channel, small_loop
+from runtime.driven_loop import Channel, small_loop
 
 STEP = IterationRecord(BatchShape(4, 400), Mode.NONE, 12.5, 12.5)
 OTHERS = {

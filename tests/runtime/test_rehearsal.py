@@ -18,7 +18,7 @@ from cotenant.runtime.rehearsal import Rehearsal
 from cotenant.wire.messages import AddRequest, JobMetrics, JobSucceeded, StartJob
 from finetune import support
 from runtime.cotenancy import request
-from runtime.test_self_profile import Worker
+from runtime.driven_worker import Worker
 
 
 class RehearsingWorker(Worker):

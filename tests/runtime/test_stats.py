@@ -15,7 +15,7 @@ from cotenant.runtime.harvest import Harvest
 from cotenant.wire.messages import ERROR_BOUNDS, AddRequest, StartJob, Stats, ToWorker
 from finetune import support
 from runtime.cotenancy import request
-from runtime.test_loop import Behind, Channel, small_loop
+from runtime.driven_loop import Behind, Channel, small_loop
 
 DECODE = BatchShape(num_decode=4, context_tokens=400)
 FORWARD = TaskletShape(TaskletKind.FORWARD, 256, 64)

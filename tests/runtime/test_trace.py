@@ -27,9 +27,9 @@ from cotenant.wire.messages import AddRequest
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
-from runtime.test_executor import Bench
-from runtime.test_loop import Channel
-from runtime.test_partitions import FEW, SplitDevice
+from runtime.driven_loop import Channel
+from runtime.executor_bench import Bench
+from runtime.side_by_side import FEW, SplitDevice
 
 
 def test_what_the_lanes_did_when(tmp_path: Path) -> None:

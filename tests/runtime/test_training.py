@@ -27,7 +27,7 @@ from cotenant.finetune.state import TrainingState
 from cotenant.runtime import training as training_module
 from cotenant.wire.messages import CheckpointSaved, JobFailed, JobStarted, JobSucceeded
 from finetune import support
-from runtime.test_executor import Bench
+from runtime.executor_bench import Bench
 
 
 @pytest.fixture
