@@ -1,3 +1,5 @@
+"""A small Llama, one thread for its products, and jobs with the layers that GPUs capture."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,8 +9,12 @@ import pytest
 import torch
 import transformers
 
+from cotenant.device import Device, create_device
+from cotenant.finetune import activations
+from cotenant.finetune.job import TrainingJob
 from cotenant.models.decoder import Decoder
 from finetune import support
+from finetune.captured_layers import CHUNK_BYTES, VALIDATION, Make
 
 
 def save_llama(
@@ -51,3 +57,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoder(model_folder: Path) -> Decoder:
     return support.load(model_folder)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes jobs whose layers are those that GPUs capture."""
+
+    def make(
+        decoder: Decoder,
+        folder: Path,
+        *,
+        free_bytes: int | None = None,
+        device: Device | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        validation: support.Examples | None = VALIDATION,
+        **changes: object,
+    ) -> TrainingJob:
+        monkeypatch.setattr(activations, "can_capture", lambda *_: True)
+        monkeypatch.setattr(activations, "CHUNK_BYTES", chunk_bytes)
+        changes = changes if validation is None else {"eval_steps": 3, **changes}
+        spec = support.make_spec(folder, validation=validation, **changes)
+        return support.make_job(decoder, spec, device=device or create_device("cpu"), free_bytes=free_bytes)
+
+    return make
