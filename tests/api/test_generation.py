@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from api.test_metrics import figures
+from api.figures import figures
 from cotenant.api.generation import Choice, ChoiceText, Piece, TextOptions, collect_choice
 from cotenant.api.metrics import Metrics
 from cotenant.api.worker_client import WorkerClient

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from api.figures import figures
 from cotenant.api.metrics import Metrics, attains, time_per_output_token_s
 from cotenant.api.routes.metrics import metrics as answer_metrics
 from cotenant.api.worker_client import WorkerClient
@@ -29,11 +30,6 @@ def worker() -> WorkerClient:
     client = WorkerClient(ServerConfig(ModelConfig("tiny")))
     client.on_message(Ready(256, 2, 300, 8, 16, "cpu", "float32", "multitask", SLO, 0.1))
     return client
-
-
-def figures(metrics: Metrics) -> dict[str, float]:
-    lines = [line for line in metrics.render({}).decode().splitlines() if not line.startswith("#")]
-    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
 
 def test_tpot_is_the_mean_gap_after_the_first_token() -> None:

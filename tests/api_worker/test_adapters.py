@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from api_worker.clients import kill_worker, make_client, run, running, until
 from api_worker.stand_in_worker import BROKEN_ADAPTER, DEADLY_ADAPTER
-from api_worker.test_worker_client import kill_worker, make_client, run, running, until
 from cotenant.api.models import ModelNames
 from cotenant.api.worker_client import WorkerClient
 from cotenant.config import LoraConfig, ModelConfig, ServerConfig

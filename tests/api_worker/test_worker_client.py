@@ -9,24 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvloop
 
 from api_worker import stand_in_worker as stand_in
+from api_worker.clients import CONFIG, kill_worker, make_client, run, running, until
 from cotenant.api import supervisor
 from cotenant.api.supervisor import CrashWindow, describe_exit
 from cotenant.api.worker_client import MAX_RUNS, WorkerClient
-from cotenant.config import ApiConfig, BatchConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import CotenantError, NotFoundError, OverloadedError, WorkerLostError
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.core.request import FinishReason, Request, SamplingParams, SequenceOutput
 from cotenant.wire.messages import FromWorker, JobFailed, JobPaused, JobStarted, StartJob
-
-CONFIG = ServerConfig(ModelConfig("tiny"), batch=BatchConfig(max_queue=4), api=ApiConfig(api_key="secret"))
 
 
 class RecordedJobs:
@@ -45,48 +41,12 @@ class RecordedJobs:
         self.messages.append("ready")
 
 
-def make_client(
-    start: str = "ready", config: ServerConfig = CONFIG, crashes: CrashWindow | None = None
-) -> WorkerClient:
-    command = (sys.executable, stand_in.__file__, start)
-    return WorkerClient(config, worker_command=command, crashes=crashes or CrashWindow(first_delay_s=0.01))
-
-
-@asynccontextmanager
-async def running(client: WorkerClient, ready: bool = True) -> AsyncIterator[WorkerClient]:
-    await client.start()
-    try:
-        if ready:
-            await asyncio.wait_for(client.wait_ready(), 60)
-        yield client
-    finally:
-        await client.close()
-
-
 def make_request(behaviour: int, request_id: str = "r", max_tokens: int = 3) -> Request:
     return Request(request_id, (behaviour, 9), SamplingParams(max_tokens=max_tokens), arrival_s=time.monotonic())
 
 
 async def outputs_of(client: WorkerClient, request: Request) -> list[SequenceOutput]:
     return [output async for output in client.generate(request)]
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the server's loop
-        runner.run(asyncio.wait_for(scenario(), 240))  # type: ignore[arg-type]
-
-
-async def kill_worker(client: WorkerClient) -> None:
-    pid = client.worker_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    await until(lambda: client.ready is None)
 
 
 def test_outputs_come_in_order_and_the_last_has_a_reason() -> None:
