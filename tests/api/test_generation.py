@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from cotenant.core.errors import WorkerLostError
 from cotenant.core.plan import Slo
 from cotenant.core.request import FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
 from cotenant.text.byte_tokenizer import EOS, ByteTokenizer
+from cotenant.text.tokenizer import load_tokenizer
 from cotenant.wire.messages import Ready
+from text.samples import sentencepiece_folder
 
 TOKENIZER = ByteTokenizer(300)
 EOS_ID = TOKENIZER.eos_token_ids[0]
@@ -97,6 +100,17 @@ def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(min_tokens: int
     assert text_of(pieces) == text
     assert pieces[-1].stop_reason == ("STOP" if min_tokens < len(raw) else None)
     assert [offset for piece in pieces for offset in piece.offsets] == [*range(sum(one.num_tokens for one in pieces))]
+
+
+def test_a_line_break_that_is_a_token_of_one_byte_stops_at_once(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece_folder(tmp_path), 800)
+    line_break = tokenizer.byte_token_id(ord("\n"))
+    assert line_break is not None
+    tokens = [*tokenizer.encode("river", add_special_tokens=False), line_break]
+    text = ChoiceText(tokenizer, request(), TextOptions(("\n",)))
+    pieces = [text.add(SequenceOutput("r", (token,))) for token in tokens]
+    assert text_of(pieces) == "river"
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "\n")
 
 
 def test_what_only_began_like_a_stop_string_is_text() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,66 @@ def _stream(detokenizer: IncrementalDetokenizer, ids: list[int], chunk: int = 1)
 @given(ids=st.lists(st.integers(0, 799), max_size=30), skip=st.booleans(), chunk=st.integers(1, 4))
 def test_the_pieces_are_the_whole_for_any_ids(tokenizer: Tokenizer, ids: list[int], skip: bool, chunk: int) -> None:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
-    assert "".join(_stream(detokenizer, ids, chunk)) == tokenizer.decode(ids, skip_special_tokens=skip)
+    spared = _spare_characters(tokenizer, ids, skip)
+    assert "".join(_stream(detokenizer, ids, chunk)) == tokenizer.decode(spared, skip_special_tokens=skip)
+
+
+def _spare_characters(tokenizer: Tokenizer, ids: list[int], skip: bool) -> list[int]:
+    """``ids`` with the tokens of U+FFFD for each byte that spoils characters in its run of single bytes."""
+    hidden = tokenizer.special_token_ids if skip else frozenset()
+    shown = [token_id for token_id in ids if token_id not in hidden and tokenizer.token_bytes(token_id)]
+    spared: list[int] = []
+    for is_bytes, tokens in groupby(shown, tokenizer.is_partial_byte):
+        run = list(tokens)
+        text = b"".join(map(tokenizer.token_bytes, run)).decode(errors="surrogateescape") if is_bytes else ""
+        bad = ["\udc80" <= character <= "\udcff" for character in text]
+        if any(bad) and not all(bad):
+            mended = "".join("\ufffd" if is_bad else character for character, is_bad in zip(text, bad, strict=True))
+            run = _byte_tokens(tokenizer, mended)
+        spared += run
+    return spared
+
+
+def _byte_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    tokens = {tokenizer.token_bytes(each): each for each in range(800) if tokenizer.is_partial_byte(each)}
+    return [tokens[bytes([byte])] for byte in text.encode()]
+
+
+TEXTS = st.text(st.one_of(st.sampled_from(" aéあ🙂\n"), st.characters(codec="utf-8", exclude_characters="\ufffd")))
+
+
+@RELAXED
+@given(text=TEXTS, cut=st.integers(0, 60), prompt=TEXTS)
+def test_each_character_comes_with_its_last_byte(sentencepiece: Path, text: str, cut: int, prompt: str) -> None:
+    tokenizer = load_tokenizer(sentencepiece, 800)
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False) if prompt else []
+    ids = tokenizer.encode(text, add_special_tokens=False)[:cut]
+    before = tokenizer.decode(prompt_ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids)
+    come = before
+    num_whole = 0  # of the tokens, up to the last that ends a character
+    for end in range(1, len(ids) + 1):
+        come += detokenizer.add(ids[end - 1 : end])
+        if _ends_a_character(tokenizer, ids[num_whole:end]):
+            num_whole = end
+        assert come == tokenizer.decode(prompt_ids + ids[:num_whole])
+    assert detokenizer.flush() == "\ufffd" * (len(ids) - num_whole)
+
+
+def _ends_a_character(tokenizer: Tokenizer, ids: list[int]) -> bool:
+    try:
+        b"".join(map(tokenizer.token_bytes, ids)).decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_an_answer_goes_on_from_a_long_run_of_bytes(sentencepiece: Path) -> None:
+    tokenizer = load_tokenizer(sentencepiece, 800)
+    prompt_ids = _byte_tokens(tokenizer, "မြန်မာ")
+    for answer in ("\n", "စာ", " a"):
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt_ids)
+        assert "".join(_stream(detokenizer, _byte_tokens(tokenizer, answer))) == answer
 
 
 @RELAXED

@@ -105,3 +105,6 @@ class ByteTokenizer:
 
     def is_partial_byte(self, token_id: int) -> bool:
         return False
+
+    def byte_token_id(self, byte: int) -> int | None:
+        return None

@@ -77,6 +77,10 @@ class Tokenizer(Protocol):
         """True for a token that stands for a single byte among tokens that stand for characters (byte fallback)."""
         ...
 
+    def byte_token_id(self, byte: int) -> int | None:
+        """The token of this byte for which ``is_partial_byte`` holds; None if there is none."""
+        ...
+
 
 def load_tokenizer(folder: Path | None, vocab_size: int) -> Tokenizer:
     """The tokenizer of a model folder in Hugging Face's format, or the byte tokenizer where there is no folder."""
@@ -191,6 +195,9 @@ class HuggingFaceTokenizer:
             return False
         token = self._inner.id_to_token(token_id)
         return token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def byte_token_id(self, byte: int) -> int | None:
+        return self._inner.token_to_id(f"<0x{byte:02X}>") if self._decoding.byte_fallback else None
 
 
 class _Decoding:
