@@ -71,6 +71,18 @@ def test_a_second_server_is_refused(tmp_path: Path) -> None:
     open_store(tmp_path).close()
 
 
+@pytest.mark.parametrize("name", ["run?1", "run?mode=ro", "run%3F", "run#1", "a b@c:1"])
+def test_the_database_lies_in_its_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
+    store = open_store(tmp_path / name)
+    file = add_file(store)
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name / "cotenant.db").is_file()
+    store = open_store(tmp_path / name)
+    assert store.files.page().items == [file]
+    store.close()
+
+
 def test_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
     open_store(tmp_path).close()
     with sqlite3.connect(tmp_path / "cotenant.db") as connection:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, create_engine, event, insert, inspect, select, update
+from sqlalchemy import URL, Connection, create_engine, event, insert, inspect, select, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from cotenant.core.errors import ConflictError, InvalidInputError
@@ -35,7 +35,7 @@ class Database:
         self._ballast = ballast
         # Writers wait for each other here and not in SQLite, which would let them fail after a timeout.
         self._writing = threading.Lock()
-        self._engine = create_engine(f"sqlite:///{path}", pool_size=8, max_overflow=64)
+        self._engine = create_engine(URL.create("sqlite", database=str(path)), pool_size=8, max_overflow=64)
         event.listen(self._engine, "connect", _on_connect)
         event.listen(self._engine, "begin", _on_begin)
         try:
