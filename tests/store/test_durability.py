@@ -13,10 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
 from cotenant.core.errors import ConflictError, InvalidInputError
 from cotenant.store import JobStatus, StoreError, open_store
+from cotenant.store.ballast import Ballast
+from cotenant.store.database import Database
 from cotenant.store.schema import SCHEMA_VERSION
+from forked import run_command
 from store.rows import add_file, add_job, add_running_job, make_adapter, metrics_event
 
 _WRITER = Path(__file__).with_name("endless_writer.py")
@@ -204,6 +209,38 @@ def test_a_full_disk_refuses_uploads_and_still_lets_a_failure_be_recorded(small_
     assert store.jobs.get(job.id).status is JobStatus.FAILED
     add_job(store, kept)
     store.close()
+
+
+def test_a_disk_that_is_full_at_the_start_is_named(small_disk: Path) -> None:
+    with (small_disk / "filler").open("wb", buffering=0) as filler:
+        until_full(lambda: filler.write(bytes(4096)), OSError)
+    for _ in range(2):  # what is there after the first time is no obstacle
+        with pytest.raises(StoreError, match="full") as refused:
+            open_store(small_disk / "data")
+        assert refused.value.code == "disk_full"
+    assert run_command("profile", "tiny", "--data-dir", str(small_disk / "data")).returncode == 1
+    failed = run_command("serve", "tiny", "--port", "0", "--data-dir", str(small_disk / "data"))
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1].startswith("error: The disk with the data folder is full.")
+    (small_disk / "filler").unlink()
+    open_store(small_disk / "data").close()
+
+
+def test_a_quota_that_is_used_up_takes_the_space_set_aside(tmp_path: Path) -> None:
+    """Which no test may set here. SQLite tells it from a broken disk by nothing."""
+
+    def write(connection: Connection) -> str:
+        if (tmp_path / "BALLAST").exists():
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+            raise DBAPIError("INSERT", {}, error)
+        return "written"
+
+    ballast = Ballast(tmp_path)
+    database = Database(tmp_path / "cotenant.db", ballast)
+    ballast.restore()
+    assert database.write(write) == "written"
+    database.close()
 
 
 def until_full(write: Callable[[], object], error: type[Exception]) -> Exception:

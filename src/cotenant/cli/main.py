@@ -16,7 +16,7 @@ from cotenant.cli.model import model_app
 from cotenant.cli.output import USER_ERROR_EXIT_CODE, drop_output, print_error
 from cotenant.cli.profile import profile
 from cotenant.cli.serve import serve
-from cotenant.core.errors import CotenantError
+from cotenant.core.errors import DISK_FULL, CotenantError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # for what is to be written
 
@@ -66,7 +66,7 @@ def main() -> None:
         app()
     except CotenantError as error:
         print_error(error.message)
-        sys.exit(USER_ERROR_EXIT_CODE)
+        sys.exit(1 if error.code == DISK_FULL else USER_ERROR_EXIT_CODE)
     except OSError as error:
         if error.errno not in _NO_ROOM:
             raise

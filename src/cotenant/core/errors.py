@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+DISK_FULL = "disk_full"  # the code of what could not be written for want of room
 INVALID_ADAPTER = "invalid_adapter"  # the code of an adapter that cannot be read
 
 

@@ -35,7 +35,7 @@ class Ballast:
             os.unlink(self._path)
         except OSError:
             return False
-        logger.error("the disk with the data folder is full; using the space set aside for the database")
+        logger.error("the disk with the data folder, or a quota, is full; using the space set aside for the database")
         return True
 
 

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from cotenant.core.errors import ConflictError, InvalidInputError
 from cotenant.store import schema
 from cotenant.store.ballast import Ballast
-from cotenant.store.errors import store_error
+from cotenant.store.errors import may_be_full, store_error
 
 T = TypeVar("T")
 
@@ -53,15 +53,14 @@ class Database:
             raise store_error(error) from error
 
     def write(self, work: Callable[[Connection], T]) -> T:
-        """Run ``work`` and commit it. It is run again if the disk was full and the ballast could be dropped."""
+        """Run ``work`` and commit it. It is run again if the disk may be full and the ballast could be dropped."""
         try:
             return self._write_once(work)
         except IntegrityError:
             raise  # a constraint of ours; those that a caller can break are caught where they are
         except DBAPIError as error:
-            failure = store_error(error)
-            if not (failure.disk_full and self._ballast.release()):
-                raise failure from error
+            if not (may_be_full(error) and self._ballast.release()):
+                raise store_error(error) from error
         try:
             return self._write_once(work)
         except DBAPIError as error:

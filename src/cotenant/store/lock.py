@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from cotenant.core.errors import ConflictError, InvalidInputError
+from cotenant.store.errors import is_full, store_error
 
 LOCK_NAME = "LOCK"
 
@@ -28,8 +29,12 @@ class FolderLock:
                 code="data_dir_in_use",
                 param="data-dir",
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()} {holder}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()} {holder}\n".encode(), 0)
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         os.close(self._descriptor)
@@ -37,11 +42,13 @@ class FolderLock:
 
 def lock_folder(folder: Path, holder: str) -> FolderLock:
     """Lock a data folder, made if it isn't there. Raises ConflictError if another process uses it, InvalidInputError if
-    it cannot be used at all."""
+    it cannot be used at all, StoreError if the disk is full."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return FolderLock(folder, holder)
     except OSError as error:
+        if is_full(error):
+            raise store_error(error) from error
         reason = "it is a file" if folder.is_file() else error.strerror
         raise InvalidInputError(
             f"The data folder {folder} cannot be used: {reason}. Choose another one with --data-dir.",

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.store.errors import is_full, store_error
 
 
 def make_usable(folder: Path) -> None:
     """Make a folder of the data folder's if it isn't there. Raises InvalidInputError if something else is in its place,
-    or if files cannot be put there."""
+    or if files cannot be put there, StoreError if the disk is full."""
     reason = None
     try:
         folder.mkdir(exist_ok=True)
@@ -19,6 +20,8 @@ def make_usable(folder: Path) -> None:
     except FileExistsError:
         reason = "it is a link to nothing" if folder.is_symlink() else "it is no folder"
     except OSError as error:
+        if is_full(error):
+            raise store_error(error) from error
         reason = error.strerror
     if reason is not None:
         raise InvalidInputError(
