@@ -166,12 +166,13 @@ async def server(
     base: str = "tiny",
     policy: str = "adaptive",
     max_lora_rank: int = 64,
+    model: str = "tiny",
 ) -> AsyncIterator[Server]:
     """Start on a data folder, and stop as a crash would: nothing is told to anybody. ``base``: the fingerprint of the
-    model that is served."""
+    model that is served. ``model``: as it was named to be served as "tiny"."""
     worker = worker or RecordingWorker()
     config = ServerConfig(
-        ModelConfig("tiny"),
+        ModelConfig(model, served_model_names=("tiny",)),
         api=ApiConfig(max_upload_bytes=MAX_UPLOAD_BYTES, organization="acme"),
         data_dir=str(data_dir),
         coexecution=CoExecutionConfig(policy=policy),

@@ -10,6 +10,7 @@ import pytest
 
 from api_jobs.support import (
     JOBS,
+    TINY,
     RecordingWorker,
     queue_of,
     report,
@@ -50,6 +51,22 @@ def test_jobs_run_one_at_a_time_in_order_of_creation(tmp_path: Path) -> None:
             assert failed["status"] == "failed"
             message = "The disk is full. Once that is mended, resume the job: it has no checkpoint and begins with the "
             assert failed["error"] == {"code": "disk_full", "message": f"{message}first step.", "param": None}
+
+    run(scenario)
+
+
+def test_a_folder_below_home_is_named_whole_to_those_who_read_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever loads an adapter looks for its base by that name, and expands nothing."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+
+    async def scenario() -> None:
+        async with server(tmp_path / "data", model="~/model") as there:
+            await there.started_job()
+            (start,) = [message for message in there.worker.sent if isinstance(message, StartJob)]
+            assert start.spec.base_model == str(TINY)
 
     run(scenario)
 

@@ -102,7 +102,9 @@ def make_job(
 
 def _base_root(model: str, base_folder: Path | None) -> str:
     """How adapters name their base: a hub's id, which means the same everywhere, or else the folder."""
-    return str(base_folder) if base_folder is not None and (model == "tiny" or Path(model).exists()) else model
+    if base_folder is not None and (model == "tiny" or Path(model).expanduser().exists()):
+        return str(base_folder)
+    return model
 
 
 def _requested(body: CreateJobRequest, limits: Limits) -> dict[str, Any]:
