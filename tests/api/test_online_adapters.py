@@ -118,6 +118,12 @@ def test_loading_in_place_serves_what_the_folder_holds_now(
     assert unload(http, "changing").status_code == 200
 
 
+def test_a_loop_of_links_is_no_folder(http: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    answer = load(http, "new", str(tmp_path / "loop"))
+    assert (answer.status_code, error_of(answer)["code"], error_of(answer)["param"]) == (404, "not_found", "lora_path")
+
+
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_weights_that_are_not_finite_are_refused(
     http: httpx.Client, adapters: list[str], tmp_path: Path, value: float

@@ -262,7 +262,7 @@ def _existing_folder(path: str) -> str:
         folder = Path(path).resolve()
         if folder.is_dir():
             return str(folder)
-    except (OSError, ValueError):  # a path that no file can have, or one that we may not look at
+    except (OSError, RuntimeError, ValueError):  # no path that a file can have, a loop of links, one we may not look at
         pass
     raise NotFoundError(f"There is no folder '{path[:200]}' on the server.", code="not_found", param="lora_path")
 
