@@ -35,7 +35,7 @@ from cotenant.config import (
 )
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file
-from cotenant.core.user_path import looking_up
+from cotenant.core.user_path import check_utf8, looking_up
 from cotenant.models.registry import resolve_model
 
 
@@ -219,6 +219,7 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
             trace_file = Path(server["trace_file"]).expanduser().resolve()
         check_outputs(**{"trace-file": trace_file})
         check_trace_file(trace_file)
+        check_utf8(trace_file, "--trace-file")
         server["trace_file"] = str(trace_file)
     return ServerConfig(
         model=model_config,
@@ -239,6 +240,7 @@ def folder_of_data(data_dir: str | Path) -> Path:
     with looking_up(data_dir, "--data-dir"):
         folder = Path(data_dir).expanduser().resolve()
         folder.exists()  # which says what a longest name is
+    check_utf8(folder, "--data-dir")
     return folder
 
 
@@ -270,6 +272,8 @@ def _convert(name: str, value: object, kind: Any) -> Any:
     is_list = any(typing.get_origin(each) is tuple for each in (kind, *typing.get_args(kind)))
     if is_list and not isinstance(value, list | tuple):
         value = [value]
+    for each in value if isinstance(value, list | tuple) else (value,):
+        check_utf8(each, "MODEL" if name == _MODEL_KEY else f"--{name}")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -283,12 +287,14 @@ def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
     modules: dict[str, str] = {}
     for item in items:
         name, folder = _parse_lora_module(item)
+        check_utf8(name, "--lora-modules")
         if name in modules:
             raise InvalidInputError(f"--lora-modules: '{name}' is given twice", param="lora-modules")
         with looking_up(folder, "--lora-modules"):
             is_there, path = Path(folder).is_dir(), Path(folder).resolve()
         if not is_there:
             raise InvalidInputError(f"--lora-modules: '{name}': there is no folder {folder}", param="lora-modules")
+        check_utf8(path, "--lora-modules")
         modules[name] = str(path)
     return tuple(modules.items())
 

@@ -12,6 +12,7 @@ from cotenant.cli.options import build_config, option
 from cotenant.cli.output import fail
 from cotenant.config import LoraConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.user_path import check_utf8
 from cotenant.processes import importing
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _run(config: ServerConfig, prepared: PreparedWorker) -> None:
     _check_lora_modules(config.lora, resolved.spec)
     # Absolute, for adapters name their base by it, wherever they are read.
     folder = None if resolved.folder is None else resolved.folder.absolute()
+    check_utf8(folder, "MODEL")
     base = BaseModel(folder, resolved.spec.vocab_size, fingerprint(resolved, config.model))
     try:
         code = run_server(config, base, typer.echo, prepared=prepared)
