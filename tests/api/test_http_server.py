@@ -15,17 +15,21 @@ from starlette.types import Receive, Scope, Send
 
 from cotenant.api import http_server
 from cotenant.api.http_server import HttpServer
+from cotenant.api.server import open_listener
+from cotenant.config import ApiConfig
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body, more = b"", True
+    if scope["path"] == "/late":
+        await asyncio.sleep(5)
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body[:4]})
 
 
 @asynccontextmanager
@@ -73,6 +77,43 @@ def test_who_asks_for_nothing_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> N
                 writer.close()
 
     uvloop.run(run())
+
+
+def test_who_stops_in_the_middle_of_a_body_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who goes on slowly, nor one whose body is not read, nor who has sent it all and waits for the answer."""
+    monkeypatch.setattr(http_server, "BODY_SILENCE_S", 2.5)
+    large = b"POST /late HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            stopped, slow, unread, waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            stopped[1].write(HEAD + b"bo")
+            slow[1].write(HEAD)
+            unread[1].write(large + bytes(500_000))
+            waiting[1].write(HEAD.replace(b"/x", b"/late") + b"body")
+            for number in range(4):
+                await asyncio.sleep(1.5)
+                slow[1].write(b"slow"[number : number + 1])
+                if number == 2:
+                    unread[1].write(bytes(500_000))
+            async with asyncio.timeout(30):
+                assert await stopped[0].read() == b"", "closed"
+                assert (await slow[0].readuntil(b"slow")).startswith(b"HTTP/1.1 200")
+                assert (await unread[0].readline()).startswith(b"HTTP/1.1 200")
+                assert (await waiting[0].readuntil(b"body")).startswith(b"HTTP/1.1 200")
+            for _, writer in (stopped, slow, unread, waiting):
+                writer.close()
+
+    uvloop.run(run())
+
+
+def test_connections_notice_when_their_client_is_gone() -> None:
+    with open_listener(ApiConfig(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        listener.setblocking(True)
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
 def test_it_says_when_hardly_any_more_connections_can_be_had(

@@ -23,25 +23,49 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 # A connection that has sent no request's head from one look to the next is closed: it is an open file.
 LOOK_EVERY_S = 30
+# So is one that owes the rest of a request's body and sends nothing for so long: it holds what has come, too. Longer
+# than from one look to the next.
+BODY_SILENCE_S = 60.0
 # What a connection that was accepted last may take to send the head of its request.
 _FIRST_REQUEST_TIMEOUT_S = 1.0
 _WANTED_OPEN_FILES = 65536
+# A silent client is asked four times whether it is there, and is gone after two minutes. Where the system has these.
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 _MANY = 0.9  # of those that may be open
 
 
-_Silent = tuple[HttpToolsProtocol, RequestResponseCycle | None]
+class _Connection(HttpToolsProtocol):
+    """``heard_s``: when something came from the client last, in the loop's time."""
+
+    heard_s = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_s = self.loop.time()
+        super().data_received(data)
+
+    @property
+    def owes_body(self) -> bool:
+        """Whether the rest of a request is to come, and the client has been told to send it."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.waiting_for_100_continue:
+            return False
+        return bool(cycle.more_body)
+
+
+_Silent = tuple[_Connection, RequestResponseCycle | None]
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: a signal drains the worker too. Who has connected when it ends is
-    answered, and not reset. Who connects and asks for nothing is let go of after a while."""
+    answered, and not reset. Who connects and asks for nothing is let go of after a while, and so is who asks for
+    something and stops in the middle."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=_Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -79,25 +103,38 @@ class HttpServer(uvicorn.Server):
         """Whether one has had no request yet: uvicorn would close it, whatever is on its way."""
         return bool(self._without_request())
 
-    def _without_request(self) -> set[HttpToolsProtocol]:
+    def _connections(self) -> list[_Connection]:
+        return [each for each in self.server_state.connections if isinstance(each, _Connection)]
+
+    def _without_request(self) -> set[_Connection]:
         """The connections on which no request's head has come yet."""
-        connections = self.server_state.connections
-        return {each for each in connections if isinstance(each, HttpToolsProtocol) and each.cycle is None}
+        return {each for each in self._connections() if each.cycle is None}
 
     def _asked_for_nothing(self) -> set[_Silent]:
         """The connections whose client has something to say first, each with what it was answered last. Of those that
         were answered uvicorn closes the ones from which nothing comes; not any more once a part of a head has come."""
         found: set[_Silent] = {(each, None) for each in self._without_request()}
-        for each in self.server_state.connections:
-            if isinstance(each, HttpToolsProtocol) and each.cycle is not None:
+        for each in self._connections():
+            if each.cycle is not None:
                 is_answered = each.cycle.response_complete and not each.pipeline
                 if is_answered and each.timeout_keep_alive_task is None:
                     found.add((each, each.cycle))
         return found
 
+    def _stopped_in_a_body(self) -> list[_Connection]:
+        """The connections whose client has sent nothing of a body for too long, though it was read."""
+        now_s = asyncio.get_running_loop().time()
+        owing = [each for each in self._connections() if each.owes_body]
+        for each in owing:
+            if each.flow.read_paused:
+                each.heard_s = now_s
+        return [each for each in owing if now_s - each.heard_s > BODY_SILENCE_S]
+
     async def _look_after_connections(self) -> None:
         silent = self._asked_for_nothing()
         for connection, _ in silent & self._silent:  # for as long as from one look to the next
+            connection.transport.close()
+        for connection in self._stopped_in_a_body():
             connection.transport.close()
         self._silent = silent - self._silent
         num_connections = len(self.server_state.connections)
@@ -122,6 +159,16 @@ async def _accept_backlog(listener: socket.socket) -> None:
         if not waiting.poll(0):
             return
         await asyncio.sleep(0)
+
+
+def notice_dead_clients(listener: socket.socket) -> None:
+    """Have the kernel end connections whose client's machine is gone, of which it says nothing as long as nothing is
+    sent: while a body is to come, or an answer is made."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        option = getattr(socket, name, None)
+        if option is not None:
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def raise_open_files_limit() -> None:

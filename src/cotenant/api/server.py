@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from cotenant.api.app import create_app
-from cotenant.api.http_server import BACKLOG, HttpServer, raise_open_files_limit
+from cotenant.api.http_server import BACKLOG, HttpServer, notice_dead_clients, raise_open_files_limit
 from cotenant.api.jobs.manager import JobManager
 from cotenant.api.models import check_given_names
 from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
@@ -204,6 +204,7 @@ def open_listener(api: ApiConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        notice_dead_clients(listener)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)
