@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import unicodedata
+from pathlib import Path
 
 import msgspec
+import pytest
 
 from cotenant.api.logprobs import LOWEST_LOGPROB, TokenTexts, chat_logprobs, completion_logprobs, joined
+from cotenant.api.routes.completions import prompt_offsets
 from cotenant.core.request import TokenLogprobs
 from cotenant.text.byte_tokenizer import ByteTokenizer
+from cotenant.text.tokenizer import load_tokenizer
+from text.samples import byte_level_folder, sentencepiece_folder
 
 TEXTS = TokenTexts(ByteTokenizer(300))
 FIRST_OF_TWO = "é".encode()[0]
@@ -52,3 +59,24 @@ def test_stretches_are_joined_in_order() -> None:
     assert joined(parts) == completion_logprobs(
         [ord("a"), ord("b")], [TokenLogprobs(ord("a"), -1.0, 1), TokenLogprobs(ord("b"), -1.0, 1)], [0, 1], TEXTS
     )
+
+
+@pytest.mark.parametrize("prompt", ["the river", "é</s> the 🙂 . river", "🙂</s> river</s>\n  the", "  the river  "])
+def test_offsets_are_places_in_the_prompt_as_it_was_sent(tmp_path: Path, prompt: str) -> None:
+    assert_offsets_fit(sentencepiece_folder(tmp_path), prompt)
+
+
+def test_offsets_are_places_in_a_prompt_that_is_normalised(tmp_path: Path) -> None:
+    file = byte_level_folder(tmp_path) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": {"type": "NFC"}}))
+    assert_offsets_fit(tmp_path, "cafe\u0301 cafe\u0301 the river")
+
+
+def assert_offsets_fit(folder: Path, prompt: str) -> None:
+    tokenizer = load_tokenizer(folder, 800)
+    token_ids = tokenizer.encode(prompt)
+    offsets = prompt_offsets(tokenizer, prompt, token_ids)
+    assert list(offsets) == sorted(offsets)
+    for token_id, offset in list(zip(token_ids, offsets, strict=True))[1:]:  # the first one starts a text
+        text = tokenizer.token_text(token_id).strip().strip("\ufffd")
+        assert unicodedata.normalize("NFC", prompt[offset:]).lstrip().startswith(text)

@@ -247,10 +247,12 @@ async def _encode(state: AppState, ready: Ready, body: CompletionRequest, prompt
 def prompt_offsets(tokenizer: Tokenizer, prompt: str, token_ids: Sequence[int]) -> tuple[int, ...]:
     """Where in ``prompt`` each of the tokens begins that it was encoded to. Marks of special tokens are a part of it;
     those tokens that the tokenizer has put around it lie at its start and its end."""
-    own = tokenizer.encode(prompt, add_special_tokens=False)
+    own, spans = tokenizer.encode_with_offsets(prompt)
     num_others = len(token_ids) - len(own)
     num_before = next((count for count in range(num_others) if token_ids[count : count + len(own)] == own), num_others)
-    _, offsets = prompt_text(tokenizer, own, skip_special_tokens=False)
+    text, offsets = prompt_text(tokenizer, own, skip_special_tokens=False)
+    if text != prompt:  # it was normalised, say, or a space was put before a part of it
+        offsets = tuple(start for start, _ in spans)
     return (0,) * num_before + offsets + (len(prompt),) * (num_others - num_before)
 
 
