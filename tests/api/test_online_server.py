@@ -225,6 +225,30 @@ def test_echo_repeats_the_prompt(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == "The sun" + plain
 
 
+def test_a_streamed_echo_has_the_log_probabilities_of_the_whole_answer(http: httpx.Client) -> None:
+    ids = http.post("/tokenize", json={"prompt": "The sun is warm, and the sea is wide. " * 8}).json()["tokens"]
+    body = {"model": MODEL, "prompt": [ids], "echo": True, "logprobs": 20, "max_tokens": 4, "temperature": 0, "n": 2}
+    whole = http.post("/v1/completions", json=body).json()
+    answer = http.post("/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    *events, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert {key: chunks[-1]["usage"][key] for key in ("prompt_tokens", "completion_tokens")} == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": 8,
+    }
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["text"] for each in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        for name in ("tokens", "text_offset"):
+            assert [value for each in own for value in each["logprobs"][name]] == choice["logprobs"][name]
+        first, *values = [value for each in own for value in each["logprobs"]["token_logprobs"]]
+        assert first is choice["logprobs"]["token_logprobs"][0] is None
+        assert values == pytest.approx(choice["logprobs"]["token_logprobs"][1:], abs=1e-3)
+        assert len(own[0]["logprobs"]["top_logprobs"]) > len(ids)
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 def test_what_lm_eval_asks_for(http: httpx.Client, max_tokens: int) -> None:
     ids = http.post("/tokenize", json={"prompt": "The sun is warm."}).json()["tokens"]

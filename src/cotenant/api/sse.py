@@ -25,13 +25,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
+EVENT_START, EVENT_END = b"data: ", b"\n\n"
+DONE = EVENT_START + b"[DONE]" + EVENT_END
+# What is held back of a stream to leave in one write is no more than that.
+_MOST_HELD_BYTES = 1 << 16
 _ENCODER = msgspec.json.Encoder()
 
 
 def event(message: Any) -> bytes:
     """One event with ``message`` as its JSON data."""
-    return b"data: " + _ENCODER.encode(message) + b"\n\n"
+    return EVENT_START + _ENCODER.encode(message) + EVENT_END
 
 
 class TextEvents:
@@ -73,7 +76,7 @@ class EventStreamResponse(Response):
 
     An error after the first event can no longer change the status: it is sent as an event with an ``error`` object, and
     the stream ends there. ``events`` is closed however the response ends. While ``is_followed`` says that the next of
-    ``events`` is to be had without waiting, what came is held back and leaves with it in one write.
+    ``events`` is to be had without waiting, what came is held back and leaves with it in one write, if it is not much.
     """
 
     media_type = "text/event-stream"
@@ -107,9 +110,11 @@ class EventStreamResponse(Response):
             await send_body({"type": "http.response.body", "body": self._first, "more_body": True})
             async for data in self._events:
                 held += data
-                if held and not self._is_followed():
+                if held and (len(held) > _MOST_HELD_BYTES or not self._is_followed()):
                     data, held = held, b""
                     await send_body({"type": "http.response.body", "body": data, "more_body": True})
+                    if len(data) > _MOST_HELD_BYTES:
+                        await asyncio.sleep(0)  # more may be here, and be sent without waiting
             held += DONE
         except Exception as error:
             if isinstance(error, CotenantError):

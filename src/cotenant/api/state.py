@@ -12,6 +12,7 @@ from cotenant.api.logprobs import TokenTexts
 from cotenant.api.metrics import Metrics
 from cotenant.api.models import ModelNames
 from cotenant.api.prompts import PromptEncoder
+from cotenant.api.turns import Turns
 from cotenant.config import ServerConfig
 from cotenant.text.chat import ChatTemplate
 from cotenant.text.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ class AppState:
     models: ModelNames = field(init=False)
     prompts: PromptEncoder = field(init=False)
     token_texts: TokenTexts = field(init=False)
+    turns: Turns = field(init=False, default_factory=Turns)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.config.model.name, self.worker)

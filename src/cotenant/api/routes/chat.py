@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -24,11 +25,11 @@ from cotenant.api.generation import (
     next_piece_is_here,
     stream_choices,
 )
-from cotenant.api.logprobs import chat_logprobs
+from cotenant.api.logprobs import chat_logprobs, chat_logprobs_parts
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
 from cotenant.api.prompts import Conversation, check_num_choices, require_ready, token_budget
-from cotenant.api.responses import json_response
+from cotenant.api.responses import JsonParts, around, listed
 from cotenant.api.schemas.chat import (
     ChatChoice,
     ChatChunk,
@@ -68,7 +69,7 @@ async def create_chat_completion(request: Request) -> Response:
     logger.debug("%s: runs as %s", request_id_of(request), chat.id)
     if body.stream:
         return await stream_response(request, chat.events(), partial(next_piece_is_here, state, chat.choices))
-    return json_response(await run_until_disconnect(request.receive, chat.whole()))
+    return JsonParts(await run_until_disconnect(request.receive, chat.whole()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +115,31 @@ class _Chat:
         )
         return cls(state, body, chat_id, int(time.time()), len(prompt), choices)
 
-    async def whole(self) -> ChatCompletion:
-        """The answer in one piece."""
+    async def whole(self) -> list[bytes]:
+        """The answer in one piece: a ``ChatCompletion`` as JSON, in parts."""
         collected = await collect_choices(self.state, self.choices)
         count = UsageCount(self.num_prompt, self.body.n)
+        choices: list[list[bytes]] = []
         for index, pieces in enumerate(collected):
             for piece in pieces:
                 count.add(index, piece)
-        choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
-        return ChatCompletion(self.id, self.created, self.body.model, choices, count.usage())
+            choices.append(await self._whole_choice(index, pieces))
+            await asyncio.sleep(0)  # there may be hundreds: let other requests have their turn
+        before, after = around(
+            lambda each: ChatCompletion(self.id, self.created, self.body.model, [each], count.usage())
+        )
+        return [before, *listed(choices), after]
 
-    def _whole_choice(self, index: int, pieces: list[Piece]) -> ChatChoice:
-        entries = [entry for piece in pieces for entry in piece.logprobs]
-        logprobs = chat_logprobs(entries, self.state.token_texts) if self.body.logprobs else None
+    async def _whole_choice(self, index: int, pieces: list[Piece]) -> list[bytes]:
         text = "".join(piece.text for piece in pieces)
         last = pieces[-1]
-        return ChatChoice(index, ChatMessage(text), logprobs, last.finish_reason or "stop", last.stop_reason)
+        before, after = around(
+            lambda each: ChatChoice(index, ChatMessage(text), each, last.finish_reason or "stop", last.stop_reason)
+        )
+        if not self.body.logprobs:
+            return [before, b"null", after]
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        return [before, *await chat_logprobs_parts(entries, self.state.token_texts, self.state.turns), after]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream: roles, text as it comes, reasons for the ends, usage if it was asked for.

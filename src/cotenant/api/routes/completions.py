@@ -25,22 +25,21 @@ from cotenant.api.generation import (
     next_piece_is_here,
     stream_choices,
 )
-from cotenant.api.logprobs import completion_logprobs, joined
+from cotenant.api.logprobs import completion_logprobs, completion_logprobs_parts
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
 from cotenant.api.prompts import check_num_choices, check_num_tokens, require_ready, run_apart, token_budget
-from cotenant.api.responses import json_response
+from cotenant.api.responses import JsonParts, around, listed
 from cotenant.api.schemas.completion import (
     DEFAULT_MAX_TOKENS,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionRequest,
     Prompt,
 )
 from cotenant.api.schemas.parsing import parse, read_object
 from cotenant.api.schemas.sampling import check_token_ids, sampling_params
-from cotenant.api.sse import TextEvents, event, run_until_disconnect, stream_response
+from cotenant.api.sse import EVENT_END, EVENT_START, TextEvents, event, run_until_disconnect, stream_response
 from cotenant.api.state import AppState, state_of
 from cotenant.api.usage import UsageCount
 from cotenant.core.errors import InvalidInputError
@@ -73,7 +72,7 @@ async def create_completion(request: Request) -> Response:
         return await stream_response(
             request, completion.events(), partial(next_piece_is_here, state, completion.choices)
         )
-    return json_response(await run_until_disconnect(request.receive, completion.whole()))
+    return JsonParts(await run_until_disconnect(request.receive, completion.whole()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,27 +134,30 @@ class _Completion:
             )
         return cls(state, body, completion_id, int(time.time()), prompts, choices)
 
-    async def whole(self) -> Completion:
-        """The answer in one piece."""
+    async def whole(self) -> list[bytes]:
+        """The answer in one piece: a ``Completion`` as JSON, in parts."""
         collected = await collect_choices(self.state, self.choices)
         count = self._new_count()
+        choices: list[list[bytes]] = []
         for index, pieces in enumerate(collected):
             for piece in pieces:
                 count.add(index, piece)
-        choices = [self._whole_choice(index, pieces) for index, pieces in enumerate(collected)]
-        return Completion(self.id, self.created, self.body.model, choices, count.usage())
+            text = self._prompt_of(index).text + "".join(piece.text for piece in pieces)
+            last = pieces[-1]
+            choice = CompletionChoice(index, text, None, last.finish_reason, last.stop_reason)
+            choices.append(await self._choice_parts(choice, pieces))
+            await asyncio.sleep(0)  # there may be hundreds: let other requests have their turn
+        before, after = around(lambda each: Completion(self.id, self.created, self.body.model, [each], count.usage()))
+        return [before, *listed(choices), after]
 
-    def _whole_choice(self, index: int, pieces: list[Piece]) -> CompletionChoice:
-        parts = [self._choice(index, piece, is_first=number == 0) for number, piece in enumerate(pieces)]
-        logprobs = joined([part.logprobs for part in parts if part.logprobs is not None])
-        last = pieces[-1]
-        return CompletionChoice(
-            index,
-            "".join(part.text for part in parts),
-            None if self.body.logprobs is None else logprobs,
-            last.finish_reason,
-            last.stop_reason,
-        )
+    async def _choice_parts(self, choice: CompletionChoice, pieces: Sequence[Piece]) -> list[bytes]:
+        """``choice``, or the part of it that is news, as JSON, with the log-probabilities of ``pieces``."""
+        before, after = around(lambda each: msgspec.structs.replace(choice, logprobs=each))
+        if self.body.logprobs is None:
+            return [before, b"null", after]
+        tokens = self._tokens(self._prompt_of(choice.index), pieces)
+        parts = await completion_logprobs_parts(*tokens, self.state.token_texts, self.state.turns)
+        return [before, *parts, after]
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as a stream: text as it comes, and usage if it was asked for. Empty for a piece without text."""
@@ -168,9 +170,13 @@ class _Completion:
                 if texts is not None and piece.finish_reason is None:
                     yield texts(piece.text) if piece.text else b""
                     continue
-                choice = self._choice(index, piece, is_first=index not in started)
-                if index not in started:
+                is_first = index not in started
+                if is_first:
                     started[index] = self._text_events(index)
+                if piece.prompt_logprobs is not None:
+                    yield await self._long_chunk(self._choice(index, piece, is_first), piece, count)
+                    continue
+                choice = self._choice(index, piece, is_first)
                 has_news = choice.text or choice.logprobs is not None or choice.finish_reason is not None
                 yield self._chunk(choice, count) if has_news else b""
         if self.body.include_usage:
@@ -183,36 +189,55 @@ class _Completion:
         return TextEvents(lambda text: self._message(CompletionChoice(index, text, None, None)))
 
     def _choice(self, index: int, piece: Piece, is_first: bool) -> CompletionChoice:
-        """What ``piece`` adds to its choice; the first one brings the prompt along if it is echoed."""
-        prompt = self.prompts[index // self.body.n]
+        """What ``piece`` adds to its choice; the first one brings the prompt along if it is echoed, without its
+        probabilities."""
+        prompt = self._prompt_of(index)
+        logprobs = None
+        if self.body.logprobs is not None and piece.prompt_logprobs is None:
+            logprobs = completion_logprobs(*self._tokens(prompt, [piece]), self.state.token_texts)
         return CompletionChoice(
             index,
             prompt.text + piece.text if is_first else piece.text,
-            self._logprobs(prompt, piece),
+            logprobs,
             piece.finish_reason,
             msgspec.UNSET if piece.stop_reason is None else piece.stop_reason,
         )
 
-    def _logprobs(self, prompt: _EncodedPrompt, piece: Piece) -> CompletionLogprobs | None:
-        if self.body.logprobs is None:
-            return None
+    def _prompt_of(self, index: int) -> _EncodedPrompt:
+        return self.prompts[index // self.body.n]
+
+    def _tokens(
+        self, prompt: _EncodedPrompt, pieces: Sequence[Piece]
+    ) -> tuple[list[int], list[TokenLogprobs | None], list[int]]:
+        """The tokens of a choice's pieces, those of an echoed prompt before them, with their probabilities and
+        places."""
         token_ids: list[int] = []
         entries: list[TokenLogprobs | None] = []
         offsets: list[int] = []
-        if piece.prompt_logprobs is not None:
-            token_ids += prompt.token_ids
-            entries += piece.prompt_logprobs
-            offsets += prompt.offsets
-        token_ids += [entry.token_id for entry in piece.logprobs]
-        entries += piece.logprobs
-        offsets += [len(prompt.text) + offset for offset in piece.offsets]
-        return completion_logprobs(token_ids, entries, offsets, self.state.token_texts)
+        for piece in pieces:
+            if piece.prompt_logprobs is not None:
+                token_ids += prompt.token_ids
+                entries += piece.prompt_logprobs
+                offsets += prompt.offsets
+            token_ids += [entry.token_id for entry in piece.logprobs]
+            entries += piece.logprobs
+            offsets += [len(prompt.text) + offset for offset in piece.offsets]
+        return token_ids, entries, offsets
+
+    async def _long_chunk(self, choice: CompletionChoice, piece: Piece, count: UsageCount) -> bytes:
+        """The event of a piece that brings the probabilities of an echoed prompt along, which ``choice`` lacks."""
+        parts = await self._choice_parts(choice, [piece])
+        before, after = around(lambda each: self._counted(each, count))
+        return b"".join((EVENT_START, before, *parts, after, EVENT_END))
 
     def _chunk(self, choice: CompletionChoice, count: UsageCount) -> bytes:
+        return event(self._counted(choice, count))
+
+    def _counted(self, choice: CompletionChoice, count: UsageCount) -> Completion:
         chunk = self._message(choice)
         if self.body.continuous_usage:
             chunk.usage = count.usage()
-        return event(chunk)
+        return chunk
 
     def _message(self, choice: CompletionChoice) -> Completion:
         usage = None if self.body.include_usage else msgspec.UNSET

@@ -7,16 +7,15 @@ don't support is refused by its name, unless its value asks for nothing.
 from __future__ import annotations
 
 import asyncio
-import gc
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from cotenant.api.schemas.structure import SMALL_BODY_BYTES, check_structure
+from cotenant.api.turns import nothing_is_garbage
 from cotenant.core.errors import InvalidInputError
 from cotenant.text.unicode import unpaired_surrogate
 
@@ -106,7 +105,7 @@ async def read_object(request: Request) -> dict[str, Any]:
     try:
         if len(body) > SMALL_BODY_BYTES:
             await asyncio.to_thread(check_structure, body)
-        with _nothing_is_garbage():
+        with nothing_is_garbage():
             decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = _half_pair(str(error), body) or str(error)
@@ -155,23 +154,10 @@ def parse(fields: dict[str, Any], kind: type[T]) -> T:
 def convert(fields: Any, kind: type[T]) -> T:
     """``msgspec.convert`` with complaints in the API's words."""
     try:
-        with _nothing_is_garbage():
+        with nothing_is_garbage():
             return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _described(str(error)) from None
-
-
-@contextmanager
-def _nothing_is_garbage() -> Iterator[None]:
-    """While a body becomes objects, millions perhaps: the collector would walk all of them again and again as they
-    grow, which takes longer than all else."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
