@@ -38,10 +38,19 @@ TO_WORKER: list[ToWorker] = [
     CancelJob("j"),
     Drain(),
 ]
+LONG_PROMPT = (None, *(TokenLogprobs(number % 50, -1.0, 1, ((5, -0.5), (6, -1.0))) for number in range(20_000)))
 FROM_WORKER: list[FromWorker] = [
     Ready(1024, 2, 2048, 64, 16, "cpu", "float32", "multitask", Slo(50.0, 5.0), 1.5),
     Outputs((SequenceOutput("r", (5,), (TokenLogprobs(5, -0.5, 1, ((5, -0.5), (6, -1.0))),)),)),
     Outputs((SequenceOutput("r", (), (), (None, TokenLogprobs(2, -1.0, 3)), FinishReason.STOP, 2),)),
+    Outputs(
+        (
+            SequenceOutput("r", (5,), (), LONG_PROMPT, queue_s=1.5),
+            SequenceOutput("q", (5,), (), LONG_PROMPT[:3]),
+            SequenceOutput("p", (5,)),
+            SequenceOutput("o", (5,), (), LONG_PROMPT[:15_000]),
+        )
+    ),
     JobMetrics("j", (STEP,), 640, 12.0),
     CheckpointSaved("j", 3, "/d/c", STEP),
     JobFailed("j", "disk_full", "no space", 3),
@@ -77,6 +86,36 @@ def test_every_message_arrives_as_it_was_sent(tmp_path: Path) -> None:
     received, answers = asyncio.run(exchange(f"ipc://{tmp_path}/s"))
     assert received == TO_WORKER
     assert answers == FROM_WORKER
+
+
+def test_others_have_their_turn_while_a_long_message_comes(tmp_path: Path) -> None:
+    async def run() -> None:
+        api, worker = ApiChannel(f"ipc://{tmp_path}/s"), WorkerChannel(f"ipc://{tmp_path}/s")
+        num_turns = 0
+
+        async def others() -> None:
+            nonlocal num_turns
+            while True:
+                await asyncio.sleep(0)
+                num_turns += 1
+
+        message = Outputs((SequenceOutput("r", (5,), (), LONG_PROMPT),))
+        try:
+            worker.send(Drained())
+            worker.send(message)
+            await api.receive()
+            await asyncio.sleep(0.5)  # all of it is here
+            running = asyncio.create_task(others())
+            await asyncio.sleep(0)
+            num_turns = 0
+            assert await asyncio.wait_for(api.receive(), 60.0) == message
+            assert num_turns >= 3 * len(LONG_PROMPT) // 4096
+            running.cancel()
+        finally:
+            worker.close()
+            api.close()
+
+    asyncio.run(run())
 
 
 def test_a_message_that_was_sent_before_the_worker_connected_is_not_lost(tmp_path: Path) -> None:

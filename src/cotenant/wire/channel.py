@@ -6,14 +6,18 @@ A new worker gets a new address, so a message for its predecessor can never reac
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from cotenant.wire.messages import FromWorker, ToWorker
+from cotenant.core.request import SequenceOutput, TokenLogprobs
+from cotenant.wire.messages import FromWorker, Outputs, PromptLogprobs, ToWorker
 
 _ENCODER = msgspec.msgpack.Encoder()
+# Probabilities, of a prompt's tokens and their alternatives, in one message: what takes 2 ms to decode.
+_MOST_VALUES = 4096
 
 
 class WorkerChannel:
@@ -28,6 +32,10 @@ class WorkerChannel:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: FromWorker) -> None:
+        if isinstance(message, Outputs) and any(output.prompt_logprobs for output in message.outputs):
+            for stretch in _stretches(message):
+                self._socket.send(_ENCODER.encode(stretch))
+            message = Outputs(tuple(map(_without_long, message.outputs)))
         self._socket.send(_ENCODER.encode(message))
 
     def receive(self) -> list[ToWorker]:
@@ -63,13 +71,24 @@ class ApiChannel:
         self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.bind(address)
         self._decoder: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+        self._come: dict[str, list[TokenLogprobs | None]] = {}  # of prompts, by request, before their outputs
 
     async def send(self, message: ToWorker) -> None:
         await self._socket.send(_ENCODER.encode(message))
 
     async def receive(self) -> FromWorker:
-        """The next message, however long it takes."""
-        return self._decoder.decode(await self._socket.recv())
+        """The next message, however long it takes. One that takes long to decode comes in several, between which others
+        have their turn."""
+        while isinstance(message := self._decoder.decode(await self._socket.recv()), PromptLogprobs):
+            self._come.setdefault(message.request_id, []).extend(message.entries)
+            await asyncio.sleep(0)
+        if self._come and isinstance(message, Outputs):
+            return Outputs(tuple(map(self._with_long, message.outputs)))
+        return message
+
+    def _with_long(self, output: SequenceOutput) -> SequenceOutput:
+        come = self._come.pop(output.request_id, None)
+        return output if come is None else msgspec.structs.replace(output, prompt_logprobs=tuple(come))
 
     async def heard_out(self) -> None:
         """Return when the worker, which has connected, has closed its end (a process that ends does), and ``receive``
@@ -81,3 +100,24 @@ class ApiChannel:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.destroy(linger=0)
+
+
+def _num_in_one(output: SequenceOutput) -> int:
+    """Of how many of a prompt's tokens the probabilities go into one message."""
+    entries = output.prompt_logprobs or ()
+    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
+    return max(1, _MOST_VALUES // (1 + num_alternatives))
+
+
+def _stretches(message: Outputs) -> Iterator[PromptLogprobs]:
+    """What is to be sent before this message, as it has too much of it."""
+    for output in message.outputs:
+        entries, size = output.prompt_logprobs or (), _num_in_one(output)
+        if len(entries) > size:
+            for start in range(0, len(entries), size):
+                yield PromptLogprobs(output.request_id, entries[start : start + size])
+
+
+def _without_long(output: SequenceOutput) -> SequenceOutput:
+    is_long = len(output.prompt_logprobs or ()) > _num_in_one(output)
+    return msgspec.structs.replace(output, prompt_logprobs=()) if is_long else output

@@ -10,7 +10,7 @@ import msgspec
 
 from cotenant.core.job import JobSpec, StepMetrics
 from cotenant.core.plan import Slo
-from cotenant.core.request import Request, SequenceOutput
+from cotenant.core.request import Request, SequenceOutput, TokenLogprobs
 
 
 class AddRequest(msgspec.Struct, tag="add_request", frozen=True):
@@ -89,6 +89,14 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True):
     """What one iteration produced, in one message."""
 
     outputs: tuple[SequenceOutput, ...]
+
+
+class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", frozen=True):
+    """A stretch of a request's ``SequenceOutput.prompt_logprobs`` that are too many for one message, before the output
+    that they belong to. Only the channel sees it: it takes them apart and puts them together."""
+
+    request_id: str
+    entries: tuple[TokenLogprobs | None, ...]
 
 
 class RequestFailed(msgspec.Struct, tag="request_failed", frozen=True):
@@ -241,6 +249,7 @@ FromWorker = (
     Ready
     | StartFailed
     | Outputs
+    | PromptLogprobs
     | RequestFailed
     | AdapterLoaded
     | AdapterFailed
