@@ -67,14 +67,16 @@ class Trace:
 
     def span(self, track: int, name: str, start_s: float, end_s: float, **arguments: object) -> None:
         """Something took from ``start_s`` to ``end_s``."""
+        # One's end is another's start to the digit: viewers leave out what overlaps.
+        begins_us, ends_us = (round((each_s - self._start_s) * 1e6, 1) for each_s in (start_s, end_s))
         self._add(
             {
                 "ph": "X",
                 "pid": _PROCESS,
                 "tid": track,
                 "name": name,
-                "ts": round((start_s - self._start_s) * 1e6, 1),
-                "dur": round(max(0.0, end_s - start_s) * 1e6, 1),
+                "ts": begins_us,
+                "dur": round(max(0.0, ends_us - begins_us), 1),
                 "args": arguments,
             }
         )
