@@ -113,6 +113,31 @@ def test_what_a_client_names_is_one_line_of_the_log(server: serving.RunningServe
     assert "none\\n2026-01-01" in line
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/nothing", 404, "Unknown request URL"),
+        ("POST", "/v1/embeddings", 404, "does not support"),
+        ("DELETE", "/v1/chat/completions", 405, "Not allowed to DELETE"),
+        ("GET", "/v1/files?limit=0", 400, "Invalid 'limit'"),
+        ("GET", "/no/such%0apath", 404, "/no/such\\npath"),
+    ],
+)
+def test_each_refusal_is_a_line_of_the_log(
+    server: serving.RunningServer, http: httpx.Client, method: str, path: str, status: int, said: str
+) -> None:
+    name = f"refused-{status}-{abs(hash(path))}"
+    assert http.request(method, path, headers={"x-request-id": name}).status_code == status
+    (line,) = [line for line in server.log.splitlines() if name in line]
+    assert f": {status}: " in line
+    assert said in line
+
+
+def test_health_may_be_asked_for_its_head_alone(http: httpx.Client) -> None:
+    answer = http.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     response = http.get("/v1/nothing")
     assert response.status_code == 404

@@ -7,7 +7,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cotenant.api.errors import InvalidApiKeyError, response_of
+from cotenant.api.errors import InvalidApiKeyError, log_refusal, response_of
 
 _GUARDED = ("/v1", "/tokenize", "/detokenize")
 
@@ -37,6 +37,7 @@ class ApiKeyMiddleware:
             try:
                 check_key(Headers(scope=scope).get("authorization"), self._api_key)
             except InvalidApiKeyError as error:
+                log_refusal(scope, 401, error.message)
                 await response_of(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

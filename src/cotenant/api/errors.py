@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from cotenant.core.errors import ConflictError, CotenantError, InvalidInputError, NotFoundError, OverloadedError
 from cotenant.store.files import FileTooLargeError
@@ -100,6 +101,18 @@ def request_id_of(request: Request) -> str:
     return str(getattr(request.state, "request_id", "-"))
 
 
+def log_refusal(scope: Scope, status: int, message: str) -> None:
+    """One line for a request that gets an error instead of an answer."""
+    level = logging.WARNING if status >= 500 else logging.INFO
+    request_id = scope.get("state", {}).get("request_id", "-")
+    # What a client named may stand in them, with line breaks of its own.
+    path, text = (
+        "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
+        for words in (scope["path"], message)
+    )
+    logger.log(level, "%s: %s %s: %d: %s", request_id, scope["method"], path, status, text)
+
+
 def internal_error_response() -> Response:
     """What the client sees of an error that we did not foresee."""
     body = _ENCODER.encode(error_object_of(RuntimeError()))
@@ -115,20 +128,20 @@ def install_handlers(app: FastAPI, on_overload: Callable[[], None]) -> None:
         status = status_of(error)
         if isinstance(error, OverloadedError):
             on_overload()
-        level = logging.WARNING if status >= 500 else logging.INFO
-        # What a client named may stand in it, with line breaks of its own.
-        text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in error.message)
-        logger.log(level, "%s: %s %s: %d: %s", request_id_of(request), request.method, request.url.path, status, text)
+        log_refusal(request.scope, status, error.message)
         return response_of(error)
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         message, param = _describe_validation_error(error)
+        log_refusal(request.scope, 400, message)
         return error_response(message, 400, param=param, code="invalid_value")
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _http_error_response(app, request, error)
+        refusal = _http_refusal(app, request, error)
+        log_refusal(request.scope, error.status_code, refusal.message)
+        return error_response(refusal.message, error.status_code, code=refusal.code, headers=refusal.headers)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -148,20 +161,26 @@ def _describe_validation_error(error: RequestValidationError) -> tuple[str, str 
     return (f"Invalid '{param}': {reason}." if param else f"Invalid request: {reason}."), param
 
 
-def _http_error_response(app: FastAPI, request: Request, error: HTTPException) -> Response:
+class _Refusal(NamedTuple):
+    message: str
+    headers: dict[str, str]
+    code: str | None = None
+
+
+def _http_refusal(app: FastAPI, request: Request, error: HTTPException) -> _Refusal:
     headers = dict(error.headers or {})
     path = request.url.path
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         if any(path == known or path.startswith(known + "/") for known in _NOT_SERVED):
             message = f"This server does not support {request.method} {path}; /openapi.json describes what it does."
-            return error_response(message, 404, code="unsupported_endpoint")
+            return _Refusal(message, {}, code="unsupported_endpoint")
         message = f"Unknown request URL: {request.method} {path}. Please check the URL for typos."
-        return error_response(message, 404, code="unknown_url")
+        return _Refusal(message, {}, code="unknown_url")
     if error.status_code == 405:
         headers["Allow"] = ", ".join(allowed_methods(app, path)) or headers.get("Allow", "")
         message = f"Not allowed to {request.method} on {path} (allowed: {headers['Allow']})."
-        return error_response(message, 405, code="method_not_allowed", headers=headers)
-    return error_response(str(error.detail), error.status_code, headers=headers)
+        return _Refusal(message, headers, code="method_not_allowed")
+    return _Refusal(str(error.detail), headers)
 
 
 def allowed_methods(app: FastAPI, path: str) -> list[str]:

@@ -12,7 +12,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotenant.api.errors import RequestTooLargeError, internal_error_response, response_of
+from cotenant.api.errors import RequestTooLargeError, internal_error_response, log_refusal, response_of
 from cotenant.core.errors import InvalidInputError
 from cotenant.store.files import FileTooLargeError
 
@@ -73,7 +73,9 @@ class BodyLimitMiddleware:
         limit_bytes = self._limit_bytes(scope["path"])
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > limit_bytes:
-            await response_of(self._too_large(scope["path"]))(scope, receive, send)
+            error = self._too_large(scope["path"])
+            log_refusal(scope, 413, error.message)
+            await response_of(error)(scope, receive, send)
             return
         received_bytes = 0
 

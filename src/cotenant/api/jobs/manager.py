@@ -151,6 +151,7 @@ class JobManager:
                 resumed = await asyncio.to_thread(self._take_up, job)
             else:
                 raise _wrong_status(job, "resumed", "only a paused or failed job can be")
+        logger.info("job %s: resumed", job.id)
         self._validator.wake()
         self._dispatcher.wake()
         return resumed

@@ -78,11 +78,17 @@ class Recorder:
     def cancel(self, job: JobRecord) -> JobRecord | None:
         """End a job that the worker does not run (any more). What it had reached is kept as checkpoint models."""
         self._keep_checkpoints(job)
-        return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.CANCELLED}, [events.cancelled()])
+        changed = self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.CANCELLED}, [events.cancelled()])
+        if changed is not None:
+            logger.info("job %s: cancelled", job.id)
+        return changed
 
     def pause(self, job: JobRecord) -> JobRecord | None:
         """Set a job aside that the worker does not run (any more)."""
-        return self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
+        changed = self._store.jobs.change(job.id, (job.status,), {"status": JobStatus.PAUSED}, [events.paused()])
+        if changed is not None:
+            logger.info("job %s: paused", job.id)
+        return changed
 
     def fail(self, job: JobRecord, error: JobError, bad_step: int | None = None) -> None:
         """End a running job that cannot go on. What it had reached is kept as with ``cancel``, if the disk has room for
@@ -96,6 +102,7 @@ class Recorder:
             logger.warning("job %s has failed, and its last checkpoints are not listed: %s", job.id, problem.message)
         now = with_way_on(error, job, self._store.jobs.folder(job.id))
         self._store.jobs.fail(job.id, _RUNNING, error, now.message)
+        logger.warning("job %s: failed (%s): %s", job.id, error.code, error.message)
 
     def _job(self, job_id: str) -> JobRecord | None:
         try:
@@ -187,6 +194,7 @@ class Recorder:
             if result_file is not None:
                 self._store.files.remove_content(result_file.id)
             raise
+        logger.info("job %s: succeeded after %d steps", job.id, message.total_steps)
         return Outcome.LEFT_WORKER
 
     def _failed(self, message: JobFailed) -> Outcome:

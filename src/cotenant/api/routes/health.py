@@ -19,6 +19,7 @@ class Version(msgspec.Struct):
     version: str
 
 
+@router.head("/health", include_in_schema=False)  # as some balancers ask
 @router.get("/health", responses=answers(None, 503))
 async def health(request: Request) -> Response:
     """200 once the model is loaded; 503 before, and while the worker is being restarted."""
