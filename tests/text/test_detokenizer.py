@@ -91,6 +91,26 @@ def test_an_answer_goes_on_from_a_long_run_of_bytes(sentencepiece: Path) -> None
         assert "".join(_stream(detokenizer, _byte_tokens(tokenizer, answer))) == answer
 
 
+def test_bytes_that_make_no_character_come_one_by_one_and_are_not_decoded_again_and_again(
+    sentencepiece: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model may say nothing else for thousands of tokens, and the event loop decodes them."""
+    tokenizer = load_tokenizer(sentencepiece, 800)
+    bad = tokenizer.byte_token_id(0xFF)
+    assert bad is not None
+    num_decoded, really = [0], tokenizer.decode
+
+    def decode(ids: list[int], **options: bool) -> str:
+        num_decoded[0] += len(ids)
+        return really(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", decode)
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = _stream(detokenizer, [bad] * 500)
+    assert pieces == ["\ufffd"] * 500 + [""]
+    assert num_decoded[0] < 20 * 500
+
+
 @RELAXED
 @given(text=st.text(st.one_of(st.sampled_from(" aéあ🙂\n"), st.characters(codec="utf-8")), max_size=20))
 def test_no_piece_holds_half_a_character(tokenizer: Tokenizer, text: str) -> None:

@@ -90,7 +90,9 @@ class _WindowStream:
         if len(self._window) == self._num_emitted:
             return ""
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._emitted_text):
+        # A token of a single byte ends a whole character here, be it a replaced one.
+        is_part = text.endswith(_REPLACEMENT) and not self._tokenizer.is_partial_byte(self._window[-1])
+        if is_part or len(text) <= len(self._emitted_text):
             return ""
         piece = text[len(self._emitted_text) :]
         self._window = self._window[self._num_emitted :]
