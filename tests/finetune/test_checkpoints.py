@@ -150,6 +150,11 @@ def _tear(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
+def _replace_by_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 def _flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
@@ -161,7 +166,9 @@ def _flip(path: Path) -> None:
     [
         (STATE_FILE, _tear),
         (STATE_FILE, Path.unlink),
+        (STATE_FILE, _replace_by_a_folder),
         (TENSOR_FILE, _tear),
+        (TENSOR_FILE, _replace_by_a_folder),
         (TENSOR_FILE, _flip),
         (TENSOR_FILE, Path.unlink),
         ("adapter_model.safetensors", _flip),

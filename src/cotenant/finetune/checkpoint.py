@@ -28,6 +28,8 @@ from cotenant.models.tensors_in_memory import tensors_in
 logger = logging.getLogger(__name__)
 
 ADAPTER_FILE = "adapter_model.safetensors"
+# It is not there, or something else is in its place: that stays so, other errors may pass.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # The newest, and one to fall back on if that is damaged.
 _NUM_RESUMABLE = 2
 
@@ -143,7 +145,7 @@ class CheckpointStore:
                     if found[name] != digest:
                         raise CheckpointError(f"{name} is damaged")
                 return state, tensors_in(content, header)
-            except (CheckpointError, FileNotFoundError, ValueError) as error:
+            except (CheckpointError, *_ABSENT, ValueError) as error:
                 logger.warning("Checkpoint %s cannot be used (%s); trying the one before it", path, error)
         return None
 
@@ -191,7 +193,7 @@ def read_state(folder: Path) -> TrainerState:
     """
     try:
         state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=TrainerState)
-    except (FileNotFoundError, msgspec.DecodeError) as error:
+    except (*_ABSENT, msgspec.DecodeError) as error:
         raise CheckpointError(f"{STATE_FILE} cannot be read: {error}") from error
     if set(state.digests) != {ADAPTER_FILE, TENSOR_FILE}:
         raise CheckpointError(f"{STATE_FILE} is incomplete")
