@@ -33,7 +33,7 @@ class JsonParts(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         held = b""
-        for data in _joined(self._parts):
+        for data in joined(self._parts):
             if held:
                 await send({"type": "http.response.body", "body": held, "more_body": True})
                 await asyncio.sleep(0)
@@ -41,8 +41,8 @@ class JsonParts(Response):
         await send({"type": "http.response.body", "body": held, "more_body": False})
 
 
-def _joined(parts: Sequence[bytes]) -> Iterator[bytes]:
-    """The same in fewer and larger parts."""
+def joined(parts: Sequence[bytes]) -> Iterator[bytes]:
+    """The same in fewer and larger parts, of what is sent at a time."""
     held: list[bytes] = []
     num_bytes = 0
     for part in parts:

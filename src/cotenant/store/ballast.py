@@ -35,7 +35,7 @@ class Ballast:
             os.unlink(self._path)
         except OSError:
             return False
-        logger.error("the disk with the data folder, or a quota, is full; using the space set aside for the database")
+        logger.error("the data folder's disk or quota is full, or the disk fails: the database takes its reserve")
         return True
 
 

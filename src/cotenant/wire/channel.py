@@ -16,7 +16,8 @@ from cotenant.core.request import SequenceOutput, TokenLogprobs
 from cotenant.wire.messages import FromWorker, Outputs, PromptLogprobs, ToWorker
 
 _ENCODER = msgspec.msgpack.Encoder()
-# Probabilities, of a prompt's tokens and their alternatives, in one message: what takes 2 ms to decode.
+# Probabilities of one prompt, of its tokens and their alternatives, in one message: what takes 2 ms to decode. Many
+# short prompts may end with one batch, but no more tokens than it has.
 _MOST_VALUES = 4096
 
 

@@ -29,7 +29,7 @@ from cotenant.api.logprobs import completion_logprobs, completion_logprobs_parts
 from cotenant.api.models import ResolvedName
 from cotenant.api.openapi import answers, body_of
 from cotenant.api.prompts import check_num_choices, check_num_tokens, require_ready, run_apart, token_budget
-from cotenant.api.responses import JsonParts, around, listed
+from cotenant.api.responses import JsonParts, around, joined, listed
 from cotenant.api.schemas.completion import (
     DEFAULT_MAX_TOKENS,
     Completion,
@@ -174,7 +174,8 @@ class _Completion:
                 if is_first:
                     started[index] = self._text_events(index)
                 if piece.prompt_logprobs is not None:
-                    yield await self._long_chunk(self._choice(index, piece, is_first), piece, count)
+                    for part in joined(await self._long_chunk(self._choice(index, piece, is_first), piece, count)):
+                        yield part
                     continue
                 choice = self._choice(index, piece, is_first)
                 has_news = choice.text or choice.logprobs is not None or choice.finish_reason is not None
@@ -224,11 +225,12 @@ class _Completion:
             offsets += [len(prompt.text) + offset for offset in piece.offsets]
         return token_ids, entries, offsets
 
-    async def _long_chunk(self, choice: CompletionChoice, piece: Piece, count: UsageCount) -> bytes:
-        """The event of a piece that brings the probabilities of an echoed prompt along, which ``choice`` lacks."""
+    async def _long_chunk(self, choice: CompletionChoice, piece: Piece, count: UsageCount) -> list[bytes]:
+        """The event of a piece that brings the probabilities of an echoed prompt along, which ``choice`` lacks, in
+        parts."""
         parts = await self._choice_parts(choice, [piece])
         before, after = around(lambda each: self._counted(each, count))
-        return b"".join((EVENT_START, before, *parts, after, EVENT_END))
+        return [EVENT_START, before, *parts, after, EVENT_END]
 
     def _chunk(self, choice: CompletionChoice, count: UsageCount) -> bytes:
         return event(self._counted(choice, count))
