@@ -17,11 +17,16 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from cotenant.bench.event_stream import EventStream
 from cotenant.bench.generator import Endpoint, Generator, Share, ShareResult
 from cotenant.bench.schedule import PlannedRequest
+from cotenant.bench.serve import _first_model
 from cotenant.bench.stream_client import ExchangeFailed, StreamClient
+from cotenant.cli import bench_serve
+from cotenant.cli.main import app
+from cotenant.core.errors import CotenantError
 from forked import run_command
 from serving import running_server
 from undisturbed import until_undisturbed
@@ -136,7 +141,16 @@ def test_a_failure_is_counted_by_its_kind(url: str, tmp_path: Path, model: str, 
     assert report["mean_ttft_ms"] is None
     assert report["sustained"] is False
     assert all(failure in example and message in example for example in report["failure_examples"])
+    assert sum(report["failure_examples"].values()) == 20
     assert failure in printed
+
+
+def test_the_same_failure_is_printed_once(url: str, tmp_path: Path) -> None:
+    report, printed = bench(url, tmp_path, *SHORT, "--model", "busy", exit_code=1)
+    ((text, count),) = report["failure_examples"].items()
+    assert count == 20
+    assert printed.count("too many requests") == 1
+    assert f"  {text} (20 times)\n" in printed
 
 
 @pytest.mark.parametrize("model", ["busy", "error-event"])
@@ -292,6 +306,32 @@ def test_the_url_may_end_as_openais_clients_have_it(url: str, tmp_path: Path) ->
     assert report["completed"] == 20
 
 
+@pytest.mark.parametrize(
+    ("ours", "openais", "given", "key"),
+    [
+        ("ours", "openais", (), "ours"),
+        ("", "openais", (), "openais"),
+        ("ours", "openais", ("--api-key", "flag"), "flag"),
+        ("ours", "openais", ("--api-key", ""), None),
+        ("", "", (), None),
+    ],
+)
+def test_the_key_is_the_flags_then_ours_then_openais(
+    ours: str, openais: str, given: tuple[str, ...], key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = list[dict[str, str]]()
+    monkeypatch.setattr(bench_serve, "_measure", lambda options, *_: sent.append(options.headers))
+    variables = {"COTENANT_API_KEY": ours, "OPENAI_API_KEY": openais}
+    arguments = ["bench", "serve", "--url", "http://127.0.0.1:1", "--request-rate", "1", *given]
+    assert CliRunner().invoke(app, arguments, env=variables).exit_code == 0
+    assert sent == [{} if key is None else {"Authorization": f"Bearer {key}"}]
+
+
+def test_a_server_that_names_no_model_is_named_whole() -> None:
+    with pytest.raises(CotenantError, match=r"^http://a/b/v1/models names no model \(HTTP status 404\); name it"):
+        _first_model(httpx.Client(base_url="http://a/b", transport=httpx.MockTransport(lambda _: httpx.Response(404))))
+
+
 def test_results_of_several_servers_go_into_one_file(url: str, tmp_path: Path) -> None:
     for label in ("a", "b"):
         report, _ = bench(url, tmp_path, *SHORT, "--label", label, "--append-result")
@@ -340,6 +380,16 @@ def test_a_real_server(tmp_path: Path) -> None:
     arguments = ("--request-rate", "8", "--num-prompts", "16", "--random-input-len", "40", "--random-output-len", "9")
     with running_server(tmp_path / "data", *flags, env={"COTENANT_API_KEY": "open-sesame"}) as server:
         report, _ = bench(server.base_url, tmp_path, *arguments, *SLO, "--warmup", "2", "--api-key", "open-sesame")
+        for given, said in (
+            (
+                (),
+                f"the server at {server.base_url} asks for an API key: give --api-key, COTENANT_API_KEY or OPENAI_API",
+            ),
+            (("--api-key", "shazam"), "does not take this API key: check --api-key, COTENANT_API_KEY or OPENAI_API"),
+        ):
+            refused = run_command("bench", "serve", "--url", server.base_url, *arguments, *given)
+            assert said in refused.stderr
+            assert (refused.returncode, "--model" in refused.stderr) == (2, False)
     assert (report["completed"], report["total_input_tokens"], report["total_output_tokens"]) == (16, 640, 144)
     assert report["short_answers"] == 0
     assert "open-sesame" not in json.dumps(report)

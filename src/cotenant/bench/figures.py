@@ -113,7 +113,9 @@ def figures(run: Run, targets: Targets) -> dict[str, object]:
         **_latencies(answered),
         "generator": _generator(run, outcomes, duration_s),
         "failures": dict(Counter(str(outcome.failure) for outcome in failed).most_common()),
-        "failure_examples": [f"{outcome.failure}: {outcome.message}" for outcome in failed[:_EXAMPLES]],
+        "failure_examples": dict(
+            Counter(f"{outcome.failure}: {outcome.message}" for outcome in failed).most_common(_EXAMPLES)
+        ),
     }
 
 

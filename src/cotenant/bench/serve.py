@@ -143,7 +143,8 @@ class ServeBench:
     _runs: list[dict[str, Any]] = field(default_factory=list)
 
     def measure(self) -> None:
-        """Raises CotenantError when the server cannot be reached or names no model, or when the warm-up fails."""
+        """Raises CotenantError when the server cannot be reached, wants another key or names no model, or when the
+        warm-up fails."""
         options = self.options
         with httpx.Client(
             base_url=options.url, headers=options.headers, timeout=_SETUP_TIMEOUT_S, trust_env=False
@@ -236,15 +237,20 @@ def _num_short(planned: Sequence[PlannedRequest], run: Run) -> int:
 
 
 def _first_model(client: httpx.Client) -> str:
+    url = str(client.base_url).rstrip("/")
     try:
         response = client.get("/v1/models")
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            has_key = "Authorization" in client.headers
+            problem = "does not take this API key: check" if has_key else "asks for an API key: give"
+            raise CotenantError(f"the server at {url} {problem} --api-key, COTENANT_API_KEY or OPENAI_API_KEY")
         if not response.is_success:
             raise ValueError(f"HTTP status {response.status_code}")
         return str(response.json()["data"][0]["id"])
     except httpx.TransportError as error:
         raise CotenantError(f"cannot reach a server at {client.base_url}: {error}") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise CotenantError(f"{client.base_url}v1/models names no model ({error}); name it with --model") from error
+        raise CotenantError(f"{url}/v1/models names no model ({error}); name it with --model") from error
 
 
 def _server_version(client: httpx.Client) -> str | None:

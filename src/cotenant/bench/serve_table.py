@@ -50,7 +50,9 @@ def _lines(run: dict[str, Any]) -> list[str]:
     if run["failures"]:
         lines.append(_header("Failures", "-"))
         lines += [_row(f"{kind}:", count) for kind, count in run["failures"].items()]
-        lines += [f"  {example}" for example in run["failure_examples"]]
+        lines += [
+            f"  {text}{f' ({count} times)' if count > 1 else ''}" for text, count in run["failure_examples"].items()
+        ]
     return [*lines, "=" * _WIDTH]
 
 

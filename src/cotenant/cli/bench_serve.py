@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ import typer
 
 from cotenant.cli.bench_load import DEFAULT_NUM_PROMPTS, LoadFlags
 from cotenant.cli.output import check_apart, check_outputs, fail, write_json
+from cotenant.config import api_key_from_environment
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from cotenant.bench.serve import ServeOptions
 
 _SECRET_FLAGS = ("--api-key", "--header")
+_KEY_OF_OPENAI = "OPENAI_API_KEY"
 
 
 def serve(
@@ -96,8 +99,9 @@ def serve(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Sent with each request.", show_default=False)
     ] = None,
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.", show_default=False, show_envvar=True)
-    ] = "",
+        str | None,
+        typer.Option(help=f"The server's key; or set COTENANT_API_KEY or {_KEY_OF_OPENAI}.", show_default=False),
+    ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before the measurement, all at once.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one request.")] = 600.0,
     processes: Annotated[int, typer.Option(min=1, help="Processes that send the load.")] = 1,
@@ -145,7 +149,7 @@ def serve(
         endpoint=_completions_path(endpoint),
         model=model,
         lora_modules=[name for given in lora_modules or () for name in re.split(r"[,\s]+", given) if name],
-        headers=_headers(header or (), api_key),
+        headers=_headers(header or (), _key_from_environment() if api_key is None else api_key),
         vocab_size=vocab_size,
         seed=seed,
         num_warmup=warmup,
@@ -210,9 +214,14 @@ def _completions_path(text: str) -> str:
     return "/" + text.lstrip("/")
 
 
+def _key_from_environment() -> str:
+    """Ours goes first, as for the other commands; a variable that is empty counts as one that is not set."""
+    return api_key_from_environment() or os.environ.get(_KEY_OF_OPENAI, "")
+
+
 def _headers(given: Sequence[str], api_key: str) -> dict[str, str]:
     if not (api_key.isascii() and api_key.isprintable()):
-        raise InvalidInputError("--api-key: a key is printable ASCII")
+        raise InvalidInputError(f"--api-key: a key (or COTENANT_API_KEY, {_KEY_OF_OPENAI}) is printable ASCII")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     for item in given:
         name, found, value = item.partition("=")
