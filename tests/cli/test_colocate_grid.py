@@ -58,6 +58,28 @@ def test_what_is_printed_names_the_part_where_the_file_has_others(capsys: pytest
     assert cells == ["8 x 100", "8 x 100 (TTFT 250 ms)"]
 
 
+def said_of(capsys: pytest.CaptureFixture[str], skip_hopeless: bool, attained: int, rounds: int = 1) -> list[str]:
+    runs: list[Run] = []
+    loads = [load(8, runs, attained), load(32, runs, attained)]
+    policies = ("inference-only", "adaptive")
+    grid = Grid([each.parameters for each in loads], [Slo(500.0, 10.0)], policies, skip_hopeless, rounds)
+    grid.measure(empty_report(), loads, None)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_what_is_measured_says_which_of_how_many_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    first, third = "1 of 4: 8 x 100 at 10 ms, inference-only", "3 of 4: 32 x 100 at 10 ms, inference-only"
+    second, fourth = "2 of 4: 8 x 100 at 10 ms, adaptive", "4 of 4: 32 x 100 at 10 ms, adaptive"
+    every = [f"measuring cell {text}" for text in (first, second, third, fourth)]
+    assert said_of(capsys, skip_hopeless=False, attained=0) == every
+    assert said_of(capsys, skip_hopeless=True, attained=1) == every
+    assert said_of(capsys, skip_hopeless=True, attained=0) == every[::2], "who is needless counts as measured"
+    assert said_of(capsys, skip_hopeless=False, attained=1, rounds=3) == [
+        "measuring cells 1 to 2 of 4: 8 x 100 at 10 ms, inference-only, adaptive",
+        "measuring cells 3 to 4 of 4: 32 x 100 at 10 ms, inference-only, adaptive",
+    ]
+
+
 @pytest.mark.parametrize("attained", [0, 1])
 def test_rounds_go_back_and_forth_and_a_cell_is_all_of_them(attained: int, tmp_path: Path) -> None:
     runs: list[Run] = []

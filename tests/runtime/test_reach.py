@@ -34,6 +34,7 @@ def test_it_is_told_once_when_steps_alone_are_longer_and_go_on_being(caplog: pyt
     (told,) = caplog.messages
     assert "the TPOT target is 10 ms" in told
     assert "12.5 ms for 4 requests" in told
+    assert "`serve`: --max-num-seqs; `bench colocate`: --batch-sizes, --time-scale" in told
     for _ in range(1000):
         watch.note(STEP)
     assert len(caplog.records) == 1

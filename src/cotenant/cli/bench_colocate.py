@@ -59,6 +59,7 @@ from cotenant.config import (
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file, make_way
 from cotenant.core.plan import Slo
+from cotenant.scheduler.base import STEP_BY_STEP
 from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
 
 if TYPE_CHECKING:
@@ -314,11 +315,13 @@ def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
             "asks"
         )
     longest_ms = bench.longest_tasklet_ms
-    if longest_ms > _LONG_TASKLET * tpot_ms:
+    hurried = [name for name in grid.policies if name in STEP_BY_STEP]
+    if hurried and longest_ms > _LONG_TASKLET * tpot_ms:
         say_phase(
-            f"warning: a tasklet takes up to {longest_ms:.1f} ms alone: who counts each iteration by itself finds no "
-            f"room for one beside a step where the TPOT target is {tpot_ms:g} ms; shorter ones: --tasklet-tokens, "
-            "--seq-len"
+            f"warning: {', '.join(hurried)}: training will get little or nothing beside requests where the TPOT target "
+            f"is {tpot_ms:g} ms: a piece of training (a tasklet) takes up to {longest_ms:.1f} ms, and there each "
+            "decode step has to end within the target together with its piece. A smaller --tasklet-tokens or --seq-len "
+            "makes pieces shorter"
         )
 
 

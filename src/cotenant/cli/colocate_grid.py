@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from cotenant.bench.colocate_text import line, with_parts
+from cotenant.bench.colocate_text import line, place_name, with_parts
 from cotenant.bench.comparison import REFERENCE, cell_key, meets_slo, place_key
 from cotenant.cli.colocate_figures import cell_figures
 from cotenant.cli.colocate_loads import ColocateLoad
 from cotenant.cli.colocate_parts import Report
-from cotenant.cli.output import write_json
+from cotenant.cli.output import say_phase, write_json
 from cotenant.core.plan import Slo
 from cotenant.runtime.colocate_cell import Cell, pooled
 
@@ -55,6 +55,7 @@ class Grid:
         while missing := self.missing(report):
             together = self._together(missing)
             index = together[0][0]
+            say_phase(self._what_is_next(together, len(missing)))
             measured = [cell_figures(self.loads[index], cell, alone) for cell in self._in_turn(together, loads[index])]
             cells += measured
             if json_path is not None:
@@ -67,6 +68,16 @@ class Grid:
         if self.rounds == 1 or (self.skip_hopeless and missing[0][2] == REFERENCE):
             return missing[:1]
         return [each for each in missing if each[:2] == missing[0][:2]]
+
+    def _what_is_next(self, together: Sequence[_Missing], num_missing: int) -> str:
+        """Which of the cells are measured next, ``num_missing`` being left. Those that are needless are counted."""
+        total = len(self.loads) * len(self.slos) * len(self.policies)
+        first = total - num_missing + 1
+        number = f"cell {first}" if len(together) == 1 else f"cells {first} to {first + len(together) - 1}"
+        index, slo, _ = together[0]
+        policies = ", ".join(policy for _, _, policy in together)
+        place = place_name({**self.loads[index], "slo": {"tpot_ms": slo.tpot_ms}})
+        return f"measuring {number} of {total}: {place}, {policies}"
 
     def _in_turn(self, together: Sequence[_Missing], load: ColocateLoad) -> list[Cell]:
         """Back and forth, so that no policy is early or late in all rounds: clocks and what is known drift."""

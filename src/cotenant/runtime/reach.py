@@ -29,7 +29,8 @@ class TargetReach:
             logger.warning(
                 "the TPOT target is %.4g ms, and %d decode steps in a row took longer without training, the last one "
                 "%.4g ms for %d requests: they are late whatever training does, and it is held back for them. A longer "
-                "target (--slo-tpot-ms) or fewer requests at a time (--max-num-seqs)",
+                "target (--slo-tpot-ms) or fewer requests at a time (`serve`: --max-num-seqs; `bench colocate`: "
+                "--batch-sizes, --time-scale)",
                 self._tpot_ms,
                 _STEPS,
                 record.online_ms,

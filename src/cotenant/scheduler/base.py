@@ -11,6 +11,9 @@ from cotenant.predictor.predictor import LatencyPredictor
 # With no request to wait for, an iteration runs this many tasklets before the worker looks up again. It still stops
 # after the tasklets in flight when a request arrives; the number only bounds how stale its reports get.
 IDLE_TASKLETS = 16
+# Train beside a decode step only as far as this one step leaves time for it: what a request was served faster before
+# does not count.
+STEP_BY_STEP = ("chunked", "llmstation")
 
 
 class Policy(Protocol):
