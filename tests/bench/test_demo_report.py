@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from cotenant.bench.demo import print_table
+from cotenant.bench.demo import print_table, seconds_to_go
 from cotenant.bench.report import table_header, table_rows, write_html, write_json
 from cotenant.bench.summary import RequestResult, Targets, summarize
 
@@ -122,3 +122,15 @@ def test_the_page_shows_the_second_policy_in_its_table_and_distributions(
     lines = {figure.findtext("figcaption"): len(list(figure.iter("polyline"))) for figure in page.iter("figure")}
     assert lines["Time to first token"] == lines["Time per output token"] == len(header) - 1
     assert ("policy whole-step" in path.read_text()) == bool(beside)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "finish_s", "expected"),
+    [(150, 1010.0, 10.0), (150, 990.0, 0.0), (150, None, None), (100_000, 9e3, None)],
+)
+def test_a_job_that_is_cancelled_has_no_time_to_go(
+    num_steps: int, finish_s: float | None, expected: float | None
+) -> None:
+    settings = {"max_steps": num_steps}
+    method = {"type": "supervised", "supervised": {"hyperparameters": settings}}
+    assert seconds_to_go({"method": method, "estimated_finish": finish_s}, 1000.0) == expected

@@ -321,8 +321,7 @@ class Demo:
         if last_tokens is not None and now > last_s:
             self._progress.training_tokens_per_s = (tokens - last_tokens) / (now - last_s)
         job = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}")
-        finish = job.get("estimated_finish")
-        self._progress.eta_s = max(0.0, finish - time.time()) if finish else None
+        self._progress.eta_s = seconds_to_go(job, time.time())
         page = await call(client, "GET", f"/v1/fine_tuning/jobs/{job_id}/events", params={"limit": 10})
         for event in page["data"]:
             if event["type"] == "metrics":
@@ -349,6 +348,13 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def seconds_to_go(job: dict[str, Any], now_s: float) -> float | None:
+    """Until the job is done; None where that is not known, and of one that is cancelled before."""
+    finish_s: float | None = job.get("estimated_finish")
+    is_endless = job["method"]["supervised"]["hyperparameters"].get("max_steps") == _ENDLESS_STEPS
+    return None if finish_s is None or is_endless else max(0.0, finish_s - now_s)
 
 
 def _corun_speed(tokens_per_s: float, alone_tokens_per_s: float) -> dict[str, float]:

@@ -90,7 +90,7 @@ def step(metrics: StepMetrics, total_steps: int | None) -> NewEvent:
     """A step's figures; those that were not measured are left out."""
     data = figures(metrics)
     data["total_steps"] = total_steps
-    losses = ", ".join(f"{label}={data[name]:.2f}" for name, label in _LABELS if name in data)
+    losses = ", ".join(f"{label}={data[name]:.4f}" for name, label in _LABELS if name in data)
     position = f"{metrics.step}/{total_steps}" if total_steps else f"{metrics.step}"
     return NewEvent(f"Step {position}: {losses}", type="metrics", data=data, step=metrics.step)
 
