@@ -189,7 +189,12 @@ def test_an_empty_name_is_refused() -> None:
     [
         ("prot: 8000", "unknown key 'prot'"),
         ("enable-prefix-cache: true", "unknown key 'enable-prefix-cache'"),
-        ("enable-prefix-caching: 1", "--enable-prefix-caching: expected 'bool', got 'int'"),
+        ("enable-prefix-caching: 1", "serve.yaml: enable-prefix-caching: expected true or false, got a whole number"),
+        ("no-fuse: true", "unknown key 'no-fuse': write 'fuse: false'"),
+        ("no_enforce_eager: false", "unknown key 'no_enforce_eager': write 'enforce-eager: true'"),
+        ("no-port: 1", "unknown key 'no-port'"),
+        ("port: 8133\nseed: 1\nport: 8134", "serve.yaml: 'port' is there twice, lines 1 and 3"),
+        ("lora-modules:\n- {name: x, path: y, name: z}", "serve.yaml: 'name' is there twice, line 2"),
         ("compress-weights: auto", "--compress-weights: must be one of off, on"),
         ("quantization: awq", "--quantization: must be none or one of fp8"),
         ("max-cpu-loras: 7", "--max-cpu-loras: must be at least --max-loras"),
@@ -201,22 +206,39 @@ def test_an_empty_name_is_refused() -> None:
         ("num-pages: 2147483649", "--num-pages: must be at least 2 and at most 2147483648"),
         ("seed: 9223372036854775808", "--seed: must be a number of 64 bits"),
         ("max-num-seqs: 8\nmax-num-batched-tokens: 7", "--max-num-batched-tokens: must be at least --max-num-seqs"),
-        ("port: eight", "--port: expected 'int', got 'str'"),
-        ("port: true", "--port: expected 'int', got 'bool'"),
+        ("port: eight", "serve.yaml: port: expected a whole number, got text"),
+        ("port: true", "serve.yaml: port: expected a whole number, got true or false"),
+        ("model: 7", "serve.yaml: model: expected text, got a whole number: put it in quotes"),
+        ("api_key: 12345", "serve.yaml: api-key: expected text, got a whole number: put it in quotes"),
+        ("host: {a: b}", "serve.yaml: host: expected text, got a mapping"),
+        ("served-model-name: 2024-11-01", "serve.yaml: served-model-name: expected text, got a date: put it in"),
+        ("served-model-name: [a, 1.5]", "served-model-name: entry 2: expected text, got a number: put it in quotes"),
         ("port: 70000", "--port: must be between"),
-        ("max-queue: 1\nmax_queue: 2", "'max_queue' is there twice"),
+        ("max-queue: 1\nmax_queue: 2", "'max_queue' is there twice, lines 1 and 2"),
         ("- port", "must hold a mapping"),
         ("port: [", "not valid YAML"),
         ("served-model-name: 2024-13-01", "not valid YAML: month must be in 1..12"),
         ('data-dir: "a\\0b"', r"--data-dir: 'a\x00b' cannot be looked up: embedded null byte"),
         ('trace-file: "a\\0b"', r"--trace-file: 'a\x00b' cannot be looked up: embedded null byte"),
         ("lora-modules: {name: x}", "expected NAME=FOLDER"),
-        ("served-model-name: [1]", "--served-model-name: expected 'str', got 'int'"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(InvalidInputError, match=re.escape(complaint)):
-        build_config("tiny", {}, yaml_file(tmp_path, text))
+        build_config(None if text.startswith("model") else "tiny", {}, yaml_file(tmp_path, text))
+
+
+def test_a_wrong_value_of_the_command_line_is_none_of_the_files(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=r"^--allowed-origins: entry 1: expected text, got a whole number"):
+        build_config("tiny", {"allowed_origins": ["[7]"]}, yaml_file(tmp_path, "allowed-origins: '*'\nport: 1"))
+
+
+def test_what_anchors_and_merges_repeat_is_there_once(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    text = "seed: &n 7\nport: *n\nlora-modules:\n- &a {name: a, path: x}\n- {<<: *a, name: b}\n"
+    config = build_config("tiny", {}, yaml_file(tmp_path, text))
+    assert (config.model.seed, config.api.port) == (7, 7)
+    assert config.lora.modules == (("a", str(tmp_path / "x")), ("b", str(tmp_path / "x")))
 
 
 @pytest.mark.parametrize("flag", [flag.name for flag in FLAGS.values() if "float" in str(flag.type)])

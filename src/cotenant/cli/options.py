@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from typing import Any
 
 import msgspec
 import typer
-import yaml
 
+from cotenant.cli.config_file import read_settings
 from cotenant.cli.output import check_outputs
 from cotenant.config import (
     COMPRESS_WEIGHTS,
@@ -167,6 +168,21 @@ _MODEL_KEY = "model"
 MOST_ALONE_S = 3600.0  # that training is timed by itself
 # What --quantization takes besides the methods, so that the command line can undo a file's.
 _NO_QUANTIZATION = "none"
+# How msgspec names types and says which of them was expected; and those that YAML makes of text without quotes.
+_WRONG_TYPE = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`(?: - at `\$\[(?P<index>\d+)\]`)?")
+_TYPES = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "nothing",
+    "date": "a date",
+    "datetime": "a time",
+    "bytes": "binary data",
+}
+_TEXT_IN_QUOTES = ("int", "float", "bool", "date", "datetime")
 
 
 def option(name: str) -> Any:
@@ -184,9 +200,11 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     Raises InvalidInputError that names the flag or key.
     """
     values = _read_file(file) if file is not None else {}
-    values |= {key: value for key, value in given.items() if key in FLAGS and value not in (None, (), [])}
-    if model is not None:
-        values[_MODEL_KEY] = model
+    sources = dict.fromkeys(values, file)
+    flags = {key: value for key, value in given.items() if key in FLAGS and value not in (None, (), [])}
+    flags |= {} if model is None else {_MODEL_KEY: model}
+    values |= flags
+    sources |= dict.fromkeys(flags)
     if _MODEL_KEY not in values:
         raise InvalidInputError("MODEL is missing: give a folder, a Hugging Face id, or 'tiny'", param="model")
     if not str(values.get("api_key", "none")).strip():
@@ -204,10 +222,10 @@ def build_config(model: str | None, given: Mapping[str, object], file: Path | No
     if "allowed_origins" in values:
         values["allowed_origins"] = _parse_origins(values["allowed_origins"])
     sections: dict[type, dict[str, Any]] = {flag.section: {} for flag in _ALL_FLAGS}
-    sections[ModelConfig]["model"] = _convert(_MODEL_KEY, values.pop(_MODEL_KEY), str)
+    sections[ModelConfig]["model"] = _convert(_MODEL_KEY, values.pop(_MODEL_KEY), str, sources[_MODEL_KEY])
     for key, value in values.items():
         flag = FLAGS[key]
-        sections[flag.section][flag.field] = _convert(flag.name, value, flag.type)
+        sections[flag.section][flag.field] = _convert(flag.name, value, flag.type, sources.get(key))
     server = sections[ServerConfig]
     model_config = ModelConfig(**sections[ModelConfig])
     lora_config = LoraConfig(**sections[LoraConfig])
@@ -246,39 +264,49 @@ def folder_of_data(data_dir: str | Path) -> Path:
 
 def _read_file(file: Path) -> dict[str, object]:
     """A YAML file's settings by key, in the spelling with underscores."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"--config: {file} cannot be read: {error}", param="config") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the others: of a date, say, and of deep nesting
-        raise InvalidInputError(f"--config: {file} is not valid YAML: {error}", param="config") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise InvalidInputError(f"--config: {file} must hold a mapping of flag names to values", param="config")
     values: dict[str, object] = {}
-    for name, value in content.items():
+    for name, value in read_settings(file).items():
         key = str(name).replace("-", "_")
         if key not in FLAGS and key != _MODEL_KEY:
-            raise InvalidInputError(f"--config: {file}: unknown key '{name}'", param="config")
-        if key in values:
-            raise InvalidInputError(f"--config: {file}: '{name}' is there twice", param="config")
+            raise InvalidInputError(f"--config: {file}: unknown key '{name}'{_instead(key, value)}", param="config")
         if value is not None:
             values[key] = value
     return values
 
 
-def _convert(name: str, value: object, kind: Any) -> Any:
+def _instead(key: str, value: object) -> str:
+    """What a file has in place of ``--no-…``; empty for what is no such flag."""
+    flag = FLAGS.get(key.removeprefix("no_"))
+    if flag is None or f"--{key.replace('_', '-')}" not in flag.declaration.split("/"):
+        return ""
+    return f": write '{flag.name}: {'true' if value is False else 'false'}'"
+
+
+def _convert(name: str, value: object, kind: Any, file: Path | None) -> Any:
+    """``file``: where the value is from; None: the command line."""
     is_list = any(typing.get_origin(each) is tuple for each in (kind, *typing.get_args(kind)))
-    if is_list and not isinstance(value, list | tuple):
+    is_one_alone = is_list and not isinstance(value, list | tuple)
+    if is_one_alone:
         value = [value]
     for each in value if isinstance(value, list | tuple) else (value,):
         check_utf8(each, "MODEL" if name == _MODEL_KEY else f"--{name}")
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        reason = str(error).replace("`", "'")
-        raise InvalidInputError(f"--{name}: {reason[0].lower()}{reason[1:]}", param=name) from error
+        place = f"--{name}" if file is None else f"--config: {file}: {name}"
+        raise InvalidInputError(f"{place}: {_in_words(str(error), is_one_alone)}", param=name) from error
+
+
+def _in_words(complaint: str, is_one_alone: bool) -> str:
+    """What msgspec says of a value of the wrong type, or of a list; ``is_one_alone``: one that was given without it."""
+    found = _WRONG_TYPE.fullmatch(complaint)
+    if found is None:
+        return complaint[0].lower() + complaint[1:].replace("`", "'")
+    wanted = [_TYPES.get(each, each) for each in found["wanted"].split(" | ") if each != "null"]
+    got = found["got"]
+    entry = "" if is_one_alone or found["index"] is None else f"entry {int(found['index']) + 1}: "
+    advice = ": put it in quotes" if wanted == [_TYPES["str"]] and got in _TEXT_IN_QUOTES else ""
+    return f"{entry}expected {' or '.join(wanted)}, got {_TYPES.get(got, got)}{advice}"
 
 
 def _parse_lora_modules(value: object) -> tuple[tuple[str, str], ...]:
