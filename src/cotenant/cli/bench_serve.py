@@ -221,7 +221,7 @@ def _key_from_environment() -> str:
 
 def _headers(given: Sequence[str], api_key: str) -> dict[str, str]:
     if not (api_key.isascii() and api_key.isprintable()):
-        raise InvalidInputError(f"--api-key: a key (or COTENANT_API_KEY, {_KEY_OF_OPENAI}) is printable ASCII")
+        raise InvalidInputError(f"--api-key: a key is printable ASCII, one of COTENANT_API_KEY or {_KEY_OF_OPENAI} too")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     for item in given:
         name, found, value = item.partition("=")
