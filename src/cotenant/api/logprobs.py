@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from cotenant.api.responses import around, json_items, listed
 from cotenant.api.schemas.chat import ChatLogprob, ChatLogprobs, TopLogprob
 from cotenant.api.schemas.completion import CompletionLogprobs
 from cotenant.api.turns import Turns
-from cotenant.core.request import TokenLogprobs
+from cotenant.core.request import TokenLogprobs, stretches
 from cotenant.text.tokenizer import Tokenizer
 
 # What OpenAI sends for a token that can not come; JSON has no infinity.
 LOWEST_LOGPROB = -9999.0
-# Probabilities, of tokens and their alternatives, that are made and encoded in one turn: 2 ms.
+# Probabilities, of tokens and their alternatives, that are made and encoded in one turn.
 _TURN_VALUES = 1024
 
 
@@ -75,9 +75,9 @@ async def chat_logprobs_parts(entries: Sequence[TokenLogprobs], texts: TokenText
     def items(stretch: slice) -> bytes:
         return json_items(chat_logprobs(entries[stretch], texts).content)
 
-    stretches = [[await turns.take(partial(items, stretch))] for stretch in _stretches(entries)]
+    parts = [[await turns.take(partial(items, stretch))] for stretch in stretches(entries, _TURN_VALUES)]
     before, after = around(lambda content: ChatLogprobs([content]))
-    return [before, *listed(stretches), after]
+    return [before, *listed(parts), after]
 
 
 async def completion_logprobs_parts(
@@ -94,20 +94,13 @@ async def completion_logprobs_parts(
         return [json_items(getattr(part, name)) for name in names]
 
     names = CompletionLogprobs.__struct_fields__
-    stretches = [await turns.take(partial(items, stretch)) for stretch in _stretches(entries)]
+    made = [await turns.take(partial(items, stretch)) for stretch in stretches(entries, _TURN_VALUES)]
     parts: list[bytes] = []
     for number, name in enumerate(names):
         parts += [b"," if parts else b"{", json_items([name]), b":["]
-        parts += listed([[stretch[number]] for stretch in stretches])
+        parts += listed([[stretch[number]] for stretch in made])
         parts.append(b"]")
     return [*parts, b"}"]
-
-
-def _stretches(entries: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
-    """Of a request's tokens, all with as many alternatives, each little enough for a turn."""
-    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
-    num_tokens = max(1, _TURN_VALUES // (1 + num_alternatives))
-    return (slice(start, start + num_tokens) for start in range(0, len(entries), num_tokens))
 
 
 def _top_by_text(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, float]:

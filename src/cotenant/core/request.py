@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -77,6 +78,14 @@ class TokenLogprobs:
     logprob: float
     rank: int  # 1: the most likely token
     top: tuple[tuple[int, float], ...] = ()
+
+
+def stretches(entries: Sequence[TokenLogprobs | None], most_values: int) -> Iterator[slice]:
+    """Of a request's tokens, all with as many alternatives: consecutive ones with so many probabilities at most, one
+    token at least."""
+    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
+    num_tokens = max(1, most_values // (1 + num_alternatives))
+    return (slice(start, start + num_tokens) for start in range(0, len(entries), num_tokens))
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

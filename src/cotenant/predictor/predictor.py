@@ -16,10 +16,7 @@ from cotenant.predictor.batch_times import ALONE, BatchTimes, stale_or_less
 from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Record, RecordCache
-from cotenant.predictor.shapes import (
-    BatchKey,
-    buckets,
-)
+from cotenant.predictor.shapes import BatchKey, buckets
 from cotenant.predictor.spatial import PartitionModels
 from cotenant.predictor.tasklet_times import TaskletTimes
 

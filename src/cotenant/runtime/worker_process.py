@@ -90,8 +90,8 @@ def _end_at_once(channel: WorkerChannel) -> NoReturn:
 
 
 def main() -> int:
-    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``. It
-    does not return where the loop raises."""
+    """Run a worker until it is drained. Exit code 2: it could not start, and said why in ``StartFailed``. It does
+    not return where the loop raises."""
     parser = argparse.ArgumentParser(prog="cotenant-worker", description="the worker process of cotenant")
     parser.add_argument("--address", required=True, help="ZeroMQ address that the API process has bound")
     parser.add_argument("--config", required=True, type=Path, help="JSON file with the server's configuration")

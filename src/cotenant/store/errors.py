@@ -15,8 +15,8 @@ _FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 class StoreError(CotenantError):
-    """The disk could not be written or read; nothing was changed (HTTP 500). ``code`` is
-    ``DISK_FULL``, or ``STORAGE_ERROR`` for all else."""
+    """The disk could not be written or read; nothing was changed (HTTP 500). ``code`` is ``DISK_FULL``, or
+    ``STORAGE_ERROR`` for all else."""
 
     @property
     def disk_full(self) -> bool:

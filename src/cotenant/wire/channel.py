@@ -6,17 +6,16 @@ A new worker gets a new address, so a message for its predecessor can never reac
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from cotenant.core.request import SequenceOutput, TokenLogprobs
+from cotenant.core.request import SequenceOutput, TokenLogprobs, stretches
 from cotenant.wire.messages import FromWorker, Outputs, PromptLogprobs, ToWorker
 
 _ENCODER = msgspec.msgpack.Encoder()
-# Probabilities of one prompt, of its tokens and their alternatives, in one message: what takes 2 ms to decode. Many
+# Probabilities of one prompt, of its tokens and their alternatives, in one message, which is decoded in one go. Many
 # short prompts may end with one batch, but no more tokens than it has.
 _MOST_VALUES = 4096
 
@@ -34,10 +33,18 @@ class WorkerChannel:
 
     def send(self, message: FromWorker) -> None:
         if isinstance(message, Outputs) and any(output.prompt_logprobs for output in message.outputs):
-            for stretch in _stretches(message):
-                self._socket.send(_ENCODER.encode(stretch))
-            message = Outputs(tuple(map(_without_long, message.outputs)))
+            message = Outputs(tuple(map(self._send_long, message.outputs)))
         self._socket.send(_ENCODER.encode(message))
+
+    def _send_long(self, output: SequenceOutput) -> SequenceOutput:
+        """Send the probabilities of a prompt that are too many for one message; what is left of the output."""
+        entries = output.prompt_logprobs or ()
+        parts = list(stretches(entries, _MOST_VALUES))
+        if len(parts) <= 1:
+            return output
+        for part in parts:
+            self._socket.send(_ENCODER.encode(PromptLogprobs(output.request_id, entries[part])))
+        return msgspec.structs.replace(output, prompt_logprobs=())
 
     def receive(self) -> list[ToWorker]:
         """All messages that are here now; an empty list if none."""
@@ -101,24 +108,3 @@ class ApiChannel:
     def close(self) -> None:
         self._socket.close(linger=0)
         self._context.destroy(linger=0)
-
-
-def _num_in_one(output: SequenceOutput) -> int:
-    """Of how many of a prompt's tokens the probabilities go into one message."""
-    entries = output.prompt_logprobs or ()
-    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
-    return max(1, _MOST_VALUES // (1 + num_alternatives))
-
-
-def _stretches(message: Outputs) -> Iterator[PromptLogprobs]:
-    """What is to be sent before this message, as it has too much of it."""
-    for output in message.outputs:
-        entries, size = output.prompt_logprobs or (), _num_in_one(output)
-        if len(entries) > size:
-            for start in range(0, len(entries), size):
-                yield PromptLogprobs(output.request_id, entries[start : start + size])
-
-
-def _without_long(output: SequenceOutput) -> SequenceOutput:
-    is_long = len(output.prompt_logprobs or ()) > _num_in_one(output)
-    return msgspec.structs.replace(output, prompt_logprobs=()) if is_long else output
