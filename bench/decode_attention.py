@@ -1,9 +1,10 @@
 """How long the attention of a decode step takes on some of a GPU's SMs, by kernel: in each layer it reads the keys and
-values of all sequences, and FlashInfer cuts that for all SMs, whatever part of them it runs on.
+values of all sequences.
 
-"fa2": the one that serves. "cuda cores": FlashInfer's other decode kernel. "xqa": cut for the SMs at hand; "xqa, all":
-cut for all of them, which gives the same bits everywhere. XQA cuts a sequence only where sequences times KV heads are
-fewer than the SMs, so the two differ for few sequences. Outputs are compared with fa2's.
+"own": the one that serves. "fa2" and "cuda cores": FlashInfer's decode kernels, which are cut for all SMs, whatever
+part of them they run on. "xqa": cut for the SMs at hand; "xqa, all": cut for all of them, which gives the same bits
+everywhere. XQA cuts a sequence only where sequences times KV heads are fewer than the SMs, so the two differ for few
+sequences. Outputs are compared with fa2's.
 
     python bench/decode_attention.py --shapes 32x1000,8x1024,64x512,32x4096,4x4096,1x4096 --json attention.json
 
@@ -16,7 +17,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import flashinfer
@@ -24,6 +27,10 @@ import torch
 from flashinfer.xqa import xqa
 
 from cotenant.device.cuda.partitions import split_multiprocessors
+from cotenant.models.attention_sources import building_paged_only
+from cotenant.models.decode_chunks import cut
+from cotenant.models.kernels.decode_attention import DecodeAttention
+from cotenant.models.skinny_tiling import sms_at_hand
 
 # Llama-3.1-8B's, and the server's pages.
 QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16
@@ -41,6 +48,7 @@ class Sequences:
     def __init__(self, batch_size: int, context: int, device: torch.device) -> None:
         pages_each = -(-context // PAGE_TOKENS)
         shape = (batch_size * pages_each, 2, PAGE_TOKENS, KV_HEADS, HEAD_DIM)
+        self.context = context
         self.layer_bytes = 2 * shape[0] * PAGE_TOKENS * KV_HEADS * HEAD_DIM * 2
         num_layers = max(2, -(-int(_CACHE_BYTES) // self.layer_bytes))
         self.layers = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(num_layers)]
@@ -50,6 +58,22 @@ class Sequences:
         self.last_lengths = torch.full((batch_size,), context - (pages_each - 1) * PAGE_TOKENS, dtype=torch.int32)
         self.lengths = torch.full((batch_size, 1), context, device=device).to(torch.uint32)
         torch.cuda.synchronize()  # the lanes wait for no other stream
+
+    def by_own(self, num_sms: int) -> Attend:
+        spec: Any = SimpleNamespace(
+            num_heads=QUERY_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, sliding_window=None
+        )
+        device, batch_size = self.query.device, len(self.query)
+        own = DecodeAttention(spec, device, torch.bfloat16, HEAD_DIM, PAGE_TOKENS, batch_size, self.context)
+        chunks = torch.from_numpy(cut(self.starts.numpy(), [self.context] * batch_size, None, KV_HEADS)).to(device)
+        lists = torch.cat([chunks, self.table.flatten()])
+        torch.cuda.synchronize()
+
+        def attend(layer: torch.Tensor, output: torch.Tensor) -> None:
+            with sms_at_hand(num_sms):
+                own(self.query, layer, lists, output)
+
+        return attend
 
     def planned(self, *, use_tensor_cores: bool) -> Attend:
         device, indices = self.query.device, self.table.flatten().clone()
@@ -65,7 +89,8 @@ class Sequences:
         )
         heads = (QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS)
         types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-        wrapper.plan(self.starts, indices, self.last_lengths, *heads, **types)
+        with building_paged_only():  # of which the plan of the one on tensor cores is a part
+            wrapper.plan(self.starts, indices, self.last_lengths, *heads, **types)
         return lambda layer, output: wrapper.run(self.query, layer.unbind(1), out=output)
 
     def by_xqa(self, num_sms: int) -> Attend:
@@ -83,12 +108,23 @@ class Sequences:
         return attend
 
 
+# (the sequences, SMs at hand, all SMs)
+KERNELS: dict[str, Callable[[Sequences, int, int], Attend]] = {
+    "own": lambda of, num_sms, _: of.by_own(num_sms),
+    "fa2": lambda of, *_: of.planned(use_tensor_cores=True),
+    "cuda cores": lambda of, *_: of.planned(use_tensor_cores=False),
+    "xqa": lambda of, num_sms, _: of.by_xqa(num_sms),
+    "xqa, all": lambda of, _, num_all: of.by_xqa(num_all),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes", default="32x1000,8x1024,64x512,32x4096,4x4096,1x4096", help="sequences x tokens of each"
     )
     parser.add_argument("--sms", default="32,48,64,80", help="besides all of them")
+    parser.add_argument("--kernel", action="append", choices=list(KERNELS), help="may come again; all, if left out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -100,35 +136,23 @@ def main() -> None:
     for shape in arguments.shapes.split(","):
         batch_size, context = map(int, shape.split("x"))
         sequences = Sequences(batch_size, context, device)
-        kernels: dict[str, Callable[[int], Attend]] = {
-            "fa2": lambda _, of=sequences: of.planned(use_tensor_cores=True),
-            "cuda cores": lambda _, of=sequences: of.planned(use_tensor_cores=False),
-            "xqa": lambda num_sms, of=sequences: of.by_xqa(num_sms),
-            "xqa, all": lambda _, of=sequences: of.by_xqa(num_all),
-        }
-        for name, kernel in kernels.items():
+        for name in arguments.kernel or KERNELS:
             for num_sms, stream in lanes.items():
-                row = {
-                    "shape": shape,
-                    "kernel": name,
-                    "num_sms": num_sms,
-                    **_measured(sequences, kernel, num_sms, stream),
-                }
+                attend = partial(KERNELS[name], sequences, num_sms, num_all)
+                row = {"shape": shape, "kernel": name, "num_sms": num_sms, **_measured(sequences, attend, stream)}
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if arguments.json is not None:
                     arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def _measured(
-    sequences: Sequences, kernel: Callable[[int], Attend], num_sms: int, stream: torch.cuda.Stream
-) -> dict[str, Any]:
+def _measured(sequences: Sequences, make: Callable[[], Attend], stream: torch.cuda.Stream) -> dict[str, Any]:
     """Microseconds of one layer, or why there are none."""
     output, expected = torch.empty_like(sequences.query), torch.empty_like(sequences.query)
     with torch.cuda.stream(stream):
         sequences.planned(use_tensor_cores=True)(sequences.layers[0], expected)
         try:
-            attend = kernel(num_sms)
+            attend = make()
             attend(sequences.layers[0], output)
             stream.synchronize()
         except RuntimeError as error:

@@ -104,22 +104,49 @@ class _Wrapper:
         return out
 
 
-class _DecodeWrapper(_Wrapper):
-    def __init__(self, workspace: torch.Tensor, layout: str, use_cuda_graph: bool = False, **options: Any) -> None:
-        names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
-        self._buffers = [options[name] for name in names] if use_cuda_graph else None
+class _DecodeAttention:
+    """Reads the lists as the kernel does: each chunk is some tokens of a sequence, and all of them are what it sees."""
 
-    def plan(
-        self, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor, *_: Any, sm_scale: float, **__: Any
+    def __init__(
+        self, spec: Any, device: object, dtype: object, width: int, page_tokens: int, num_sequences: int, most: int
     ) -> None:
-        parts = [indptr, indices, last]
-        if self._buffers is not None:
-            assert len(last) == len(self._buffers[2]), "a captured wrapper is for one batch size"
-            for buffer, part in zip(self._buffers, parts, strict=True):
-                buffer[: len(part)].copy_(part.clone())
-            parts = self._buffers
-        indptr, indices, last = parts
-        self._keep(torch.arange(len(last) + 1), indptr, indices, last, sm_scale)
+        self._num_sequences, self._most_tokens = num_sequences, most
+        self._page_tokens, self._scale = page_tokens, spec.head_dim**-0.5
+
+    def compile(self) -> None:
+        pass
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        layer_cache: torch.Tensor,
+        lists: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        begins_early: bool = False,
+    ) -> torch.Tensor:
+        assert lists.dtype == torch.int32
+        assert lists.data_ptr() % 16 == 0, "the kernel reads four integers at once"
+        chunks = lists[8 : 8 + 8 * int(lists[0])].view(-1, 8).tolist()
+        seen: dict[int, set[int]] = {}
+        for row, begin, end, _, part, parts, first, length in chunks:
+            tokens = seen.setdefault(row, set())
+            assert tokens.isdisjoint(range(begin, end))
+            tokens.update(range(begin, end))
+            assert 0 <= part < parts
+            assert length <= self._most_tokens
+            assert first + part < len(chunks)
+        assert sorted(seen) == list(range(len(seen)))
+        assert len(seen) <= self._num_sequences
+        for row, _, _, pages, _, _, _, length in chunks:
+            assert seen[row] == set(range(length))
+            mine = lists[pages : pages - (-length // self._page_tokens)].long()
+            keys, values = (part[mine].flatten(0, 1)[:length].transpose(0, 1) for part in layer_cache.unbind(1))
+            found = functional.scaled_dot_product_attention(
+                query[row, :, None][None], keys[None], values[None], scale=self._scale, enable_gqa=True
+            )
+            out[row] = found[0, :, 0]
+        return out
 
 
 class _PrefillWrapper(_Wrapper):
@@ -183,11 +210,8 @@ def install() -> None:
         skinny_product=None,
         unfinished_product=None,
     )
-    _put(
-        "flashinfer",
-        BatchDecodeWithPagedKVCacheWrapper=_DecodeWrapper,
-        BatchPrefillWithPagedKVCacheWrapper=_PrefillWrapper,
-    )
+    _put(kernels + "decode_attention", DecodeAttention=_DecodeAttention)
+    _put("flashinfer", BatchPrefillWithPagedKVCacheWrapper=_PrefillWrapper)
     nothing: Callable[..., None] = lambda *_: None  # noqa: E731
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
     torch.cuda.Event = lambda **_: SimpleNamespace(  # type: ignore[misc,assignment]
@@ -228,7 +252,7 @@ def install() -> None:
     paged_attention.prepare = lambda *_: SimpleNamespace(  # type: ignore[attr-defined]
         wait=nothing, compile_the_rest=nothing, is_ready=lambda backend: next(turns) % 3 == 0
     )
-    paged_attention.workspace_bytes = lambda *_: 16
+    paged_attention._workspace_bytes = lambda *_: 16
 
 
 # What is compared.

@@ -22,9 +22,18 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer and Triton are there."""
+    """FlashInfer and Triton are there, and a GPU."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(paged_attention, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+
+
+@pytest.mark.usefixtures("packages")
+def test_older_gpus_have_torchs_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ARCHITECTURES["llama-3.1-8b"]
+    assert is_supported(spec, CUDA, torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not is_supported(spec, CUDA, torch.float16)
 
 
 @pytest.mark.usefixtures("packages")

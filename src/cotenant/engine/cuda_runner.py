@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +30,12 @@ from cotenant.engine.runner import EagerRunner, Forwarded
 from cotenant.models.batch import PageLists
 from cotenant.models.cuda_forward import CudaForward, TokenInputs
 from cotenant.models.cuda_pieces import CapturedPieces, LayerPieces
+from cotenant.models.decode_chunks import FIELDS, num_chunks, num_units
 from cotenant.models.decoder import Decoder
 from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.together import compiled_together
 from cotenant.models.lora_stacks import GroupedLora, LoraStacks
-from cotenant.models.paged_attention import FlashInferBackend, PagedAttention
+from cotenant.models.paged_attention import PagedAttention, PagedBackend
 from cotenant.models.skinny_tiling import MAX_ROWS, sms_at_hand
 
 logger = logging.getLogger(__name__)
@@ -84,15 +86,21 @@ def choose_piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     return _PIECE_SIZES[: num_smaller + 1]
 
 
-# (indptr, indices, last_lengths) of a segment, on the host
-_Lists = tuple[Int32Array, Int32Array, Int32Array]
+class _Lists(NamedTuple):
+    """Which pages a segment's sequences have, on the host, see ``PageLists``. ``sent``: what the device reads of it,
+    the pages of prompts, and what ``PagedAttention.decode`` reads of decodes; a multiple of 16 bytes."""
+
+    indptr: Int32Array
+    sent: Int32Array
+    last: Int32Array
+
+
 # (layer, queries, where the result goes) -> the result
 _AttendInto = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    wrapper: Any
     logits: torch.Tensor  # [size, vocab]
 
 
@@ -122,23 +130,28 @@ class CudaRunner:
         self._compiled_sizes = choose_compiled_sizes(max_num_seqs, max_num_batched_tokens)
         self._piece_sizes = choose_piece_sizes(max_num_batched_tokens)
         self._stacks = stacks
-        self._attention = PagedAttention(decoder.spec, decoder.device, decoder.dtype, kv_cache, max_num_seqs)
-        decoder.attention = FlashInferBackend(self._attention)
+        most_tokens = max_pages_per_sequence * kv_cache.shape[3]
+        self._attention = PagedAttention(
+            decoder.spec, decoder.device, decoder.dtype, kv_cache, max_num_seqs, most_tokens
+        )
+        decoder.attention = PagedBackend(self._attention)
         self._forward = CudaForward(decoder, kv_cache, last_tokens)
         self._eager = EagerRunner(decoder, kv_cache, last_tokens)
-        self._keys_values = [tuple(kv_cache[:, layer].unbind(1)) for layer in range(decoder.spec.num_layers)]
+        self._layer_caches = [kv_cache[:, layer] for layer in range(decoder.spec.num_layers)]
+        self._keys_values = [tuple(cache.unbind(1)) for cache in self._layer_caches]
         most_rows = max(max_num_seqs, MAX_ROWS)
-        num_inputs = _NUM_FIELDS * _padded(most_rows) + max_num_seqs * max_pages_per_sequence
+        num_inputs = _NUM_FIELDS * _padded(most_rows) + _padded(max_num_seqs * max_pages_per_sequence)
+        units = num_units(decoder.spec.num_heads, decoder.spec.num_kv_heads)
+        num_inputs += (1 + num_chunks(max_num_seqs, most_tokens, units)) * FIELDS
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
         self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
         self._pool: Any = None
-        self._wrappers: dict[int, Any] = {}  # by batch size: planned anew for each batch, and batches do not overlap
         # By lane, None for all SMs: by batch size, the smallest first, without adapters and with.
         self._captured: dict[int | None, dict[int, dict[bool, _Captured]]] = {None: {}}
         self._unfinished: dict[int, _Unfinished] = {}  # lanes that lack sizes
         self._layers = LayerPieces(decoder, kv_cache, last_tokens)
         self._pieces: dict[int | None, dict[int, CapturedPieces]] = {None: {}}  # by tokens, the smallest first
-        self._planned = torch.cuda.Event()
+        self._planned = torch.cuda.Event()  # prompts
 
     def wait_for_kernels(self) -> None:
         self._attention.kernels.wait("fa3")
@@ -165,7 +178,6 @@ class CudaRunner:
         self._pieces[None] = self._layers.worthwhile(self._layers.capture(self._piece_sizes, self._pool))
         pieces = " ".join(map(str, self._pieces[None]))
         logger.info("captured in %.1f s: prompts of %s", time.perf_counter() - start, pieces)
-        self._attention.kernels.wait("fa2")
         start = time.perf_counter()
         self._captured[None] = self._capture_sizes(sizes)
         torch.cuda.synchronize(self._device)
@@ -211,6 +223,7 @@ class CudaRunner:
         """Have the kernels compiled that decode steps launch, captured or not, on all SMs and on those of each lane,
         and what ``also`` launches."""
         start = time.perf_counter()
+        self._attention.decode.compile()
         sizes = self._compiled_sizes
         if self._stacks is not None:
             for size in (size for size in sizes if size <= MAX_ROWS):
@@ -250,30 +263,21 @@ class CudaRunner:
         tables = np.zeros((size, 1), dtype=np.int64)  # page 0 is always there
         segment = HostSegment((1,) * size, (1,) * size, tables, is_decode=True)
         fields = _blank_fields(size)
-        tokens, indices, adapters = self._views(size)
-        if size not in self._wrappers:
-            self._wrappers[size] = self._attention.captured_decode(
-                size,
-                torch.zeros(size + 1, dtype=torch.int32, device=self._device),
-                indices,
-                torch.ones(size, dtype=torch.int32, device=self._device),
-            )
-        wrapper = self._wrappers[size]
-        self._fill(size, fields, segment, wrapper)
+        tokens, lists, adapters = self._views(size)
+        self._fill(fields, segment)
         grouped = self._grouped(adapters) if with_adapters else None
         logits = self._logits[:size]
 
         def attend(layer: int, query: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = wrapper.run(query, self._keys_values[layer], out=torch.empty_like(query))
-            return out
+            return self._attention.decode(query, cache, lists, torch.empty_like(query), begins_early=True)
 
         def run() -> None:
             self._forward.logits(self._forward(tokens, attend, grouped=grouped), out=logits)
 
-        return _Captured(capture_graph(run, self._pool), wrapper, logits)
+        return _Captured(capture_graph(run, self._pool), logits)
 
     def _views(self, size: int) -> tuple[TokenInputs, torch.Tensor, torch.Tensor]:
-        """A graph's parts of the input buffer: what it knows of tokens, the page indices, adapter slots and ranks."""
+        """A graph's parts of the input buffer: what it knows of tokens, chunks and pages, adapter slots and ranks."""
         end = _NUM_FIELDS * _padded(size)
         fields = self._inputs[:end].view(_NUM_FIELDS, -1)[:, :size]
         return TokenInputs(*fields[:4]), self._inputs[end:], fields[4:]
@@ -288,25 +292,16 @@ class CudaRunner:
         slots = host.adapter_slots()
         return np.stack([slots, np.array([*self._stacks.ranks, 0], dtype=np.int32)[slots]])
 
-    def _fill(self, size: int, fields: Int32Array, segment: HostSegment, wrapper: Any) -> None:
-        """Send what a graph reads, and plan its attention. ``fields`` as from ``_blank_fields``; the page lists are
-        padded here."""
-        indptr, indices, last = page_indices(segment, self._attention.page_tokens)
-        num_padded = size - len(segment.counts)
-        if num_padded:
-            indptr = np.concatenate([indptr, indptr[-1] + np.arange(1, num_padded + 1, dtype=np.int32)])
-            indices = np.concatenate([indices, np.repeat(indices[:1], num_padded)])
-            last = np.concatenate([last, np.ones(num_padded, dtype=np.int32)])
-        self._planned.synchronize()  # the wrappers' host buffers are free again
-        sent = torch.from_numpy(np.concatenate([fields.ravel(), indices])).pin_memory()
+    def _lists(self, segment: HostSegment) -> _Lists:
+        indptr, pages, last = page_indices(segment, self._attention.page_tokens)
+        chunks = [self._attention.decode_chunks(indptr, segment.contexts)] if segment.is_decode else []
+        padding = np.zeros(_padded(len(pages)) - len(pages), dtype=np.int32)
+        return _Lists(indptr, np.concatenate([*chunks, pages, padding]), last)
+
+    def _fill(self, fields: Int32Array, segment: HostSegment) -> None:
+        """Send what a graph reads. ``fields`` as from ``_blank_fields``, of whose rows the segment may have fewer."""
+        sent = torch.from_numpy(np.concatenate([fields.ravel(), self._lists(segment).sent])).pin_memory()
         self._inputs[: len(sent)].copy_(sent, non_blocking=True)
-        pages = PageLists(
-            torch.from_numpy(indptr).pin_memory(),
-            self._inputs[fields.size : len(sent)],
-            torch.from_numpy(last).pin_memory(),
-        )
-        self._attention.plan_wrapper(wrapper, pages)
-        self._planned.record()
 
     def forward(self, host: HostBatch, interval: Interval, *, keep_hidden: bool) -> Forwarded:
         if keep_hidden:
@@ -328,7 +323,7 @@ class CudaRunner:
         fields[:4, :count] = host.token_ids, host.positions, host.slots, host.seats
         if host.has_adapters:
             fields[4:, :count] = self._adapter_fields(host)
-        self._fill(size, fields, host.segments[0], captured.wrapper)
+        self._fill(fields, host.segments[0])
         interval.begin()
         captured.graph.replay()
         return captured.logits[:count]
@@ -346,12 +341,12 @@ class CudaRunner:
             fields[4:, :count] = self._adapter_fields(host)
         rows = np.array(sampled or [0], dtype=np.int32)
         self._planned.synchronize()
-        lists = [page_indices(segment, host.page_tokens) for segment in host.segments]
-        parts = [fields.ravel(), rows, *(indices for _, indices, _ in lists)]
+        lists = [self._lists(segment) for segment in host.segments]
+        parts = [fields.ravel(), *(each.sent for each in lists), rows]
         sent = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).pin_memory().to(self._device, non_blocking=True)
         tensors = sent[: fields.size].view(_NUM_FIELDS, -1)[:, :count]
-        wanted = sent[fields.size :][: len(rows)]
-        attend = self._plan(host, lists, sent[fields.size + len(rows) :])
+        wanted = sent[-len(rows) :]
+        attend = self._plan(host, lists, sent[fields.size :])
         self._planned.record()
         interval.begin()
         pieces = next((one for size, one in captured.items() if size >= count), None)
@@ -372,29 +367,31 @@ class CudaRunner:
         fits = len(sampled) <= len(self._logits)
         return self._forward.logits(normed, self._logits[: len(sampled)] if fits else None)
 
-    def _plan(self, host: HostBatch, lists: Sequence[_Lists], indices: torch.Tensor) -> _AttendInto:
-        """Plan the attention of every segment. ``indices``: all their pages on the device, one list after the other."""
-        wrappers, place, row = [], 0, 0
-        for segment, (indptr, pages, last) in zip(host.segments, lists, strict=True):
-            page_lists = PageLists(
-                torch.from_numpy(indptr).pin_memory(),
-                indices[place : place + len(pages)],
-                torch.from_numpy(last).pin_memory(),
-            )
+    def _plan(self, host: HostBatch, lists: Sequence[_Lists], sent: torch.Tensor) -> _AttendInto:
+        """Plan the attention of every segment. ``sent``: what the device reads of all, one behind the other."""
+        parts, place, row = [], 0, 0
+        for segment, (indptr, own, last) in zip(host.segments, lists, strict=True):
+            mine, rows = sent[place : place + len(own)], slice(row, row + sum(segment.counts))
             if segment.is_decode:
-                wrapper = self._attention.plan_decode(page_lists)
+                parts.append((rows, partial(self._attend_decodes, mine)))
             else:
-                wrapper = self._attention.plan_prefill(segment.counts, page_lists)
-            wrappers.append((slice(row, row + sum(segment.counts)), wrapper))
-            place, row = place + len(pages), row + sum(segment.counts)
-        assert len({id(wrapper) for _, wrapper in wrappers}) == len(wrappers), "a wrapper holds one plan"
+                pages = PageLists(torch.from_numpy(indptr).pin_memory(), mine, torch.from_numpy(last).pin_memory())
+                wrapper = self._attention.plan_prefill(segment.counts, pages)
+                parts.append((rows, partial(self._attend_prompts, wrapper)))
+            place, row = place + len(own), rows.stop
 
         def attend(layer: int, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            for part, wrapper in wrappers:
-                wrapper.run(query[part], self._keys_values[layer], out=out[part])
+            for rows, run in parts:
+                run(layer, query[rows], out[rows])
             return out
 
         return attend
+
+    def _attend_decodes(self, lists: torch.Tensor, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        self._attention.decode(query, self._layer_caches[layer], lists, out)
+
+    def _attend_prompts(self, wrapper: Any, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        wrapper.run(query, self._keys_values[layer], out=out)
 
     def _run_pieces(
         self, pieces: CapturedPieces, fields: torch.Tensor, attend: _AttendInto, rows: torch.Tensor

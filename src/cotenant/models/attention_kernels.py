@@ -1,7 +1,8 @@
-"""FlashInfer's kernels, compiled for this model by nvcc when they are wanted for the first time and kept on disk.
+"""FlashInfer's kernels, for prompts, compiled for this model by nvcc when they are wanted for the first time and kept
+on disk.
 
-"fa2" runs everything. "fa3" is for prompts on Hopper and takes several times as long to compile: it
-is compiled while the server serves, and prompts go through "fa2" until it is there.
+"fa2" runs anywhere. "fa3" is for Hopper and takes several times as long to compile: it is compiled while the server
+serves, and prompts go through "fa2" until it is there.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache through FlashInfer, for CUDA devices.
+"""Attention over the paged KV cache for CUDA devices: prompt chunks through FlashInfer, decodes through a kernel of our
+own (kernels/decode_attention.py).
 
-Prompt chunks and decodes are planned apart: FlashInfer's plan for a segment depends on the host's numbers alone, so
-nothing here waits for the device.
+FlashInfer's plan for a segment depends on the host's numbers alone, so nothing here waits for the device.
 
-Heads of a width that FlashInfer has no kernels for lie in wider rows of the cache. Nobody writes behind them, and a
+Heads of a width that there are no kernels for lie in wider rows of the cache. Nobody writes behind them, and a
 cache reads as zeros where nobody wrote; behind queries there are zeros, too.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,17 +22,20 @@ from torch.nn import functional as F
 from cotenant.models.attention import SdpaBackend, SegmentAttention
 from cotenant.models.attention_kernels import has_compiler, kernel_head_dim, prepare
 from cotenant.models.batch import PagedSegment, PageLists, Segment
+from cotenant.models.decode_chunks import Int32Array, cut, num_units
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
-WORKSPACE_BYTES = 256 * 1024 * 1024
-_QUERY_TILES = (16, 64, 128)  # rows of a tile: a key head's queries of several tokens
+_WORKSPACE_BYTES = 256 * 1024 * 1024
+_QUERY_TILE = 128  # rows of FlashInfer's largest tile: a key head's queries of several tokens
 _MOST_MULTIPROCESSORS = 192
+_MIN_CAPABILITY = (8, 0)  # that copies to shared memory without registers, as decodes do
 
 
 def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether FlashInfer is installed and has kernels for this model on this device. Heads that need more room than
-    they have are served by torch's own attention where nothing can be compiled: so the built-in model runs anywhere."""
+    """Whether FlashInfer is installed and there are kernels for this model on this device. Heads that need more room
+    than they have are served by torch's own attention where nothing can be compiled: so the built-in model runs
+    anywhere."""
     width = kernel_head_dim(spec.head_dim)
     return (
         device.type == "cuda"
@@ -40,6 +43,7 @@ def is_supported(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> b
         and width is not None
         and importlib.util.find_spec("flashinfer") is not None
         and has_triton()
+        and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
         and (width == spec.head_dim or has_compiler())
     )
 
@@ -55,87 +59,63 @@ def without_padding(attended: torch.Tensor, head_dim: int) -> torch.Tensor:
     return attended[..., :head_dim].flatten(1)
 
 
-def workspace_bytes(spec: ModelSpec, max_num_seqs: int) -> int:
-    """What FlashInfer may ask for. A captured decode step always splits its contexts, and keeps a partial result in
-    float32 for each tile of queries that its batch size could have; prompts are split over two tiles for each
-    multiprocessor at most (``PrefillPlan`` in its scheduler.cuh)."""
+def attention_bytes(spec: ModelSpec, max_num_seqs: int, max_model_len: int) -> int:
+    """What ``PagedAttention`` keeps on a CUDA device."""
+    if not has_triton():
+        return 0
+    from cotenant.models.kernels.decode_attention import decode_bytes
+
+    width = kernel_head_dim(spec.head_dim)
+    return 0 if width is None else _workspace_bytes(spec) + decode_bytes(spec, width, max_num_seqs, max_model_len)
+
+
+def _workspace_bytes(spec: ModelSpec) -> int:
+    """What FlashInfer may ask for: prompts are split over two tiles for each multiprocessor at most, and keep a partial
+    result of each in float32 (``PrefillPlan`` in its scheduler.cuh)."""
     group = spec.num_heads // spec.num_kv_heads
-    tile = next((size for size in _QUERY_TILES if size >= group), _QUERY_TILES[-1])
-    num_tiles = -(-max_num_seqs * group // tile) + max_num_seqs
     row_bytes = ((kernel_head_dim(spec.head_dim) or spec.head_dim) + 1) * 4
-    decodes = spec.num_heads * num_tiles * tile * row_bytes
-    prompts = group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILES[-1] * row_bytes
-    return max(WORKSPACE_BYTES, decodes + (1 << 20), prompts + (1 << 20))
+    return max(_WORKSPACE_BYTES, group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILE * row_bytes + (1 << 20))
 
 
 class PagedAttention:
     """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
     one after the other on one stream. A wrapper holds one plan, its last.
 
-    ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, width], the width that ``cache_head_dim`` says."""
+    ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, width], the width that ``cache_head_dim`` says. At most
+    ``max_num_seqs`` sequences of ``max_model_len`` tokens decode."""
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_cache: torch.Tensor, max_num_seqs: int
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_cache: torch.Tensor,
+        max_num_seqs: int,
+        max_model_len: int,
     ) -> None:
+        from cotenant.models.kernels.decode_attention import DecodeAttention  # needs Triton
+
         self.spec = spec
         self.device = device
         self.dtype = dtype
         self.page_tokens, _, self.width = kv_cache.shape[3:]
         self._scale = 1.0 / math.sqrt(spec.head_dim)  # of the model's heads, however wide they lie
-        self.workspace = torch.empty(workspace_bytes(spec, max_num_seqs), dtype=torch.uint8, device=device)
-        self._decode: Any = None
+        self.workspace = torch.empty(_workspace_bytes(spec), dtype=torch.uint8, device=device)
+        self.decode = DecodeAttention(spec, device, dtype, self.width, self.page_tokens, max_num_seqs, max_model_len)
         self._prefill: dict[str, Any] = {}
         self._num_plans: Counter[int] = Counter()  # by wrapper
         self.kernels = prepare(spec, device, dtype)
 
-    def plan_decode(self, pages: PageLists) -> Any:
-        """A planned wrapper for sequences with one new token each."""
-        import flashinfer
-
-        if self._decode is None:
-            self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self.workspace, "NHD", use_tensor_cores=True, backend="fa2"
-            )
-        self._num_plans[id(self._decode)] += 1
-        return self.plan_wrapper(self._decode, pages)
-
-    def captured_decode(self, batch_size: int, indptr: torch.Tensor, indices: torch.Tensor, last: torch.Tensor) -> Any:
-        """A wrapper whose kernels can be captured: it reads these buffers on the device, of fixed addresses."""
-        import flashinfer
-
-        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self.workspace,
-            "NHD",
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=indices,
-            paged_kv_last_page_len_buffer=last,
-            backend="fa2",
-        )
-
-    def plan_wrapper(self, wrapper: Any, pages: PageLists) -> Any:
-        """Plan a decode wrapper, captured or not, for these sequences."""
-        spec = self.spec
-        wrapper.plan(
-            pages.indptr,
-            pages.indices,
-            pages.last_lengths,
-            spec.num_heads,
-            spec.num_kv_heads,
-            self.width,
-            self.page_tokens,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
-            sm_scale=self._scale,
-            q_data_type=self.dtype,
-            kv_data_type=self.dtype,
-        )
-        return wrapper
+    def decode_chunks(self, indptr: Int32Array, contexts: Sequence[int]) -> Int32Array:
+        """What ``decode`` reads, on the host, before the pages of sequences with one new token each."""
+        units = num_units(self.spec.num_heads, self.spec.num_kv_heads)
+        return cut(indptr, contexts, self.spec.sliding_window, units)
 
     def plan_prefill(self, query_lengths: Sequence[int], pages: PageLists) -> Any:
         """A planned wrapper for chunks of prompts: each query sees its sequence's tokens up to itself."""
         import flashinfer
 
+        self.kernels.wait("fa2")
         backend = "fa3" if self.kernels.is_ready("fa3") else "fa2"
         if backend not in self._prefill:
             self._prefill[backend] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
@@ -163,12 +143,12 @@ class PagedAttention:
         return wrapper
 
     def num_plans(self, wrapper: Any) -> int:
-        """How often ``plan_decode`` or ``plan_prefill`` has planned a wrapper: once more, and a plan before is gone."""
+        """How often ``plan_prefill`` has planned a wrapper: once more, and a plan before is gone."""
         return self._num_plans[id(wrapper)]
 
 
-class FlashInferBackend:
-    """Attention of batches that go through ``Decoder.layer`` on a CUDA device: paged segments by FlashInfer, training
+class PagedBackend:
+    """Attention of batches that go through ``Decoder.layer`` on a CUDA device: paged segments as above, training
     segments by PyTorch's own kernels."""
 
     def __init__(self, paged: PagedAttention) -> None:
@@ -182,18 +162,34 @@ class FlashInferBackend:
         if kv_cache is None:
             raise ValueError("a PagedSegment needs a kv_cache")
         if segment.is_decode:
-            wrapper = self._paged.plan_decode(segment.pages)
-        else:
-            wrapper = self._paged.plan_prefill(segment.query_lengths, segment.pages)
-        return _PagedSegmentAttention(self._paged, wrapper, segment, kv_cache)
+            return _PagedSegmentAttention(segment, kv_cache, self._decode(segment.context_lengths, segment.pages))
+        return _PagedSegmentAttention(segment, kv_cache, self._prefill(segment.query_lengths, segment.pages))
+
+    def _decode(self, contexts: Sequence[int], pages: PageLists) -> _Attend:
+        chunks = torch.from_numpy(self._paged.decode_chunks(pages.indptr.numpy(), contexts))
+        lists = torch.cat([chunks.pin_memory().to(self._paged.device, non_blocking=True), pages.indices])
+        return lambda query, layer_cache: self._paged.decode(query, layer_cache, lists, torch.empty_like(query))
+
+    def _prefill(self, query_lengths: Sequence[int], pages: PageLists) -> _Attend:
+        wrapper = self._paged.plan_prefill(query_lengths, pages)
+        plan = self._paged.num_plans(wrapper)
+
+        def attend(query: torch.Tensor, layer_cache: torch.Tensor) -> torch.Tensor:
+            assert self._paged.num_plans(wrapper) == plan, "a wrapper holds one plan"
+            out: torch.Tensor = wrapper.run(query, layer_cache.unbind(1), out=torch.empty_like(query))
+            return out
+
+        return attend
+
+
+# (queries [tokens, heads, width], the layer's part of the cache) -> the same shape
+_Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _PagedSegmentAttention:
-    def __init__(self, paged: PagedAttention, wrapper: Any, segment: PagedSegment, kv_cache: torch.Tensor) -> None:
+    def __init__(self, segment: PagedSegment, kv_cache: torch.Tensor, attend: _Attend) -> None:
         page_tokens = kv_cache.shape[3]
-        self._paged = paged
-        self._wrapper = wrapper
-        self._plan = paged.num_plans(wrapper)
+        self._attend = attend
         self._pages = segment.slots // page_tokens  # [tokens]
         self._rows = segment.slots % page_tokens  # [tokens]
 
@@ -201,11 +197,9 @@ class _PagedSegmentAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor | None
     ) -> torch.Tensor:
         assert kv_cache is not None
-        assert self._paged.num_plans(self._wrapper) == self._plan, "a wrapper holds one plan"
         keys, values = kv_cache[:, layer].unbind(1)  # each [pages, page_tokens, kv_heads, width]
         head_dim = key.shape[2]
         keys[self._pages, self._rows, :, :head_dim] = key
         values[self._pages, self._rows, :, :head_dim] = value
         query = F.pad(query, (0, keys.shape[3] - head_dim)).contiguous()
-        out: torch.Tensor = self._wrapper.run(query, (keys, values), out=torch.empty_like(query))
-        return without_padding(out, head_dim)
+        return without_padding(self._attend(query, kv_cache[:, layer]), head_dim)

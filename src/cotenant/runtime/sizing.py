@@ -10,12 +10,12 @@ from cotenant.core.plan import Partition
 from cotenant.device import Device
 from cotenant.finetune.footprint import activation_bytes
 from cotenant.models.lora_stacks import stack_bytes
-from cotenant.models.paged_attention import WORKSPACE_BYTES, cache_head_dim, workspace_bytes
+from cotenant.models.paged_attention import attention_bytes, cache_head_dim
 from cotenant.models.spec import ModelSpec
 from cotenant.scheduler.space import nearest, prompt_shares
 
-# Workspaces of attention, captured graphs, what libraries keep for themselves.
-_SERVING_BYTES = 5 << 29
+# Captured graphs, what libraries keep for themselves.
+_SERVING_BYTES = 9 << 28
 # Of a partition of the SMs: graphs of decode steps, and what the matrix library keeps for each of its two streams.
 _PARTITION_BYTES = 256 << 20
 _PROMPT_PARTITION_BYTES = 640 << 20  # one that has graphs of batches with prompts, besides
@@ -62,10 +62,10 @@ def num_pages(
         most = min(useful, total // size)
         training = training_bytes(spec, tasklet_tokens, dtype) if config.coexecution.trains else 0
         stacks = stack_bytes(spec, config.lora.max_loras, config.lora.max_lora_rank, dtype)
-        workspace = workspace_bytes(spec, batch.max_num_seqs) - WORKSPACE_BYTES  # the rest is counted already
+        attention = attention_bytes(spec, batch.max_num_seqs, max_model_len)
         with_prompts = prompt_partitions(config, device)
         partitions = sum(partition_bytes(with_prompts=each in with_prompts) for each in device.partitions)
-        own = _SERVING_BYTES + workspace + stacks + partitions
+        own = _SERVING_BYTES + attention + stacks + partitions
         own += batch_bytes(spec, batch, dtype) + _kept_bytes(spec, batch, dtype)
         budget = total * cache.gpu_memory_utilization - (total - free) - own
         count = int(min(useful, min(budget, free - own - training) // size))

@@ -13,8 +13,7 @@ a kernel writes. In each kernel at least one program waits: so a kernel that is 
 Where ``start_next`` stands matters: the programs that it lets in take room from those of the kernel's own that are not
 there yet.
 
-FlashInfer's kernels are links of the same chain on these devices: they let the next kernel begin, and wait before they
-read queries, keys and values.
+The attention of decode steps (decode_attention.cu) is a link of the same chain.
 """
 
 from __future__ import annotations

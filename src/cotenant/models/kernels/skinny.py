@@ -94,7 +94,7 @@ def unfinished_product(x: torch.Tensor, base: FusedLinear, adapters: GroupAdapte
     sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
     shrink = None
     if adapters is not None:
-        sms = _multiprocessors(x.device)
+        sms = multiprocessors(x.device)
         shrink = plan_shrink(x, adapters, all_at_once=tiling.runs_at_once(num_out, sms))
         tiling = tiling.leaving_room(num_out, sms)
     _launch(x, weight, base.bias, sums, tiling, shrink)
@@ -105,7 +105,7 @@ def _tiling_of(
     x: torch.Tensor, weight: torch.Tensor | CompressedWeight, *, is_finished: bool = False
 ) -> Tiling | CompressedTiling:
     if isinstance(weight, CompressedWeight):
-        sms = _multiprocessors(x.device)
+        sms = multiprocessors(x.device)
         return choose_compressed_tiling(x.shape[0], *weight.shape, sms, is_finished=is_finished)
     tiling = _choose_tiling(x, weight)
     assert tiling is not None
@@ -114,7 +114,7 @@ def _tiling_of(
 
 def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
     num_out, num_in = weight.shape
-    return choose_tiling(x.shape[0], num_out, num_in, _multiprocessors(x.device))
+    return choose_tiling(x.shape[0], num_out, num_in, multiprocessors(x.device))
 
 
 def _launch(
@@ -153,7 +153,8 @@ def _launch(
     )
 
 
-def _multiprocessors(device: torch.device) -> Multiprocessors:
+def multiprocessors(device: torch.device) -> Multiprocessors:
+    """The device's, and how many of them are at hand."""
     every, num = _all_multiprocessors(device), num_sms_at_hand()
     return every if num is None else every._replace(num=num)
 
