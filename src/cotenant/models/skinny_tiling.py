@@ -134,8 +134,10 @@ class Multiprocessors(NamedTuple):
         return ((self.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES) // tiling.stage_bytes
 
 
-def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling | None:
-    """None for a matrix that is not cut evenly."""
+def choose_tiling(
+    num_rows: int, num_out: int, num_in: int, sms: Multiprocessors, *, is_finished: bool = False
+) -> Tiling | None:
+    """None for a matrix that is not cut evenly. ``is_finished``: up to 32 rows are not in parts."""
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
     tiling = None
     if rows == MAX_ROWS:
@@ -143,7 +145,7 @@ def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors
         if tiling is not None and sms.are_large and sms.are_few and num_out % 128 == 0:
             tiling = Tiling(rows, 128, 64, tiling.splits, 4, 4)
     elif sms.are_large and num_out % 64 == 0 and num_in % 128 == 0:
-        tiling = _of_many_columns(rows, num_out, num_in, sms)
+        tiling = _of_many_columns(rows, num_out, num_in, sms, 1 if is_finished else _few_splits(num_out, num_in))
     elif num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
         tiling = Tiling(rows, 32, 256, 1, 4, 5)
     elif num_out % 64 == 0 and num_in % 128 == 0:
@@ -151,16 +153,23 @@ def choose_tiling(num_rows: int, num_out: int, num_in: int, sms: Multiprocessors
     return tiling and tiling._replace(num_stages=max(1, min(tiling.num_stages, sms.shared_bytes // tiling.stage_bytes)))
 
 
-def _of_many_columns(rows: int, num_out: int, num_in: int, sms: Multiprocessors) -> Tiling:
-    narrow, wide = Tiling(rows, 64, 128, 1, 4, 4), Tiling(rows, 128, 64, 1, 4, 5)
+def _few_splits(num_out: int, num_in: int) -> int:
+    """In two, where there would be too few programs for the SMs of a Hopper GPU but enough to divide."""
+    is_halved = _ENOUGH_SMS <= num_out // 64 <= _HOPPER_SMS // 2 and num_in % 256 == 0
+    return 2 if is_halved and num_in >= 2 * _MIN_SPLIT_DEPTH else 1
+
+
+def _of_many_columns(rows: int, num_out: int, num_in: int, sms: Multiprocessors, splits: int) -> Tiling:
+    narrow, wide = Tiling(rows, 64, 128, splits, 4, 4), Tiling(rows, 128, 64, splits, 4, 5)
     if num_out > _SMALL_OUT:  # in several turns, whatever is chosen
-        return wide if sms.are_few and num_out % 128 == 0 else narrow
+        return wide if sms.num <= _ENOUGH_SMS and num_out % 128 == 0 else narrow
     if num_out // 64 < _ENOUGH_SMS and num_out // 32 <= sms.num and num_in % 256 == 0:
         return Tiling(rows, 32, 256, 1, 4, 5)
-    stages = sms.stages(narrow, num_out // 64)
+    stages = sms.stages(narrow, narrow.num_programs(num_out))
     if stages < 3 and num_out % 128 == 0:
-        return wide._replace(num_stages=max(3, min(wide.num_stages, sms.stages(wide, num_out // 128))))
-    return narrow._replace(num_stages=max(3, min(6, stages)))
+        wide_stages = sms.stages(wide, wide.num_programs(num_out))
+        return wide._replace(num_stages=max(3, min(wide.num_stages, wide_stages)))
+    return narrow._replace(num_stages=max(3, min(6 if splits == 1 else 4, stages)))
 
 
 def choose_compressed_tiling(

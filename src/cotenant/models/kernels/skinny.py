@@ -107,14 +107,14 @@ def _tiling_of(
     if isinstance(weight, CompressedWeight):
         sms = multiprocessors(x.device)
         return choose_compressed_tiling(x.shape[0], *weight.shape, sms, is_finished=is_finished)
-    tiling = _choose_tiling(x, weight)
+    tiling = _choose_tiling(x, weight, is_finished=is_finished)
     assert tiling is not None
     return tiling
 
 
-def _choose_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
+def _choose_tiling(x: torch.Tensor, weight: torch.Tensor, *, is_finished: bool = False) -> Tiling | None:
     num_out, num_in = weight.shape
-    return choose_tiling(x.shape[0], num_out, num_in, multiprocessors(x.device))
+    return choose_tiling(x.shape[0], num_out, num_in, multiprocessors(x.device), is_finished=is_finished)
 
 
 def _launch(
