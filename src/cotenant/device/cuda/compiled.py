@@ -72,7 +72,8 @@ def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
     if result != succeeded:
         log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"{name} does not compile with {' '.join(options)}: {log.decode(errors='replace').strip()}")
+        said = log.rstrip(b"\0").decode(errors="replace").strip()
+        raise RuntimeError(f"{name} does not compile with {' '.join(options)}: {said}")
     code: bytes = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
     (result,) = nvrtc.nvrtcGetCUBIN(program, code)
     nvrtc.nvrtcDestroyProgram(program)
