@@ -1,8 +1,8 @@
 """Batches on a CUDA device: decode steps as captured graphs, batches with prompt chunks as pieces between attention.
 
 A graph holds the kernels of one batch size. What changes from step to step (tokens, positions, pages, adapters) lies in
-buffers of fixed addresses, which one copy fills. A batch between two sizes is padded: a padded row attends to one token
-of the batch's first sequence, keeps nothing, and its result is dropped.
+buffers of fixed addresses, which one copy fills. A batch between two sizes is padded: a padded row attends to nothing,
+so it may hold any numbers, keeps nothing, and its result is dropped.
 
 A graph has the SMs of the lane that it was captured on, so decode steps are captured for each partition, and prompts'
 pieces for those that prompts come in. What is not captured for the partition that it is launched in is launched
