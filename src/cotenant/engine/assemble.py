@@ -42,9 +42,9 @@ class HostSegment:
     tables: IntArray  # [sequences, pages], padded
     is_decode: bool
 
-    def page_counts(self, page_tokens: int) -> IntArray:
+    def page_counts(self, page_tokens: int) -> Int32Array:
         """Pages that hold each sequence's context. [sequences]"""
-        return -(-np.asarray(self.contexts) // page_tokens)
+        return -(-np.array(self.contexts, dtype=np.int32) // page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def page_indices(segment: HostSegment, page_tokens: int) -> tuple[Int32Array, In
     counts = segment.page_counts(page_tokens)
     indptr = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=indptr[1:])
-    used = np.arange(segment.tables.shape[1]) < counts[:, None]
+    used = np.arange(segment.tables.shape[1], dtype=np.int32) < counts[:, None]
     last = (np.asarray(segment.contexts, dtype=np.int32) - 1) % page_tokens + 1
     return indptr, segment.tables[used].astype(np.int32), last
 

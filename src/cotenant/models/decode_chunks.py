@@ -8,6 +8,7 @@ attends to has the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ def num_units(num_heads: int, num_kv_heads: int) -> int:
     return num_kv_heads * -(-num_heads // num_kv_heads // MOST_HEADS)
 
 
+@cache
 def num_chunks(num_sequences: int, max_model_len: int, units: int) -> int:
     """The most that so many sequences, or fewer, can have."""
     numbers = {num_sequences, *(min(num_sequences, most // units) for most, _ in _LEAST_TOKENS)}
@@ -49,23 +51,26 @@ def cut(indptr: Int32Array, contexts: Sequence[int], window: int | None, units: 
 
     The largest chunks come first: who has taken the last of them takes less of the small ones.
     """
-    lengths = np.asarray(contexts, dtype=np.int32)
-    starts = np.zeros_like(lengths)
+    num_sequences = len(contexts)
+    of_sequences = np.zeros((num_sequences, FIELDS), dtype=np.int32)  # what their chunks share
+    row, begin, size, pages, _, parts, before, length = of_sequences.T
+    row[:], pages[:], length[:] = np.arange(num_sequences), indptr[:-1], contexts
     if window is not None:
-        starts = np.maximum(lengths - np.int32(window), 0) // TILE_TOKENS * TILE_TOKENS
-    spans = lengths - starts
-    sizes = np.full_like(lengths, _least_tokens(len(lengths) * units))
-    while (too_many := spans > sizes * MOST_PARTS).any():
-        sizes[too_many] *= 2
-    counts = -(-spans // sizes)
-    before = np.cumsum(counts) - counts
-    row = np.repeat(np.arange(len(lengths)), counts)
-    part = np.arange(len(row)) - before[row]
-    begin = starts[row] + part * sizes[row]
-    end = np.minimum(begin + sizes[row], lengths[row])
-    chunks = np.zeros((1 + len(row), FIELDS), dtype=np.int32)
-    chunks[0, 0] = len(row)
-    pages = chunks.size + indptr[row]
-    fields = np.stack([row, begin, end, pages, part, counts[row], before[row], lengths[row]], axis=1)
-    chunks[1:] = fields[np.argsort(begin - end, kind="stable")]
+        begin[:] = np.maximum(length - window, 0) // TILE_TOKENS * TILE_TOKENS
+    spans = length - begin
+    size[:] = _least_tokens(num_sequences * units)
+    while (too_many := spans > size * MOST_PARTS).any():
+        size[too_many] *= 2
+    parts[:] = -(-spans // size)
+    before[1:] = parts[:-1].cumsum()
+    of_chunks = of_sequences.repeat(parts, axis=0)
+    _, begin, size, pages, part, _, before, length = of_chunks.T
+    part[:] = np.arange(len(of_chunks)) - before
+    begin += part * size
+    end = np.minimum(begin + size, length, out=size)  # whose place it has
+    chunks = np.zeros((1 + len(of_chunks), FIELDS), dtype=np.int32)
+    chunks[0, 0] = len(of_chunks)
+    pages += chunks.size
+    order = (begin - end).argsort(kind="stable")
+    of_chunks.take(order, axis=0, out=chunks[1:], mode="clip")  # the usual mode has it copied once more
     return chunks.ravel()

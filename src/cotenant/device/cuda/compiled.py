@@ -12,6 +12,7 @@ import torch
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.device.cuda.driver import Driver
+from cotenant.device.cuda.graphs import current_lane
 
 Argument = tuple[Any, Any]
 """(value, its type in ctypes)"""
@@ -42,7 +43,7 @@ class CompiledKernel:
         config.gridDimX, config.gridDimY, config.gridDimZ = num_programs, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = num_threads, 1, 1
         config.sharedMemBytes = self._shared_bytes
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = current_lane()
         if begins_early:
             attribute = api.CUlaunchAttribute()
             attribute.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
