@@ -151,7 +151,6 @@ class CudaRunner:
         self._unfinished: dict[int, _Unfinished] = {}  # lanes that lack sizes
         self._layers = LayerPieces(decoder, kv_cache, last_tokens)
         self._pieces: dict[int | None, dict[int, CapturedPieces]] = {None: {}}  # by tokens, the smallest first
-        self._planned = torch.cuda.Event()  # prompts
 
     def wait_for_kernels(self) -> None:
         self._attention.kernels.wait("fa3")
@@ -305,10 +304,7 @@ class CudaRunner:
 
     def forward(self, host: HostBatch, interval: Interval, *, keep_hidden: bool) -> Forwarded:
         if keep_hidden:
-            self._planned.synchronize()  # it plans with the same wrappers
-            forwarded = self._eager.forward(host, interval, keep_hidden=True)
-            self._planned.record()
-            return forwarded
+            return self._eager.forward(host, interval, keep_hidden=True)
         lane = current_lane()
         captured_on = lane if lane in self._captured else None
         if host.is_decode:
@@ -340,14 +336,12 @@ class CudaRunner:
         if use_grouped:
             fields[4:, :count] = self._adapter_fields(host)
         rows = np.array(sampled or [0], dtype=np.int32)
-        self._planned.synchronize()
         lists = [self._lists(segment) for segment in host.segments]
         parts = [fields.ravel(), *(each.sent for each in lists), rows]
         sent = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).pin_memory().to(self._device, non_blocking=True)
         tensors = sent[: fields.size].view(_NUM_FIELDS, -1)[:, :count]
         wanted = sent[-len(rows) :]
         attend = self._plan(host, lists, sent[fields.size :])
-        self._planned.record()
         interval.begin()
         pieces = next((one for size, one in captured.items() if size >= count), None)
         if pieces is not None and not spans:

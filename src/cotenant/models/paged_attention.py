@@ -104,6 +104,7 @@ class PagedAttention:
         self.decode = DecodeAttention(spec, device, dtype, self.width, self.page_tokens, max_num_seqs, max_model_len)
         self._prefill: dict[str, Any] = {}
         self._num_plans: Counter[int] = Counter()  # by wrapper
+        self._planned = torch.cuda.Event()
         self.kernels = prepare(spec, device, dtype)
 
     def decode_chunks(self, indptr: Int32Array, contexts: Sequence[int]) -> Int32Array:
@@ -124,6 +125,7 @@ class PagedAttention:
         spec, wrapper = self.spec, self._prefill[backend]
         indptr = np.zeros(len(query_lengths) + 1, dtype=np.int32)
         np.cumsum(query_lengths, out=indptr[1:])
+        self._planned.synchronize()  # the device has read the last plan: its place on the host is free
         wrapper.plan(
             torch.from_numpy(indptr).pin_memory(),
             pages.indptr,
@@ -139,6 +141,7 @@ class PagedAttention:
             q_data_type=self.dtype,
             kv_data_type=self.dtype,
         )
+        self._planned.record()
         self._num_plans[id(wrapper)] += 1
         return wrapper
 
