@@ -23,11 +23,10 @@ class CompiledKernel:
     compiled with. ``shared_bytes``: that each of its programs takes besides what it declares."""
 
     def __init__(self, source: str, name: str, constants: Mapping[str, int], shared_bytes: int) -> None:
-        """Raises InvalidInputError without NVRTC, RuntimeError for a source that does not compile."""
+        """Raises InvalidInputError without an NVRTC for the device, RuntimeError for a source that does not compile."""
         self._driver = Driver()
         self._shared_bytes = shared_bytes
-        capability = "".join(map(str, torch.cuda.get_device_capability()))
-        options = [f"-arch=sm_{capability}", *(f"-D{key}={value}" for key, value in constants.items())]
+        options = [f"-D{key}={value}" for key, value in constants.items()]
         torch.cuda.current_stream().synchronize()  # this thread has the device's context from here on
         self._module = self._driver.call("cuModuleLoadData", _compile(source, name, options))
         self._function = self._driver.call("cuModuleGetFunction", self._module, name.encode())
@@ -59,16 +58,10 @@ def pointer(tensor: torch.Tensor) -> Argument:
 
 def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
     """Machine code."""
-    try:
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
-    except (ImportError, RuntimeError) as error:
-        raise InvalidInputError(
-            f"--device cuda needs NVRTC, which torch's CUDA builds install, but it cannot be used ({error}): "
-            f"pip install nvidia-cuda-nvrtc, of the same major version as torch.version.cuda ({torch.version.cuda})",
-            param="device",
-        ) from error
+    nvrtc = _nvrtc()
+    options = [f"-arch=sm_{_architecture(nvrtc)}", *options]
     succeeded = nvrtc.nvrtcResult.NVRTC_SUCCESS
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if result != succeeded:
         log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
@@ -81,3 +74,35 @@ def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
     if result != succeeded:
         raise RuntimeError(f"{name} has no machine code: {result}")
     return code
+
+
+def _nvrtc() -> Any:
+    """The module. Raises InvalidInputError if there is none, or no library behind it."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        package = "nvidia-cuda-nvrtc-cu12" if str(torch.version.cuda).startswith("12.") else "nvidia-cuda-nvrtc"
+        raise InvalidInputError(
+            "--device cuda needs NVRTC, which torch's CUDA builds install, but it cannot be used "
+            f"({' '.join(str(error).split())}): pip install {package}, of the same major version as "
+            f"torch.version.cuda ({torch.version.cuda})",
+            param="device",
+        ) from error
+    return nvrtc
+
+
+def _architecture(nvrtc: Any) -> int:
+    """The newest that NVRTC knows and whose code runs on the device: the device's own, or an earlier one of its
+    generation. Raises InvalidInputError if there is none."""
+    major, minor = torch.cuda.get_device_capability()
+    archs: list[int] = nvrtc.nvrtcGetSupportedArchs()[1]
+    usable = [arch for arch in archs if arch // 10 == major and arch % 10 <= minor]
+    if not usable:
+        version = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+        raise InvalidInputError(
+            f"NVRTC {version} has no code for {torch.cuda.get_device_name()} (compute capability {major}.{minor}): "
+            "install a torch that is built for a later CUDA",
+            param="device",
+        )
+    return max(usable)
