@@ -112,7 +112,8 @@ class _Unfinished(NamedTuple):
 
 
 class CudaRunner:
-    """Needs FlashInfer and Triton. ``kv_cache``, ``last_tokens`` and ``stacks`` stay where they are for good."""
+    """Needs what ``is_supported`` asks for, and NVRTC. ``kv_cache``, ``last_tokens`` and ``stacks`` stay where they are
+    for good."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class CudaRunner:
     def warm_up(
         self, graph_sizes: Sequence[int], lanes: Sequence[int], also: Callable[[], None], *, enforce_eager: bool
     ) -> None:
-        self._compile(lanes, also)  # while nvcc is at work on attention
+        self._compile(lanes, also)  # while nvcc is at work on prompts' attention
         if not enforce_eager:
             self.capture(choose_graph_sizes(self._max_num_seqs, graph_sizes))
         self._attention.kernels.wait("fa2")
@@ -362,7 +363,8 @@ class CudaRunner:
         return self._forward.logits(normed, self._logits[: len(sampled)] if fits else None)
 
     def _plan(self, host: HostBatch, lists: Sequence[_Lists], sent: torch.Tensor) -> _AttendInto:
-        """Plan the attention of every segment. ``sent``: what the device reads of all, one behind the other."""
+        """The attention of every segment, one after the other; that of prompts is planned. ``sent``: what the device
+        reads of them, in the same order."""
         parts, place, row = [], 0, 0
         for segment, (indptr, own, last) in zip(host.segments, lists, strict=True):
             mine, rows = sent[place : place + len(own)], slice(row, row + sum(segment.counts))

@@ -102,7 +102,8 @@ class AttentionKernels:
 
 
 def kernel_head_dim(head_dim: int) -> int | None:
-    """The least width that heads of ``head_dim`` have room in and that FlashInfer has kernels for; None: there is none.
+    """The least width that heads of ``head_dim`` have room in and that there are kernels for, FlashInfer's and those of
+    decode steps; None: there is none.
 
     With zeros behind them narrower heads have the same products, and what they attend to has zeros behind it, too."""
     return next((width for width in _HEAD_DIMS if width >= head_dim), None)

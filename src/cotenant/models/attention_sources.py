@@ -27,8 +27,8 @@ _replacing = threading.Lock()
 
 
 def paged_only(spec: Any) -> Any:
-    """``spec``, a ``flashinfer.jit.JitSpec`` of prompts and decodes, without what ``PagedAttention`` never calls, under
-    a name of its own; the same if it is compiled already."""
+    """``spec``, a ``flashinfer.jit.JitSpec`` of prompts, without what ``PagedAttention`` never calls, under a name of
+    its own; the same if it is compiled already."""
     if spec.is_compiled:
         return spec
     used = [source for source in spec.sources if not any(name in source.name for name in _UNUSED)]

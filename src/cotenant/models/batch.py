@@ -34,7 +34,7 @@ class PagedSegment:
     Each sequence brings ``query_lengths[i]`` new tokens, which are its last ones: after they are written to the cache
     it holds ``context_lengths[i]`` tokens in all. Its token at position p lies in page
     ``block_tables[i, p // page_tokens]``, row ``p % page_tokens``. A decode segment has only ones in ``query_lengths``,
-    and so may a segment of chunks; a batch has at most one of either, since a back end keeps one plan of each kind.
+    and so may a segment of chunks; a batch has at most one of either, since a back end may keep one plan of each.
     ``pages`` says the same as ``block_tables`` to attention back ends that want it so.
     """
 

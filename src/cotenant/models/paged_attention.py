@@ -1,7 +1,8 @@
 """Attention over the paged KV cache for CUDA devices: prompt chunks through FlashInfer, decodes through a kernel of our
 own (kernels/decode_attention.py).
 
-FlashInfer's plan for a segment depends on the host's numbers alone, so nothing here waits for the device.
+What is planned or cut for a segment depends on the host's numbers alone, so nothing here waits for what the device
+computes.
 
 Heads of a width that there are no kernels for lie in wider rows of the cache. Nobody writes behind them, and a
 cache reads as zeros where nobody wrote; behind queries there are zeros, too.
@@ -66,20 +67,23 @@ def attention_bytes(spec: ModelSpec, max_num_seqs: int, max_model_len: int) -> i
     from cotenant.models.kernels.decode_attention import decode_bytes
 
     width = kernel_head_dim(spec.head_dim)
-    return 0 if width is None else _workspace_bytes(spec) + decode_bytes(spec, width, max_num_seqs, max_model_len)
+    if width is None:
+        return 0
+    return _workspace_bytes(spec, width) + decode_bytes(spec, width, max_num_seqs, max_model_len)
 
 
-def _workspace_bytes(spec: ModelSpec) -> int:
+def _workspace_bytes(spec: ModelSpec, width: int) -> int:
     """What FlashInfer may ask for: prompts are split over two tiles for each multiprocessor at most, and keep a partial
     result of each in float32 (``PrefillPlan`` in its scheduler.cuh)."""
     group = spec.num_heads // spec.num_kv_heads
-    row_bytes = ((kernel_head_dim(spec.head_dim) or spec.head_dim) + 1) * 4
+    row_bytes = (width + 1) * 4
     return max(_WORKSPACE_BYTES, group * 2 * _MOST_MULTIPROCESSORS * _QUERY_TILE * row_bytes + (1 << 20))
 
 
 class PagedAttention:
-    """Plans and runs the attention of one kind of segment. One workspace serves all of a decoder's segments: they run
-    one after the other on one stream. A wrapper holds one plan, its last.
+    """Runs the attention of decodes by ``decode``, and that of prompts by a wrapper that ``plan_prefill`` gives. What
+    they keep on the device serves all of a decoder's segments: these run one after the other. A wrapper holds one plan,
+    its last.
 
     ``kv_cache`` [pages, layers, 2, page_tokens, kv_heads, width], the width that ``cache_head_dim`` says. At most
     ``max_num_seqs`` sequences of ``max_model_len`` tokens decode."""
@@ -100,7 +104,7 @@ class PagedAttention:
         self.dtype = dtype
         self.page_tokens, _, self.width = kv_cache.shape[3:]
         self._scale = 1.0 / math.sqrt(spec.head_dim)  # of the model's heads, however wide they lie
-        self.workspace = torch.empty(_workspace_bytes(spec), dtype=torch.uint8, device=device)
+        self.workspace = torch.empty(_workspace_bytes(spec, self.width), dtype=torch.uint8, device=device)
         self.decode = DecodeAttention(spec, device, dtype, self.width, self.page_tokens, max_num_seqs, max_model_len)
         self._prefill: dict[str, Any] = {}
         self._num_plans: Counter[int] = Counter()  # by wrapper
