@@ -1,5 +1,5 @@
-"""Kernels that are written in CUDA C++: NVRTC, which torch's CUDA builds bring along, compiles them in half a second
-for the device that they run on."""
+"""Kernels that are written in CUDA C++: NVRTC, which torch's CUDA builds bring along, compiles them for the device that
+they run on."""
 
 from __future__ import annotations
 
