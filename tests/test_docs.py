@@ -20,7 +20,7 @@ from cotenant.config import ApiConfig
 from cotenant.core.plan import Mode, Slo
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletKind
-from cotenant.store.records import JobStatus
+from cotenant.store.records import FINISHED, JobStatus
 from cotenant.wire.messages import ERROR_BOUNDS, ErrorCounts, Ready, Stats
 
 ROOT = Path(__file__).parent.parent
@@ -148,7 +148,7 @@ def _metrics_of_a_server() -> dict[str, set[str]]:
     worker = SimpleNamespace(stats=stats, num_live=0, ready=ready, last_ready=ready)
     metrics = Metrics("m", worker)  # type: ignore[arg-type]
     metrics.count_end("stop")
-    text = metrics.render(dict.fromkeys(JobStatus, 1)).decode()
+    text = metrics.render(dict.fromkeys(JobStatus, 1), {(JobStatus.FAILED, "disk_full"): 1}).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     found: dict[str, set[str]] = {}
     for sample in samples:
@@ -179,6 +179,7 @@ def test_all_values_of_labels_are_listed() -> None:
     assert listed["`tasklets_total`"] == set(TaskletKind)
     assert listed["`iterations_total`, `mode`"] == set(Mode)
     assert listed["`fine_tuning_jobs`"] == set(JobStatus)
+    assert listed["`fine_tuning_jobs_ended_total`"] == set(FINISHED)
     assert listed["`request_success_total`"] == {*FinishReason, "error"}
 
 

@@ -134,7 +134,7 @@ def test_targets_are_unknown_before_the_model_is_loaded() -> None:
 def test_jobs_are_those_of_now(worker: WorkerClient) -> None:
     metrics = Metrics("m", worker)
     for queued in (2, 0):
-        text = metrics.render({JobStatus.QUEUED: queued, JobStatus.FAILED: 1}).decode()
+        text = metrics.render({JobStatus.QUEUED: queued, JobStatus.FAILED: 1}, {}).decode()
         assert f'cotenant:fine_tuning_jobs{{model_name="m",status="queued"}} {queued}.0' in text
         assert 'cotenant:fine_tuning_jobs{model_name="m",status="failed"} 1.0' in text
 
@@ -143,22 +143,24 @@ def test_a_store_that_cannot_be_read_hides_nothing_else(worker: WorkerClient) ->
     def counts() -> dict[JobStatus, int]:
         raise StoreError("the disk is gone")
 
-    jobs, metrics = SimpleNamespace(counts=counts), Metrics("m", worker)
-    metrics.render({JobStatus.FAILED: 1})
+    ends = {(JobStatus.FAILED, "disk_full"): 1}
+    jobs, metrics = SimpleNamespace(counts=counts, ends=lambda: ends), Metrics("m", worker)
+    metrics.render({JobStatus.FAILED: 1}, {})
     state = SimpleNamespace(store=SimpleNamespace(jobs=jobs), metrics=metrics)
     request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(cotenant=state)))
     text = bytes(asyncio.run(answer_metrics(request)).body).decode()
     assert "cotenant:num_requests_live" in text
     assert 'cotenant:fine_tuning_jobs{model_name="m",status="failed"} 1.0' in text
+    assert 'cotenant:fine_tuning_jobs_ended_total{code="disk_full",model_name="m",status="failed"} 1.0' in text
 
 
 def test_every_metric_is_in_the_manual(worker: WorkerClient) -> None:
     rows = [line for line in MANUAL.read_text().splitlines() if line.startswith("| `")]
     named = {
-        name.partition("{")[0] for row in rows for name in re.findall(r"`([a-z0-9_]+(?:{\w+})?)`", row.split("|")[1])
+        name.partition("{")[0] for row in rows for name in re.findall(r"`([a-z0-9_]+(?:{[\w,]+})?)`", row.split("|")[1])
     }
     metrics = Metrics("m", worker)
     metrics.count_end("stop")
-    families = re.findall(r"^# TYPE cotenant:(\w+) (\w+)", metrics.render({}).decode(), re.M)
+    families = re.findall(r"^# TYPE cotenant:(\w+) (\w+)", metrics.render({}, {}).decode(), re.M)
     assert families
     assert {name for name, _ in families} <= named

@@ -19,8 +19,10 @@ import cotenant
 from cotenant.api import openapi
 from cotenant.api.errors import install_handlers
 from cotenant.api.jobs.manager import JobManager
+from cotenant.api.metrics import Metrics
 from cotenant.api.models import ModelCard, ModelList, ModelNames
 from cotenant.api.routes import files, fine_tuning, models
+from cotenant.api.routes import metrics as metrics_route
 from cotenant.config import ApiConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.job import StepMetrics
 from cotenant.core.plan import Slo
@@ -36,6 +38,7 @@ from cotenant.wire.messages import (
     PauseJob,
     Ready,
     StartJob,
+    Stats,
     ToWorker,
 )
 
@@ -62,6 +65,8 @@ class RecordingWorker:
 
     ready: Ready | None = READY
     last_ready: Ready | None = READY
+    stats: Stats = field(default_factory=Stats)
+    num_live: int = 0
     obedient: bool = True
     sent: list[ToWorker] = field(default_factory=list)
     jobs: JobManager | None = None
@@ -184,9 +189,10 @@ async def server(
     app = FastAPI()
     names = ModelNames(config, TINY, base, worker, store)  # type: ignore[arg-type]
     app.state.cotenant = SimpleNamespace(
-        config=config, base_folder=TINY, worker=worker, store=store, jobs=jobs, models=names
-    )
-    for module in (files, fine_tuning, models):
+        config=config, base_folder=TINY, worker=worker, store=store, jobs=jobs, models=names,
+        metrics=Metrics("tiny", worker),  # type: ignore[arg-type]
+    )  # fmt: skip
+    for module in (files, fine_tuning, metrics_route, models):
         app.include_router(module.router)
     openapi.install(app, (*files.DOCUMENTED, *fine_tuning.DOCUMENTED, *models.DOCUMENTED, ModelCard, ModelList))
     install_handlers(app, lambda: None)

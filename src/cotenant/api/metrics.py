@@ -53,7 +53,7 @@ class Metrics:
         self.slo_requests = self._tally("slo_requests", "Finished requests that the targets apply to.")
         self.slo_attained = self._tally("slo_attained", "Finished requests that met both targets.")
         self._request_success = LabelledTally(
-            PREFIX + "request_success", "Requests that ended, by reason.", "finished_reason", model_name
+            PREFIX + "request_success", "Requests that ended, by reason.", ("finished_reason",), model_name
         )
         self._registry.register(self._request_success)
         self._refused = self._tally(
@@ -65,6 +65,13 @@ class Metrics:
             ("model_name", "status"),
             registry=self._registry,
         )
+        self._jobs_ended = LabelledTally(
+            PREFIX + "fine_tuning_jobs_ended",
+            "Fine-tuning jobs that ended, by status and error code.",
+            ("status", "code"),
+            model_name,
+        )
+        self._registry.register(self._jobs_ended)
         self.time_to_first_token = self._latencies(
             "time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_BUCKETS_S
         )
@@ -91,16 +98,19 @@ class Metrics:
         return None if ready is None else ready.slo
 
     def count_end(self, reason: str) -> None:
-        self._request_success.counts[reason] += 1
+        self._request_success.counts[reason,] += 1
 
     def count_refused(self) -> None:
         """An HTTP request is answered 503."""
         self._refused.value += 1
 
-    def render(self, num_jobs: Mapping[JobStatus, int]) -> bytes:
-        """Everything in Prometheus's text format. ``num_jobs``: of each status."""
+    def render(self, num_jobs: Mapping[JobStatus, int], num_ended: Mapping[tuple[JobStatus, str], int]) -> bytes:
+        """Everything in Prometheus's text format. ``num_jobs``: of each status. ``num_ended``: jobs that have ended so
+        far, by status and error code."""
         for status, count in num_jobs.items():
             self._jobs.labels(self._model_name, status).set(count)
+        for (status, code), count in num_ended.items():
+            self._jobs_ended.counts[status, code] = count
         return generate_latest(self._registry)
 
     def _tally(self, name: str, text: str) -> Tally:

@@ -33,19 +33,19 @@ class Tally(Collector):
 
 
 class LabelledTally(Collector):
-    """A counter for each value of ``label``; ``counts`` only grow."""
+    """A counter for each combination of values of ``labels``; ``counts`` only grow."""
 
-    def __init__(self, name: str, text: str, label: str, model_name: str) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(self, name: str, text: str, labels: Sequence[str], model_name: str) -> None:
+        self.counts: Counter[tuple[str, ...]] = Counter()
         self._name = name
         self._text = text
-        self._label = label
+        self._labels = tuple(labels)
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=[_LABEL, self._label])
-        for value, count in self.counts.items():
-            family.add_metric([self._model_name, value], count)
+        family = CounterMetricFamily(self._name, self._text, labels=[_LABEL, *self._labels])
+        for values, count in self.counts.items():
+            family.add_metric([self._model_name, *values], count)
         yield family
 
 

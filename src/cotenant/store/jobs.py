@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +23,7 @@ from cotenant.store.events import insert_events
 from cotenant.store.files import insert_file, missing_file
 from cotenant.store.paging import DeletedPlaces, read_page
 from cotenant.store.paths import relative_path
-from cotenant.store.records import FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
+from cotenant.store.records import FINISHED, FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
 
 JOBS_FOLDER = "jobs"
 
@@ -35,6 +37,8 @@ class JobStore:
         self._data_folder = folder
         self._database = database
         self._deleted = DeletedPlaces()
+        self._ends: Counter[tuple[JobStatus, str]] = Counter()
+        self._counting = threading.Lock()
 
     def folder(self, job_id: str) -> Path:
         """Where a stored job keeps its examples, checkpoints and adapter. ``job_id`` must be one of ours."""
@@ -122,6 +126,12 @@ class JobStore:
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return dict.fromkeys(JobStatus, 0) | {JobStatus(status): count for status, count in rows}
 
+    def ends(self) -> dict[tuple[JobStatus, str], int]:
+        """How many jobs have ended since the store was opened, by status and the error's code (empty without an error).
+        One that fails, is resumed and ends again counts twice."""
+        with self._counting:
+            return dict(self._ends)
+
     def find_succeeded(self, adapter_name: str) -> JobRecord | None:
         """The job that has this name for its result, if it has one."""
         query = select(schema.jobs).where(_COLUMNS.adapter_name == adapter_name, _COLUMNS.status == JobStatus.SUCCEEDED)
@@ -165,7 +175,12 @@ class JobStore:
             insert_events(connection, job_id, events)
             return self._get(connection, job_id)
 
-        return self._database.write(work)
+        changed = self._database.write(work)
+        if changed is not None and values.get("status") in FINISHED:
+            code = "" if changed.error is None else changed.error.code
+            with self._counting:
+                self._ends[changed.status, code] += 1
+        return changed
 
     def fail(
         self, job_id: str, allowed: Collection[JobStatus], error: JobError, message: str | None = None

@@ -27,4 +27,5 @@ async def metrics(request: Request) -> Response:
         num_jobs = await asyncio.to_thread(state.store.jobs.counts)
     except StoreError:  # what serving does is of interest then, too: the jobs stay as they were
         num_jobs = {}
-    return Response(state.metrics.render(num_jobs), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    text = state.metrics.render(num_jobs, state.store.jobs.ends())
+    return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
