@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from cotenant.core.job import Hyperparameters, JobSpec, StepMetrics
 from cotenant.core.plan import Slo
 from cotenant.core.request import AdapterRef, FinishReason, Request, SamplingParams, SequenceOutput, TokenLogprobs
@@ -88,7 +90,15 @@ def test_every_message_arrives_as_it_was_sent(tmp_path: Path) -> None:
     assert answers == FROM_WORKER
 
 
-def test_others_have_their_turn_while_a_long_message_comes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [
+        Outputs((SequenceOutput("r", (5,), (), LONG_PROMPT),)),
+        Outputs(tuple(SequenceOutput(str(number), (5,), (), LONG_PROMPT[:20]) for number in range(1_000))),
+    ],
+    ids=["one long prompt", "many short ones"],
+)
+def test_others_have_their_turn_while_a_long_message_comes(tmp_path: Path, message: Outputs) -> None:
     async def run() -> None:
         api, worker = ApiChannel(f"ipc://{tmp_path}/s"), WorkerChannel(f"ipc://{tmp_path}/s")
         num_turns = 0
@@ -99,7 +109,6 @@ def test_others_have_their_turn_while_a_long_message_comes(tmp_path: Path) -> No
                 await asyncio.sleep(0)
                 num_turns += 1
 
-        message = Outputs((SequenceOutput("r", (5,), (), LONG_PROMPT),))
         try:
             worker.send(Drained())
             worker.send(message)

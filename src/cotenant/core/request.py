@@ -83,9 +83,14 @@ class TokenLogprobs:
 def stretches(entries: Sequence[TokenLogprobs | None], most_values: int) -> Iterator[slice]:
     """Of a request's tokens, all with as many alternatives: consecutive ones with so many probabilities at most, one
     token at least."""
-    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
-    num_tokens = max(1, most_values // (1 + num_alternatives))
+    num_tokens = max(1, most_values // max(1, num_values(entries[-1:])))
     return (slice(start, start + num_tokens) for start in range(0, len(entries), num_tokens))
+
+
+def num_values(entries: Sequence[TokenLogprobs | None]) -> int:
+    """Probabilities of a request's tokens, all with as many alternatives."""
+    num_alternatives = max((len(entry.top) for entry in entries[-1:] if entry is not None), default=0)
+    return len(entries) * (1 + num_alternatives)
 
 
 class SequenceOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -6,17 +6,17 @@ A new worker gets a new address, so a message for its predecessor can never reac
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from cotenant.core.request import SequenceOutput, TokenLogprobs, stretches
+from cotenant.core.request import SequenceOutput, TokenLogprobs, num_values, stretches
 from cotenant.wire.messages import FromWorker, Outputs, PromptLogprobs, ToWorker
 
 _ENCODER = msgspec.msgpack.Encoder()
-# Probabilities of one prompt, of its tokens and their alternatives, in one message, which is decoded in one go. Many
-# short prompts may end with one batch, but no more tokens than it has.
+# Probabilities of prompts, of their tokens and the alternatives, in one message, which is decoded in one go.
 _MOST_VALUES = 4096
 
 
@@ -32,19 +32,13 @@ class WorkerChannel:
         self._decoder: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
     def send(self, message: FromWorker) -> None:
-        if isinstance(message, Outputs) and any(output.prompt_logprobs for output in message.outputs):
-            message = Outputs(tuple(map(self._send_long, message.outputs)))
+        if isinstance(message, Outputs):
+            prompts = [output for output in message.outputs if output.prompt_logprobs]
+            if sum(num_values(output.prompt_logprobs or ()) for output in prompts) > _MOST_VALUES:
+                for ahead in _packed(prompts):
+                    self._socket.send(_ENCODER.encode(ahead))
+                message = Outputs(tuple(map(_without_prompt, message.outputs)))
         self._socket.send(_ENCODER.encode(message))
-
-    def _send_long(self, output: SequenceOutput) -> SequenceOutput:
-        """Send the probabilities of a prompt that are too many for one message; what is left of the output."""
-        entries = output.prompt_logprobs or ()
-        parts = list(stretches(entries, _MOST_VALUES))
-        if len(parts) <= 1:
-            return output
-        for part in parts:
-            self._socket.send(_ENCODER.encode(PromptLogprobs(output.request_id, entries[part])))
-        return msgspec.structs.replace(output, prompt_logprobs=())
 
     def receive(self) -> list[ToWorker]:
         """All messages that are here now; an empty list if none."""
@@ -68,6 +62,27 @@ class WorkerChannel:
         self._context.term()
 
 
+def _packed(outputs: Iterable[SequenceOutput]) -> Iterator[PromptLogprobs]:
+    """The probabilities of their prompts in as few messages as have room for them: a long prompt's in several, those of
+    short ones together."""
+    packed: list[tuple[str, tuple[TokenLogprobs | None, ...]]] = []
+    room = _MOST_VALUES
+    for output in outputs:
+        entries = output.prompt_logprobs or ()
+        for part in stretches(entries, _MOST_VALUES):
+            needed = num_values(entries[part])
+            if needed > room:
+                yield PromptLogprobs(tuple(packed))
+                packed, room = [], _MOST_VALUES
+            packed.append((output.request_id, entries[part]))
+            room -= needed
+    yield PromptLogprobs(tuple(packed))
+
+
+def _without_prompt(output: SequenceOutput) -> SequenceOutput:
+    return msgspec.structs.replace(output, prompt_logprobs=()) if output.prompt_logprobs else output
+
+
 class ApiChannel:
     """The API process's end, for asyncio."""
 
@@ -88,13 +103,14 @@ class ApiChannel:
         """The next message, however long it takes. One that takes long to decode comes in several, between which others
         have their turn."""
         while isinstance(message := self._decoder.decode(await self._socket.recv()), PromptLogprobs):
-            self._come.setdefault(message.request_id, []).extend(message.entries)
+            for request_id, entries in message.stretches:
+                self._come.setdefault(request_id, []).extend(entries)
             await asyncio.sleep(0)
         if self._come and isinstance(message, Outputs):
-            return Outputs(tuple(map(self._with_long, message.outputs)))
+            return Outputs(tuple(map(self._with_prompt, message.outputs)))
         return message
 
-    def _with_long(self, output: SequenceOutput) -> SequenceOutput:
+    def _with_prompt(self, output: SequenceOutput) -> SequenceOutput:
         come = self._come.pop(output.request_id, None)
         return output if come is None else msgspec.structs.replace(output, prompt_logprobs=tuple(come))
 

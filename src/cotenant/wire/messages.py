@@ -92,11 +92,10 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True):
 
 
 class PromptLogprobs(msgspec.Struct, tag="prompt_logprobs", frozen=True):
-    """A stretch of a request's ``SequenceOutput.prompt_logprobs`` that are too many for one message, before the output
+    """Stretches of requests' ``SequenceOutput.prompt_logprobs`` that are too many for one message, before the outputs
     that they belong to. Only the channel sees it: it takes them apart and puts them together."""
 
-    request_id: str
-    entries: tuple[TokenLogprobs | None, ...]
+    stretches: tuple[tuple[str, tuple[TokenLogprobs | None, ...]], ...]
 
 
 class RequestFailed(msgspec.Struct, tag="request_failed", frozen=True):
