@@ -7,10 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from cotenant.cli import bench_engine as bench_engine_command
+from cotenant.cli.main import app
+from cotenant.runtime import engine_bench
 from forked import run_command
+from small_model import small_model
 
 
 def bench_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,12 +64,35 @@ def test_figures_are_written_before_they_are_printed(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["decode"][0]["batch_size"] == 1
 
 
-def test_default_prompts_fit_the_model() -> None:
-    flags = ["--batch-sizes", "1", "--context", "48", "--num-steps", "8", "--repeats", "1", "--device", "cpu"]
-    result = bench_engine("tiny", *flags)
+def test_what_is_timed_without_flags_ends_soon_on_a_cpu() -> None:
+    result = bench_engine("tiny", "--context", "48", "--num-steps", "8", "--repeats", "1", "--device", "cpu")
     assert result.returncode == 0, result.stderr
-    assert "512" in result.stdout
-    assert "2048" not in result.stdout
+    assert result.stderr.splitlines() == [
+        "loading tiny, and timing the device",
+        *(f"decode: batches of {size}, 8 steps timed" for size in (1, 8, 32)),
+        "prompts of 512 tokens: 1 timed",
+    ]
+
+
+@pytest.mark.parametrize(("limit", "lengths"), [(8192, [512, 2048, 4000]), (4000, [512, 2048]), (500, [499])])
+def test_what_is_timed_without_flags_on_cuda(
+    limit: int, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    decoded: list[int] = []
+    prompts: list[int] = []
+
+    def timed(asked: list[int]) -> Any:
+        return lambda size, *rest: asked.append(size) or {}
+
+    bench = SimpleNamespace(decode=timed(decoded), prefill=timed(prompts), description=dict)
+    monkeypatch.setattr(engine_bench, "open_bench", lambda config: bench)
+    monkeypatch.setattr(bench_engine_command, "_print", lambda report: None)
+    flags = ["--context", "10", "--num-steps", "8"]
+    result = CliRunner().invoke(app, ["bench", "engine", *small_model(tmp_path, limit), *flags])
+    assert result.exit_code == 0, result.output
+    assert decoded == [1, 8, 32, 128, 256]
+    assert prompts == lengths
 
 
 @pytest.mark.parametrize(

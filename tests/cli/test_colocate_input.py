@@ -79,7 +79,7 @@ def test_requests_that_all_come_at_once_leave_no_time_to_measure_in(tmp_path: Pa
         (["--slo-itl-ms", "nan"], "--slo-itl-ms: must be above 0 and at most 1e9"),
         (["--policies", "adaptive", "--skip-hopeless"], "--skip-hopeless: --policies must have inference-only"),
         (
-            ["--context", "1000", "--num-tokens", "400"],
+            ["--batch-sizes", "32", "--context", "1000", "--num-tokens", "400"],
             "error: --context: 400 tokens of 32 sequences around 1000 take up to 1536 with those before the timing, ",
         ),
         (["--batch-sizes", "64"], "error: --batch-sizes: 8 tokens of 64 sequences around 2 take up to "),

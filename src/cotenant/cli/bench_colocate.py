@@ -10,18 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-from cotenant.bench.colocate_report import report_page
-from cotenant.bench.colocate_text import HEADER, comparison_lines, place_name, table_row, with_parts
+from cotenant.bench.colocate_text import with_parts
 from cotenant.bench.comparison import compare
-from cotenant.bench.device_losses import HEADER as LOSS_HEADER
-from cotenant.bench.device_losses import NOTE as LOSS_NOTE
-from cotenant.bench.device_losses import loss_rows
 from cotenant.cli.bench_finetune import SEQ_LEN_DEFAULT, choose_rows
 from cotenant.cli.colocate_figures import MIN_VALUES_FOR_P99
-from cotenant.cli.colocate_flags import policies_of, positive, whole
+from cotenant.cli.colocate_flags import (
+    ON_CPU,
+    ON_CUDA,
+    default,
+    measured_target,
+    policies_of,
+    positive,
+    sizes_of,
+    targets_in,
+    targets_of,
+    usual_on,
+)
 from cotenant.cli.colocate_grid import Grid
 from cotenant.cli.colocate_loads import (
     CONTEXT,
@@ -34,6 +39,7 @@ from cotenant.cli.colocate_loads import (
     read_traces,
     trace_digest,
 )
+from cotenant.cli.colocate_output import tell
 from cotenant.cli.colocate_parts import KIND, check_continues, go_on_with, read_report
 from cotenant.cli.interruption import sigterm_as_interrupt
 from cotenant.cli.options import MOST_ALONE_S, model_to_measure
@@ -44,10 +50,7 @@ from cotenant.cli.output import (
     counted,
     fail,
     say_phase,
-    write_json,
-    write_text,
 )
-from cotenant.cli.tables import new_table, open_console
 from cotenant.config import (
     BatchConfig,
     CoExecutionConfig,
@@ -66,7 +69,6 @@ if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
 
 _TTFT_SLO_MS = 500.0
-_TOKENS_PER_STEP = 4096
 _TIME_SCALE = "1"
 _LONG_TASKLET = 0.7  # of a TPOT target: one beside a step is too much
 
@@ -74,10 +76,20 @@ _LONG_TASKLET = 0.7  # of a TPOT target: one beside a step is too much
 @sigterm_as_interrupt()
 def colocate(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
-    policies: Annotated[str, typer.Option(help="What `--policy` of `cotenant serve` takes, one row each.")] = (
-        "adaptive,multitask,llmstation,harli,static,chunked,fineinfer,lifecycle,inference-only"
-    ),
-    slo_tpot_ms: Annotated[str, typer.Option(help="Targets, one row each.")] = "10,15,25,40",
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help=f"What `--policy` of `cotenant serve` takes, one row each. {default('policies')}", show_default=False
+        ),
+    ] = None,
+    slo_tpot_ms: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Targets, one row each. Default: {ON_CUDA.slo_tpot_ms}; on a CPU four times what a step of a few "
+            "sequences takes alone, measured at the start as `cotenant serve` does.",
+            show_default=False,
+        ),
+    ] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="Of requests of a trace.")] = _TTFT_SLO_MS,
     slo_itl_ms: Annotated[
         float | None,
@@ -90,8 +102,12 @@ def colocate(
         float, typer.Option(min=0.001, max=0.9999, help="Share of requests that must meet both for the SLO to be met.")
     ] = 0.99,
     batch_sizes: Annotated[
-        str, typer.Option(help="Steady decoding of so many sequences, one row each; '' for none.")
-    ] = "32",
+        str | None,
+        typer.Option(
+            help=f"Steady decoding of so many sequences, one row each; '' for none. {default('batch_sizes')}",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[
         int | None,
         typer.Option(
@@ -156,13 +172,18 @@ def colocate(
     ] = False,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=2, help=f"Tokens of each training sequence. {SEQ_LEN_DEFAULT}", show_default=False),
+        typer.Option(
+            min=2,
+            help=f"Tokens of each training sequence. {SEQ_LEN_DEFAULT} On a CPU: {ON_CPU.seq_len}.",
+            show_default=False,
+        ),
     ] = None,
     tokens_per_step: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help=f"Of an optimizer step, a multiple of --seq-len. Default: the most up to {_TOKENS_PER_STEP}.",
+            help="Of an optimizer step, a multiple of --seq-len. Default: the most up to "
+            f"{ON_CUDA.tokens_per_step}, on a CPU up to {ON_CPU.tokens_per_step}.",
             show_default=False,
         ),
     ] = None,
@@ -207,23 +228,21 @@ def colocate(
     and what training gets, for each policy, target and load, and how policies compare. Harvest is training's speed as a
     share of what it reaches with the device to itself, measured in the same run.
     """
-    names = policies_of(policies, skip_hopeless=skip_hopeless)
-    tpots_ms = list(dict.fromkeys(positive(part, "slo-tpot-ms") for part in slo_tpot_ms.split(",")))
-    for tpot_ms in tpots_ms:
-        require_target(tpot_ms, "slo-tpot-ms")
+    # What is wrong is said at once: the device, by which defaults differ, is known once torch is imported.
+    names = None if policies is None else policies_of(policies, skip_hopeless=skip_hopeless)
+    tpots_ms = None if slo_tpot_ms is None else targets_of(slo_tpot_ms)
     require_target(slo_ttft_ms, "slo-ttft-ms")
     require_target(slo_itl_ms, "slo-itl-ms")
-    sizes = [whole(part, "batch-sizes") for part in batch_sizes.split(",") if part.strip()]
+    sizes = None if batch_sizes is None else sizes_of(batch_sizes)
     scales = list(dict.fromkeys(positive(part, "time-scale") for part in time_scale.split(","))) if trace else []
     chosen, limit = model_to_measure(model, load_format, dtype, device, compress_weights=compress_weights)
-    if not sizes and not trace:
+    if sizes == [] and not trace:
         raise InvalidInputError("--batch-sizes or --trace: which load is to be served?", param="batch-sizes")
-    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, _TOKENS_PER_STEP)
     if not trace and (window, busiest, cell_seconds, time_scale) != (None, None, None, _TIME_SCALE):
         raise InvalidInputError(
             "--window, --busiest, --cell-seconds and --time-scale are of a trace: give --trace", param="trace"
         )
-    if not sizes and (context, num_tokens) != (None, None):
+    if sizes == [] and (context, num_tokens) != (None, None):
         raise InvalidInputError(
             "--context and --num-tokens are of steady decoding: give --batch-sizes", param="batch-sizes"
         )
@@ -239,6 +258,11 @@ def colocate(
     from cotenant.runtime.colocate_bench import ColocateBench
     from cotenant.runtime.finetune_workload import Workload
 
+    usual = usual_on(device)
+    names = policies_of(usual.policies, skip_hopeless=skip_hopeless) if names is None else names
+    sizes = sizes_of(usual.batch_sizes) if sizes is None else sizes
+    seq_len = min(usual.seq_len, limit) if seq_len is None and usual.seq_len is not None else seq_len
+    seq_len, tokens_per_step = choose_rows(model, limit, seq_len, tokens_per_step, usual.tokens_per_step)
     plans: list[SteadyPlan | TracePlan] = [*plan_steady(sizes, context, num_tokens, max_model_len or limit)]
     plans += [
         plan_trace(name, traces[name], scale, min_requests, cell_seconds)
@@ -256,18 +280,24 @@ def colocate(
     if before is not None:  # what is known without the model, which takes a while to load
         known = {"compressed": compress_weights == "on"} | ({"dtype": chosen.dtype} if chosen.dtype != "auto" else {})
         check_continues({"model": chosen.name, "training": asdict(workload), **known, **settings}, before)
+    if tpots_ms is None:  # those to be measured are as in the run before, or nothing of it would be gone on with
+        tpots_ms = targets_in(before) if usual.slo_tpot_ms is None else targets_of(usual.slo_tpot_ms)
     slos = [Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment) for tpot_ms in tpots_ms]
     grid = Grid([plan.parameters for plan in plans], slos, names, skip_hopeless, rounds)
     report, was_interrupted = before, False
-    if report is None or grid.missing(report):
+    if report is None or not slos or grid.missing(report):
         say_phase(f"loading {model}")
         with ColocateBench(config, workload) as bench:
+            if not slos:
+                tpot_ms = measured_target(bench.default_slo)
+                say_phase(f"TPOT target: {tpot_ms:g} ms, four times what a step took; --slo-tpot-ms sets others")
+                grid = replace(grid, slos=[Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment)])
             report, was_interrupted = _measured(
                 bench, plans, grid, {**_report(bench, label), **settings}, before, json_path, alone_seconds
             )
     report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment)
-    _tell(report, json_path, html_path)
+    tell(report, json_path, html_path)
     if was_interrupted:
         how = (
             "--resume goes on with them" if json_path is not None else "with --json they are kept, and --resume goes on"
@@ -325,14 +355,6 @@ def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
         )
 
 
-def _tell(report: dict[str, Any], json_path: Path | None, html_path: Path | None) -> None:
-    if json_path is not None:
-        write_json(json_path, report, is_compact=True)
-    if html_path is not None:
-        write_text("html", html_path, report_page(report))
-    _print(report)  # last: whoever reads it may be gone
-
-
 def _config(
     model: ModelConfig,
     tasklet_tokens: int,
@@ -364,29 +386,3 @@ def _report(bench: ColocateBench, label: str) -> dict[str, Any]:
         "versions": versions(),
         "command": command_line(["cotenant", *sys.argv[1:]]),
     }
-
-
-def _print(report: dict[str, Any]) -> None:
-    console = open_console(highlight=True)
-    table = new_table(*HEADER)
-    for cell in report["cells"]:
-        table.add_row(*map(escape, table_row(cell)))
-    console.print(table)
-    _print_losses(console, report)
-    averages = new_table("policy", "training tokens/s on average where the SLO is met")
-    for policy, value in report["comparison"]["averages"].items():
-        averages.add_row(policy, "-" if value is None else f"{value:.0f}")
-    console.print(averages)
-    for text in comparison_lines(report["comparison"]):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _print_losses(console: Console, report: dict[str, Any]) -> None:
-    rows = loss_rows(report["cells"])
-    if not rows:
-        return
-    table = new_table("place", "policy", *LOSS_HEADER, title="where the device's time goes")
-    for cell, shares in rows:
-        table.add_row(*map(escape, (place_name(cell), cell["policy"], *shares)))
-    console.print(table)
-    console.print(LOSS_NOTE, highlight=False, markup=False, soft_wrap=True)

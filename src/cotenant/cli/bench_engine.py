@@ -21,17 +21,32 @@ if TYPE_CHECKING:
     from cotenant.runtime.engine_bench import EngineBench
 
 KIND = "engine"
-_PROMPT_LENGTHS = (512, 2048, 4000)
+_BATCH_SIZES, _PROMPT_LENGTHS = (1, 8, 32, 128, 256), (512, 2048, 4000)
+# On a CPU, where a step of many sequences takes a second even of the built-in model.
+_CPU_BATCH_SIZES, _CPU_PROMPT_LENGTHS = (1, 8, 32), (512,)
+
+
+def _listed(values: Sequence[int]) -> str:
+    """As a flag has them."""
+    return ",".join(map(str, values))
 
 
 def engine(
     model: Annotated[str, typer.Argument(help="As for `cotenant serve`.")],
-    batch_sizes: Annotated[str, typer.Option(help="Sequences in a decode step, one row each.")] = "1,8,32,128,256",
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Sequences in a decode step, one row each. Default: {_listed(_BATCH_SIZES)}; on a CPU "
+            f"{_listed(_CPU_BATCH_SIZES)}.",
+            show_default=False,
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, about.")] = 545,
     prompt_lengths: Annotated[
         str | None,
         typer.Option(
-            help="Tokens of a prompt alone, one row each. Default: those of 512,2048,4000 that the model takes.",
+            help=f"Tokens of a prompt alone, one row each. Default: those of {_listed(_PROMPT_LENGTHS)} that the model "
+            f"takes; on a CPU {_listed(_CPU_PROMPT_LENGTHS)}.",
             show_default=False,
         ),
     ] = None,
@@ -57,13 +72,23 @@ def engine(
     """Time decode steps and prompts without a server, and compare them with the floor: the bytes that must be read and
     the arithmetic that must be done, at the bandwidth and the matrix rate measured in the same run.
     """
-    sizes = whole_numbers(batch_sizes, "batch-sizes")
+    sizes = None if batch_sizes is None else whole_numbers(batch_sizes, "batch-sizes")
     adapters = whole_numbers(num_adapters, "num-adapters") if num_adapters else []
-    most = max([*sizes, lora_batch_size if adapters else 1])
     chosen, limit = model_to_measure(model, load_format, dtype, device, quantization, compress_weights)
-    lengths = _prompt_lengths(prompt_lengths, model, limit)
-    _check_context(context, num_steps, most, model, limit)
+    lengths = None if prompt_lengths is None else _prompt_lengths(prompt_lengths, model, limit)
     check_outputs(json=json_path)
+    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
+    from cotenant.runtime.build import runs_on_cuda
+    from cotenant.runtime.engine_bench import open_bench
+
+    on_cuda = runs_on_cuda(device)
+    if sizes is None:
+        sizes = list(_BATCH_SIZES if on_cuda else _CPU_BATCH_SIZES)
+    if lengths is None:
+        usual = _PROMPT_LENGTHS if on_cuda else _CPU_PROMPT_LENGTHS
+        lengths = [length for length in usual if length < limit] or [limit - 1]
+    most = max([*sizes, lora_batch_size if adapters else 1])
+    _check_context(context, num_steps, most, model, limit)
     config = ServerConfig(
         model=replace(chosen, max_model_len=min(limit, _model_len(lengths, context, num_steps))),
         cache=CacheConfig(enable_prefix_caching=False),  # every prompt is computed
@@ -75,9 +100,6 @@ def engine(
         lora=LoraConfig(max_loras=max([8, *adapters]), max_lora_rank=max(16, lora_rank)),
         coexecution=CoExecutionConfig(policy="inference-only"),
     )
-    # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
-    from cotenant.runtime.engine_bench import open_bench
-
     say_phase(f"loading {model}, and timing the device")
     bench = open_bench(config)
     decode = [_decode(bench, size, context, num_steps) for size in sizes]
@@ -105,10 +127,8 @@ def _prefill(bench: EngineBench, num_tokens: int, repeats: int) -> dict[str, Any
     return bench.prefill(num_tokens, repeats)
 
 
-def _prompt_lengths(text: str | None, model: str, limit: int) -> list[int]:
-    """The lengths asked for, or those of the default below the model's ``limit``, which counts the answer too."""
-    if text is None:
-        return [length for length in _PROMPT_LENGTHS if length < limit] or [limit - 1]
+def _prompt_lengths(text: str, model: str, limit: int) -> list[int]:
+    """The lengths asked for, which have to be below the model's ``limit``: that counts the answer too."""
     lengths = whole_numbers(text, "prompt-lengths")
     if max(lengths) >= limit:
         raise InvalidInputError(

@@ -131,6 +131,11 @@ class ColocateBench:
         self._tenants.serving.engine.wait_for_kernels()
 
     @property
+    def default_slo(self) -> Slo:
+        """The targets of a server that is given none, measured here where it measures them."""
+        return self._tenants.default_slo
+
+    @property
     def has_partitions(self) -> bool:
         """Whether the device's SMs are divided for some policy."""
         return bool(self._tenants.serving.device.partitions)
