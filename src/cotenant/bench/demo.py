@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ import httpx
 from rich.console import Console
 from rich.table import Column, Table
 
+from cotenant.bench import demo_folder
 from cotenant.bench.client import (
     ServerError,
     all_events,
@@ -102,6 +103,7 @@ class Demo:
         self._progress = Progress()
         self._view = View(console, self._progress)
         self._lesson = _load_lesson()
+        self._data_folder = ""
         self._load = ChatLoad(
             model="tiny",
             prompts=json.loads((ASSETS / "prompts.json").read_text(encoding="utf-8")),
@@ -111,18 +113,23 @@ class Demo:
         )
 
     async def run(self) -> dict[str, Any]:
-        """All phases; writes the report files and returns the report. Raises OSError where they cannot be written."""
+        """All phases; writes the report files and returns the report. The servers' data folder, with all that is
+        trained, is a temporary one. Raises OSError where something cannot be written."""
         output = self._options.output
-        _empty(output)
+        demo_folder.prepare(output)
         beside: list[RequestResult] = []
-        with self._view.shown():
+        # Whatever cannot be deleted there, as where a server had to be killed, is no reason to have measured nothing.
+        with (
+            tempfile.TemporaryDirectory(prefix="cotenant-demo-", ignore_cleanup_errors=True) as self._data_folder,
+            self._view.shown(),
+        ):
             alone, targets = await self._requests_alone()
             report, corun, loss = await self._with_job(alone, targets)
             if self._options.beside:
                 alone_rate = report["finetune"]["alone_tokens_per_s"]
                 report["beside"], beside = await self._with_job_beside(targets, alone_rate)
-        write_json(output / "report.json", report)
-        write_html(output / "report.html", report, alone, corun, loss, beside)
+        write_json(output / demo_folder.REPORT, report)
+        write_html(output / demo_folder.PAGE, report, alone, corun, loss, beside)
         return report
 
     async def _requests_alone(self) -> tuple[list[RequestResult], Targets]:
@@ -200,11 +207,11 @@ class Demo:
     async def _server(self, policy: str, targets: Targets | None = None) -> AsyncIterator[httpx.AsyncClient]:
         """A client of a fresh server that is up. All servers share a data folder, so what one has learned of the
         machine's speed the next one knows."""
-        flags = ["--data-dir", str(self._options.output / "data"), "--policy", policy]
+        flags = ["--data-dir", self._data_folder, "--policy", policy]
         flags.append("--fuse" if self._options.fuse else "--no-fuse")
         if targets is not None:
             flags += ["--slo-ttft-ms", f"{targets.ttft_ms:.3f}", "--slo-tpot-ms", f"{targets.tpot_ms:.3f}"]
-        with running_server("tiny", flags, self._options.output / "server.log") as server:
+        with running_server("tiny", flags, self._options.output / demo_folder.LOG) as server:
             async with new_client(server.url) as client:
                 self._progress.begin(f"starting the server, policy {policy}")
                 self._progress.targets = targets
@@ -338,16 +345,6 @@ class Demo:
             for event in events
             if event["type"] == "metrics"
         ]
-
-
-def _empty(folder: Path) -> None:
-    """Or make it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def seconds_to_go(job: dict[str, Any], now_s: float) -> float | None:

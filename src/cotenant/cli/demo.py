@@ -8,14 +8,19 @@ from typing import Annotated
 
 import typer
 
+from cotenant.bench.demo_folder import LOG, PAGE, REPORT, may_hold_a_demo
+from cotenant.cli.interruption import sigterm_as_interrupt
 from cotenant.cli.output import check_folder, fail
 from cotenant.cli.tables import open_console
 from cotenant.config import POLICIES
 from cotenant.core.errors import InvalidInputError
 
 
+@sigterm_as_interrupt()
 def demo(
-    output: Annotated[Path, typer.Option(help="Folder for the report; emptied first.")] = Path("demo-report"),
+    output: Annotated[Path, typer.Option(help="Folder for the report, which takes an earlier one's place.")] = Path(
+        "demo-report"
+    ),
     policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}.")] = "adaptive",
     beside: Annotated[
         str, typer.Option(help="A second policy, measured for 20 s more; '' for none. Skipped if it equals --policy.")
@@ -30,7 +35,7 @@ def demo(
     if beside:
         _check_trains("beside", beside)
     check_folder("output", output)
-    if not _may_be_emptied(output):
+    if not may_hold_a_demo(output):
         raise InvalidInputError(
             f"--output: {output} is not a folder of an earlier demo and not empty; name another one", param="output"
         )
@@ -54,9 +59,9 @@ def demo(
         report = asyncio.run(Demo(options, console).run())
     except* (ServerError, HTTPError, OSError) as group:
         reasons = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
-        fail(f"the demo could not be measured: {reasons}; the server's log is {output / 'server.log'}", exit_code=1)
+        fail(f"the demo could not be measured: {reasons}; the server's log is {output / LOG}", exit_code=1)
     print_table(report, console)
-    console.print(f"\nreport: {output / 'report.html'} and {output / 'report.json'}")
+    console.print(f"\nreport: {output / PAGE} and {output / REPORT}")
 
 
 def _check_trains(option: str, policy: str) -> None:
@@ -64,11 +69,3 @@ def _check_trains(option: str, policy: str) -> None:
         raise InvalidInputError(f"--{option} must be one of {', '.join(POLICIES)}, not {policy!r}", param=option)
     if policy == "inference-only":
         raise InvalidInputError(f"--{option} inference-only never trains, so there is nothing to compare", param=option)
-
-
-def _may_be_emptied(folder: Path) -> bool:
-    """Only what a demo has written is deleted: the folder's name came from a person, who may have mistyped it."""
-    if not folder.exists():
-        return True
-    was_written_by_us = any((folder / name).is_file() for name in ("server.log", "report.json"))
-    return folder.is_dir() and (was_written_by_us or not any(folder.iterdir()))
