@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,14 @@ ROOT = Path(__file__).parents[2]
 UNTIED = {**CONFIG, "tie_word_embeddings": False}
 SIZES = ["--seq-len", "32", "--tokens-per-step", "128", "--r", "4", "--dtype", "float32"]
 COUNTS = ["--steps", "3", "--warmup-steps", "1"]
+# Torch would have a thread for each core, which wait for each other busily, and longest where others are at work too.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "bench" / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    environment = {**os.environ, **ONE_THREAD}
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, env=environment)
 
 
 @pytest.mark.timeout(900)

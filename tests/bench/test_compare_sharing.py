@@ -31,6 +31,8 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 LOAD = ["--context", "40", "--num-tokens", "100", "--min-requests", "3", "--slo-tpot-ms", "0.01,10000"]
 LOAD += ["--slo-ttft-ms", "60000", "--seq-len", "32", "--r", "4", "--alone-seconds", "0.5", "--dtype", "float32"]
 TRAINING = ["--tokens-per-step", "64", "--batch-sizes", "1", "--liger", "none", "--no-compile"]
+# Torch would have a thread for each core, which wait for each other busily: training would leave the server none.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 CONTROL = """#!/bin/sh
 if [ "$1" = -d ]; then
     echo "started with ${CUDA_VISIBLE_DEVICES:-all}" > "$CUDA_MPS_LOG_DIRECTORY/control.log"
@@ -59,7 +61,7 @@ def run_code(*command: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def compare_sharing(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = ROOT / "bench" / "compare_sharing.py"
-    return run_script(script, *LOAD, *TRAINING, *arguments, timeout_s=400, environment=environment)
+    return run_script(script, *LOAD, *TRAINING, *arguments, timeout_s=400, environment={**ONE_THREAD, **environment})
 
 
 @pytest.mark.timeout(900)
