@@ -26,14 +26,13 @@ def die_with_parent(parent_pid: int) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While a process imports what it needs. Nothing of that is garbage: the collector, which would walk all of it
-    again and again as it grows, rests meanwhile, and never walks it after."""
+    """While a process imports what it needs. Next to nothing of that is garbage: the collector, which would walk all of
+    it again and again as it grows, rests meanwhile, and never walks it after."""
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-        gc.collect()
         gc.freeze()
 
 
