@@ -6,7 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-from forked import run_script
+from in_process import run_script
 
 ROOT = Path(__file__).parents[2]
 
