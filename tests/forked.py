@@ -18,20 +18,13 @@ import cotenant
 from cotenant.cli.main import main
 
 _TESTS = Path(__file__).parent
-_PRELOADED = [
-    "cotenant.cli.main",
-    "cotenant.runtime.colocate_bench",
-    "cotenant.runtime.engine_bench",
-    "cotenant.runtime.finetune_bench",
-    "finetune.run_job",
-]
 
 
 @functools.cache
 def context() -> ForkServerContext:
     """Where to make processes and pipes."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(_PRELOADED)
+    processes.set_forkserver_preload(["preloaded"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_TESTS), before]))
     try:
