@@ -57,7 +57,9 @@ def test_nothing_is_left_after_mixed_load_with_adapters(server: RunningServer, t
 
 
 def test_what_does_not_hold_is_a_reason_and_an_exit_code(server: RunningServer, tmp_path: Path) -> None:
-    code, report, printed = soak(server, tmp_path, "--rss-bound-mib", "-100000", "--minutes", "0.05")
+    code, report, printed = soak(
+        server, tmp_path, "--rss-bound-mib", "-100000", "--minutes", "0.02", "--sample-seconds", "0.2"
+    )
     assert code == 1
     (problem,) = report["problems"]
     assert problem.startswith("memory grew from")
@@ -65,7 +67,7 @@ def test_what_does_not_hold_is_a_reason_and_an_exit_code(server: RunningServer, 
 
 
 def test_a_run_too_short_to_judge_memory_says_so(server: RunningServer, tmp_path: Path) -> None:
-    code, report, _ = soak(server, tmp_path, "--minutes", "0.05", "--sample-seconds", "60")
+    code, report, _ = soak(server, tmp_path, "--minutes", "0.01", "--sample-seconds", "60")
     assert code == 1
     (problem,) = report["problems"]
     assert "too few to compare" in problem
