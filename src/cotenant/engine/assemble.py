@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cotenant.engine.batcher import BatchPlan
 from cotenant.engine.block_table import BlockTables, IntArray
 from cotenant.engine.sequence import PENDING, Sequence
 from cotenant.models.batch import AdapterSpan, Batch, PagedSegment, PageLists
-
-Int32Array = npt.NDArray[np.int32]
+from cotenant.models.decode_chunks import Int32Array
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -25,12 +25,12 @@ import torch
 
 from cotenant.device.cuda.graphs import capture_graph, current_lane
 from cotenant.device.readback import Interval
-from cotenant.engine.assemble import HostBatch, HostSegment, Int32Array, page_indices
+from cotenant.engine.assemble import HostBatch, HostSegment, page_indices
 from cotenant.engine.runner import EagerRunner, Forwarded
 from cotenant.models.batch import PageLists
 from cotenant.models.cuda_forward import CudaForward, TokenInputs
 from cotenant.models.cuda_pieces import CapturedPieces, LayerPieces
-from cotenant.models.decode_chunks import FIELDS, num_chunks, num_units
+from cotenant.models.decode_chunks import Int32Array
 from cotenant.models.decoder import Decoder
 from cotenant.models.kernels.lora_shrink import find_pieces
 from cotenant.models.kernels.together import compiled_together
@@ -142,8 +142,7 @@ class CudaRunner:
         self._keys_values = [tuple(cache.unbind(1)) for cache in self._layer_caches]
         most_rows = max(max_num_seqs, MAX_ROWS)
         num_inputs = _NUM_FIELDS * _padded(most_rows) + _padded(max_num_seqs * max_pages_per_sequence)
-        units = num_units(decoder.spec.num_heads, decoder.spec.num_kv_heads)
-        num_inputs += (1 + num_chunks(max_num_seqs, most_tokens, units)) * FIELDS
+        num_inputs += self._attention.most_chunk_fields
         self._inputs = torch.zeros(num_inputs, dtype=torch.int32, device=decoder.device)
         self._logits = torch.empty((0, decoder.spec.vocab_size), dtype=decoder.dtype, device=decoder.device)
         self._pool: Any = None

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from cotenant.models.attention import SdpaBackend, SegmentAttention
 from cotenant.models.attention_kernels import has_compiler, kernel_head_dim, prepare
 from cotenant.models.batch import PagedSegment, PageLists, Segment
-from cotenant.models.decode_chunks import Int32Array, cut, num_units
+from cotenant.models.decode_chunks import FIELDS, Int32Array, cut, num_chunks, num_units
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
@@ -104,6 +104,8 @@ class PagedAttention:
         self.dtype = dtype
         self.page_tokens, _, self.width = kv_cache.shape[3:]
         self._scale = 1.0 / math.sqrt(spec.head_dim)  # of the model's heads, however wide they lie
+        self._units = num_units(spec.num_heads, spec.num_kv_heads)
+        self.most_chunk_fields = (1 + num_chunks(max_num_seqs, max_model_len, self._units)) * FIELDS
         self.workspace = torch.empty(_workspace_bytes(spec, self.width), dtype=torch.uint8, device=device)
         self.decode = DecodeAttention(spec, device, dtype, self.width, self.page_tokens, max_num_seqs, max_model_len)
         self._prefill: dict[str, Any] = {}
@@ -112,9 +114,9 @@ class PagedAttention:
         self.kernels = prepare(spec, device, dtype)
 
     def decode_chunks(self, indptr: Int32Array, contexts: Sequence[int]) -> Int32Array:
-        """What ``decode`` reads, on the host, before the pages of sequences with one new token each."""
-        units = num_units(self.spec.num_heads, self.spec.num_kv_heads)
-        return cut(indptr, contexts, self.spec.sliding_window, units)
+        """What ``decode`` reads, on the host, before the pages of sequences with one new token each: no more than
+        ``most_chunk_fields`` integers."""
+        return cut(indptr, contexts, self.spec.sliding_window, self._units)
 
     def plan_prefill(self, query_lengths: Sequence[int], pages: PageLists) -> Any:
         """A planned wrapper for chunks of prompts: each query sees its sequence's tokens up to itself."""
