@@ -27,8 +27,8 @@ import torch
 from flashinfer.xqa import xqa
 
 from cotenant.device.cuda.partitions import split_multiprocessors
+from cotenant.models import decode_chunks
 from cotenant.models.attention_sources import building_paged_only
-from cotenant.models.decode_chunks import cut
 from cotenant.models.kernels.decode_attention import DecodeAttention
 from cotenant.models.skinny_tiling import sms_at_hand
 
@@ -65,7 +65,9 @@ class Sequences:
         )
         device, batch_size = self.query.device, len(self.query)
         own = DecodeAttention(spec, device, torch.bfloat16, HEAD_DIM, PAGE_TOKENS, batch_size, self.context)
-        chunks = torch.from_numpy(cut(self.starts.numpy(), [self.context] * batch_size, None, KV_HEADS)).to(device)
+        chunks = torch.from_numpy(
+            decode_chunks.cut(self.starts.numpy(), [self.context] * batch_size, None, KV_HEADS)
+        ).to(device)
         lists = torch.cat([chunks, self.table.flatten()])
         torch.cuda.synchronize()
 
@@ -125,8 +127,11 @@ def main() -> None:
     )
     parser.add_argument("--sms", default="32,48,64,80", help="besides all of them")
     parser.add_argument("--kernel", action="append", choices=list(KERNELS), help="may come again; all, if left out")
+    parser.add_argument("--chunk-tokens", type=int, help="own: of all sequences, unless there are too many chunks")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.chunk_tokens is not None:
+        decode_chunks._LEAST_TOKENS, decode_chunks._USUAL_TOKENS = (), arguments.chunk_tokens
     device = torch.device("cuda", torch.cuda.current_device())
     made = split_multiprocessors(device, [int(part) for part in arguments.sms.split(",")])
     lanes: dict[int, torch.cuda.Stream] = {partition.online_sms: streams.online for partition, streams in made.items()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 KIND = "engine"
 _BATCH_SIZES, _PROMPT_LENGTHS = (1, 8, 32, 128, 256), (512, 2048, 4000)
-# On a CPU, where a step of many sequences takes a second even of the built-in model.
+# On a CPU, where steps of many sequences and long prompts take long even of the built-in model.
 _CPU_BATCH_SIZES, _CPU_PROMPT_LENGTHS = (1, 8, 32), (512,)
 
 

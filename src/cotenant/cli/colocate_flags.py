@@ -31,7 +31,7 @@ ON_CUDA = Usual(
     seq_len=None,
     tokens_per_step=4096,
 )
-# Where a decode step takes milliseconds even of the built-in model, and a tasklet as long for each hundred of tokens.
+# Where a tasklet of few tokens takes as long as a decode step.
 ON_CPU = Usual(
     policies="adaptive,multitask,inference-only",
     slo_tpot_ms=None,

@@ -20,7 +20,7 @@ FIELDS = 8  # integers of each chunk
 MOST_PARTS = 16  # that a sequence is cut into
 MOST_HEADS = 8  # of a key head's queries at once
 # Of a chunk that is not a sequence's last, by how many units there were if no sequence were cut. They are long, for
-# each is added up at its end, unless most SMs would have nothing to do. Measured for Llama-3.1-8B's eight key heads.
+# each is added up at its end, unless most SMs would have nothing to do: `bench/decode_attention.py --chunk-tokens`.
 _LEAST_TOKENS = ((8, 256), (32, 512))
 _USUAL_TOKENS = 1024
 

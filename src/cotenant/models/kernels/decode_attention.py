@@ -1,5 +1,5 @@
-"""Attention of a decode step over the paged KV cache, as fast as an SM takes in data: a partition's few are enough for
-most of the memory's bandwidth, where FlashInfer's kernels need all of them (bench/decode_attention.py)."""
+"""Attention of a decode step over the paged KV cache, as fast as an SM takes in data, where a partition has few of them
+(bench/decode_attention.py)."""
 
 from __future__ import annotations
 
