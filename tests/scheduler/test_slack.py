@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from cotenant.core.plan import MAX_GAP_TARGETS, RequestView, Slo
 from cotenant.scheduler.chunking import most_margin
-from cotenant.scheduler.slack import SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
+from cotenant.scheduler.slack import MOST_MARGIN, SAFETY, decode_slack_ms, first_token_slack_ms, token_slack_ms
 
 SLO = Slo(ttft_ms=100.0, tpot_ms=10.0)
 
@@ -54,6 +55,28 @@ def test_a_request_whose_slack_is_never_overdrawn_meets_its_tpot_target(gaps: li
         tpot_ms = (now - first) / (generated - 1) * 1e3
         assert tpot_ms <= max(SAFETY * SLO.tpot_ms, step_ms) + 1e-6
         now += max(0.0, slack) * share / 1e3  # the tasklets
+
+
+def test_a_long_answer_keeps_no_more_than_a_token_where_the_margin_is_at_its_end() -> None:
+    slo, now_s, step_ms = Slo(500.0, 10.0, 1e6), 100.0, 4.0
+
+    def due_ms(num_gaps: int, margin: float) -> float:
+        """Of the token that tasklets delay, after the first one."""
+        view = running(now_s - 1.0, num_gaps - 1)
+        return decode_slack_ms((view,), slo, now_s, step_ms, margin) + 2 * step_ms + 1000
+
+    most = [due_ms(num_gaps, MOST_MARGIN) for num_gaps in range(2, 1000)]
+    assert most[8] == pytest.approx(98), "of a short one it keeps its share"
+    assert most[398] == pytest.approx(3990)
+    assert all(9.8 - 1e-6 < after - before < 10 + 1e-6 for before, after in itertools.pairwise(most)), "nothing jumps"
+    assert due_ms(400, 0.9799) == pytest.approx(3919.6), "something has been missed: its share is kept"
+
+
+def test_such_an_answer_may_end_with_a_step_like_the_others() -> None:
+    slo, now_s = Slo(500.0, 10.0), 100.0
+    last = RequestView("last", 90.0, first_token_s=now_s - 3.98, num_generated=400, max_tokens=401)
+    assert token_slack_ms((last,), slo, now_s, MOST_MARGIN) == pytest.approx(15)
+    assert token_slack_ms((last,), slo, now_s, 0.97) == pytest.approx(3900 - 3980)
 
 
 def test_the_token_of_a_request_that_may_end_with_it_is_due_itself() -> None:

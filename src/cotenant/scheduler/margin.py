@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from cotenant.core.plan import FIRST_MARGIN, Slo
 from cotenant.scheduler.crowding import Crowding
+from cotenant.scheduler.slack import MOST_MARGIN
 
-_LEAST, _MOST = 0.2, 0.98
+_LEAST = 0.2
 _FALL = 0.03  # at a miss
 # Of the misses that the attainment allows: some are not training's, and those of one iteration count as one.
 _AIMED_AT = 0.5
@@ -70,7 +71,7 @@ class Margin:
         self._num_judged = 0
         self._change = 0.0
         self._has_learned = False
-        self._most, self._prompts_until_s = _MOST, -math.inf  # where prompts are expected
+        self._most, self._prompts_until_s = MOST_MARGIN, -math.inf  # where prompts are expected
         self._crowding = Crowding(slo)
         self.value = FIRST_MARGIN
         self.has_job = True
@@ -83,7 +84,7 @@ class Margin:
     def begin_at(self, value: float) -> None:
         """Where learning is to begin; may be said until it has begun."""
         assert not self._has_learned
-        self.value = min(_MOST, max(_LEAST, value))
+        self.value = min(MOST_MARGIN, max(_LEAST, value))
 
     def take_over(self, other: Margin) -> None:
         """Go by what another one has learned, of the same targets."""
@@ -147,7 +148,7 @@ class Margin:
             # What requests met while less was aimed at says nothing of more; what they missed, they would have as well.
             # In a crowd neither says anything of what holds without.
             if self.aim(now_s) == aim and (change < 0.0 or self.value <= aim):
-                self.value = min(_MOST, max(_LEAST, aim + change))
+                self.value = min(MOST_MARGIN, max(_LEAST, aim + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
 

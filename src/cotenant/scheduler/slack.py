@@ -13,10 +13,15 @@ from cotenant.core.plan import RequestView, Slo
 # The share of a target that is aimed at where no margin is learned. The rest covers what the worker cannot see (HTTP,
 # the client) and the error of its predictions.
 SAFETY = 0.7
+# The most that is aimed at where one is learned. What the worker cannot see does not grow with an answer: of a long one
+# no more than one token's target is kept.
+MOST_MARGIN = 0.98
+_LONG = round(1 / (1 - MOST_MARGIN))
 # Of the target, for a token that is the last: the rest is for what the worker cannot see, for nothing else is to come.
 # No less than what is aimed at where prompts come (`chunking.most_margin`), or each answer would end there with a step
 # that nothing shares.
 _LAST_SHARE = 0.975
+_LAST_KEPT = 0.5  # of one token's target, in a long answer where the margin is as large as can be
 _SHORT = 8  # tokens; a longer answer has time to catch up, most likely
 
 
@@ -31,13 +36,14 @@ def decode_slack_ms(
     """How long tasklets may run between this batch and the next one, for the most urgent request. With ``num_ahead``
     batches in flight ``now_s`` is when they will have landed.
 
-    Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that. This iteration's tokens
-    leave before its tasklets start, so what the tasklets delay is the token after them. It is ready two steps of
-    ``step_ms`` and the tasklets' time from now. A request that has none yet is one that has its first with this batch,
-    or with one in flight, unless it waits for its adapter: its second is due a target later. Negative when some request
-    is behind already.
+    Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that; n - 1 targets, if that
+    is later and the margin as large as can be. This iteration's tokens leave before its tasklets start, so what the
+    tasklets delay is the token after them. It is ready two steps of ``step_ms`` and the tasklets' time from now. A
+    request that has none yet is one that has its first with this batch, or with one in flight, unless it waits for its
+    adapter: its second is due a target later. Negative when some request is behind already.
     """
-    target_s = margin * slo.tpot_ms / 1e3
+    whole_s = slo.tpot_ms / 1e3
+    target_s, long = margin * whole_s, _LONG if margin >= MOST_MARGIN else math.inf
     # The token that is delayed is number num_generated + num_ahead + 2, with so many gaps before it but one.
     first_due_s, has_new, num_gaps = math.inf, False, num_ahead + 1
     for request in requests:
@@ -45,7 +51,8 @@ def decode_slack_ms(
         if first_token_s is None:
             has_new = has_new or not request.waits_for_adapter
             continue
-        due_s = first_token_s + (request.num_generated + num_gaps) * target_s
+        gaps = request.num_generated + num_gaps
+        due_s = first_token_s + (gaps * target_s if gaps < long else (gaps - 1) * whole_s)
         if due_s < first_due_s:
             first_due_s = due_s
     slack_ms = min(slo.max_gap_ms - step_ms, (first_due_s - now_s) * 1e3 - 2 * step_ms)
@@ -65,8 +72,9 @@ def token_slack_ms(
     """How long this iteration's tokens may take, and with them ``num_ahead`` batches in flight, for the requests that
     may end with them: nothing makes up later for what they are late. Any request may while it is short, but for those
     that have fewer tokens even then than hardly any answer (``least``, see ``AnswerLengths``). A longer one is held to
-    the target at the last token that it may have, whatever the margin is, for that is for what may still come."""
-    target_s, last_target_s = margin * slo.tpot_ms / 1e3, _LAST_SHARE * slo.tpot_ms / 1e3
+    the target at the last token that it may have, whatever the margin is, for that is for what may still come; of a
+    long answer half of one token's target is kept, if that is less and the margin as large as can be."""
+    whole_s, is_most = slo.tpot_ms / 1e3, margin >= MOST_MARGIN
     first_due_s, num_more = math.inf, num_ahead + 1
     # Most are long and not at their end: planning asks this of each, at each iteration.
     short_or_last = [
@@ -81,6 +89,8 @@ def token_slack_ms(
         if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
             continue
         if num_before + 1 == max_tokens or num_before + 1 >= least:
-            due_s = first_token_s + num_before * (target_s if request.num_generated < _SHORT else last_target_s)
-            first_due_s = min(first_due_s, due_s)
+            due = num_before * (margin if request.num_generated < _SHORT else _LAST_SHARE)
+            if is_most and request.num_generated >= _SHORT:
+                due = max(due, num_before - _LAST_KEPT)
+            first_due_s = min(first_due_s, first_token_s + due * whole_s)
     return (first_due_s - now_s) * 1e3
