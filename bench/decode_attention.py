@@ -28,7 +28,6 @@ from flashinfer.xqa import xqa
 
 from cotenant.device.cuda.partitions import split_multiprocessors
 from cotenant.models import decode_chunks
-from cotenant.models.attention_sources import building_paged_only
 from cotenant.models.kernels.decode_attention import DecodeAttention
 from cotenant.models.skinny_tiling import sms_at_hand
 
@@ -91,8 +90,7 @@ class Sequences:
         )
         heads = (QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS)
         types = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-        with building_paged_only():  # of which the plan of the one on tensor cores is a part
-            wrapper.plan(self.starts, indices, self.last_lengths, *heads, **types)
+        wrapper.plan(self.starts, indices, self.last_lengths, *heads, **types)
         return lambda layer, output: wrapper.run(self.query, layer.unbind(1), out=output)
 
     def by_xqa(self, num_sms: int) -> Attend:

@@ -48,7 +48,6 @@ def spec(tmp_path: Path) -> Spec:
 def test_what_is_not_called_is_left_out_and_the_rest_is_cut_up(spec: Spec) -> None:
     cut = paged_only(spec)
     assert [source.name for source in cut.sources] == [
-        "paged_kernel_mask_0_part_0.cu", "paged_kernel_mask_0_part_1.cu",
         "paged_kernel_mask_1_part_0.cu", "paged_kernel_mask_1_part_1.cu",
         "prefill.cu", "prefill_jit_binding_part_0.cu", "prefill_jit_binding_part_1.cu",
     ]  # fmt: skip

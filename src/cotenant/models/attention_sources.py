@@ -1,8 +1,8 @@
 """What is compiled of FlashInfer's attention, and in which pieces.
 
-FlashInfer compiles a module whole: also for keys that lie in no pages and for masks that callers bring along, three
-quarters of the work, which nothing here calls. Each file that is left takes the longer, the more functions it exports
-or the more kernels it has, so they are compiled one by one, on as many cores.
+FlashInfer compiles a module whole: also for keys that lie in no pages, for masks that callers bring along and for none,
+seven eighths of the work, which nothing here calls. Each file that is left takes the longer, the more functions it
+exports or the more kernels it has, so they are compiled one by one, on as many cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from cotenant.durable import write_atomically
 
 # In the names of source files. Masks: 0 is none, 1 causal, 2 a caller's own, 3 that of several items in a prompt.
-_UNUSED = ("ragged_kernel", "kernel_mask_2", "kernel_mask_3")
+_UNUSED = ("ragged_kernel", "kernel_mask_0", "kernel_mask_2", "kernel_mask_3")
 # A function that a file exports, or a kernel of those that it has.
 _PART = re.compile(r"^(?:TVM_FFI_DLL_EXPORT_TYPED_FUNC|template cudaError_t )[^;]*;\n", re.MULTILINE)
 # Functions without code may be named in the library as long as nobody calls them.
