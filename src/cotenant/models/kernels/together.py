@@ -9,10 +9,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
+from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +62,23 @@ def _begin_thread(device: int) -> None:
 def _compile(wanted: list[_Wanted]) -> None:
     num_threads = min(len(wanted), _MOST_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(num_threads, "kernels", _begin_thread, (torch.cuda.current_device(),)) as pool:
-        kernels = _all_that_end(pool, _Wanted.compile, wanted)
-        # What launches it is compiled too, by the host's compiler. No kernel is made ready by two threads.
-        _all_that_end(pool, lambda kernel: kernel[(1, 1, 1)], kernels)
+        kernels = _all_that_end([pool.submit(each.compile).result for each in wanted])
+        # What launches them is compiled too, by the host's compiler, and kept on disk. It is not taken from there by
+        # several threads: all are Python modules of one name, and one that is loaded again is given to whoever loads
+        # another just then, which would launch a kernel with another's arguments.
+        _all_that_end([pool.submit(_compile_launcher, kernel).result for kernel in kernels])
+    _all_that_end([partial(kernel.__getitem__, (1, 1, 1)) for kernel in kernels])
 
 
-def _all_that_end(pool: ThreadPoolExecutor, run: Callable[[Any], Any], tasks: Sequence[Any]) -> list[Any]:
+def _compile_launcher(kernel: Any) -> None:
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _all_that_end(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     results = []
-    for future in [pool.submit(run, task) for task in tasks]:
+    for task in tasks:
         try:
-            results.append(future.result())
+            results.append(task())
         except Exception as error:
             logger.warning("a kernel is compiled where it is launched: %s", error)
     return results
