@@ -29,6 +29,7 @@ POLICIES = (
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}  # vLLM's, on the command line
 LOAD_FORMATS = ("auto", "dummy")
+MAX_LORA_RANK = 512
 COMPRESS_WEIGHTS = ("off", "on")
 QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
@@ -189,7 +190,8 @@ class LoraConfig:
             "max-cpu-loras",
             f"must be at least --max-loras and at most {_MOST_CPU_LORAS}",
         )
-        _require(1 <= self.max_lora_rank <= 512, "max-lora-rank", "must be between 1 and 512")
+        is_taken = 1 <= self.max_lora_rank <= MAX_LORA_RANK
+        _require(is_taken, "max-lora-rank", f"must be between 1 and {MAX_LORA_RANK}")
 
 
 @dataclass(frozen=True, slots=True)

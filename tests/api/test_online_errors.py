@@ -68,6 +68,26 @@ def test_what_is_far_too_long_is_refused_before_each_part_is_looked_at(
     assert "maximum context length" in error["message"] or "with a length <= 1048576" in error["message"]
 
 
+def test_the_key_is_named_whose_value_is_wrong(http: httpx.Client) -> None:
+    bias = {str(token): 1 for token in range(100)} | {"7": 101}
+    error = error_of(http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "logit_bias": bias}))
+    assert error["message"] == "Invalid 'logit_bias': for the key '7' expected a number <= 100.0."
+    assert (error["param"], error["code"]) == ("logit_bias", "invalid_value")
+    job = {"model": MODEL, "training_file": "x", "metadata": {"a": "ok", "b" * 50: 1}}
+    error = error_of(http.post("/v1/fine_tuning/jobs", json=job))
+    assert error["message"] == f"Invalid 'metadata': for the key '{'b' * 40}' expected a string, got an integer."
+    error = error_of(http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "logit_bias": {}, "n": "x"}))
+    assert error["param"] == "n"
+
+
+def test_tokens_are_of_a_prompt_or_of_messages(http: httpx.Client) -> None:
+    error = error_of(http.post("/tokenize", json={}))
+    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+    error = error_of(http.post("/tokenize", json={"prompt": "a", "messages": MESSAGES}))
+    assert (error["param"], error["code"]) == ("messages", "invalid_value")
+    assert "not both" in error["message"]
+
+
 def test_many_parts_and_ids_that_fit_are_taken(http: httpx.Client) -> None:
     parts = [{"type": "text", "text": ""} for _ in range(200)]  # joined by line breaks
     answer = http.post("/tokenize", json={"model": MODEL, "messages": [{"role": "user", "content": parts}] * 3})

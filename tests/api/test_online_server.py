@@ -45,6 +45,8 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
     reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
     assert reasons[-1] == whole.choices[0].finish_reason
     assert not any(reasons[:-1])
+    stops = [chunk.choices[0].model_extra or {} for chunk in chunks[:-1]]
+    assert stops == [*({} for _ in stops[1:]), {"stop_reason": None}], "no stop string, and no token of the request's"
     assert chunks[-1].choices == []
     assert counts(chunks[-1].usage) == counts(whole.usage)
     assert all(chunk.usage is None for chunk in chunks[:-1])
@@ -241,6 +243,7 @@ def test_a_streamed_echo_has_the_log_probabilities_of_the_whole_answer(http: htt
         own = [chunk["choices"][0] for chunk in chunks[:-1] if chunk["choices"][0]["index"] == choice["index"]]
         assert "".join(each["text"] for each in own) == choice["text"]
         assert own[-1]["finish_reason"] == choice["finish_reason"] == "length"
+        assert [each["stop_reason"] for each in own if "stop_reason" in each] == [choice["stop_reason"]] == [None]
         for name in ("tokens", "text_offset"):
             assert [value for each in own for value in each["logprobs"][name]] == choice["logprobs"][name]
         first, *values = [value for each in own for value in each["logprobs"]["token_logprobs"]]

@@ -44,6 +44,23 @@ def compared(*cells: dict[str, Any], attainment: float = 0.99) -> dict[str, Any]
     return comparison
 
 
+def test_what_was_measured_in_one_run_is_what_counts() -> None:
+    """However a harvest is rounded; of several runs each has a speed alone of its own."""
+    measured = {**cell("adaptive", 33.333), "harvest": 0.3333}
+    report: dict[str, Any] = {"cells": [measured], "train_alone_tokens_per_s": ALONE}
+    comparison = compare(report, 0.99)
+    assert comparison["averages"] == {"adaptive": 33.33}
+    assert comparison["places"][0]["policies"]["adaptive"]["train_tokens_per_s"] == 33.333
+    assert not any("put together" in line for line in comparison_lines(comparison))
+    report["runs"] = [{"train_alone_tokens_per_s": alone} for alone in (90.0, 110.0)]
+    faster = {**cell("harli", 33.0), "harvest": 0.30}
+    comparison = compare({**report, "cells": [measured, faster]}, 0.99)
+    assert comparison["averages"] == {"adaptive": 33.33, "harli": 30.0}
+    (said,) = [line for line in comparison_lines(comparison) if "put together" in line]
+    assert "came to 90, 110 tokens/s" in said
+    assert "their mean, 100, in each" in said
+
+
 def test_a_missed_slo_counts_as_nothing() -> None:
     comparison = compared(
         cell("adaptive", 60.0),

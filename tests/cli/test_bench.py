@@ -26,7 +26,15 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         ((*URL, "--request-rate", "4", "--sweep", "1,2"), "give --sweep or --request-rate, not both"),
         ((*URL, "--trace", "/nonexistent.csv"), "/nonexistent.csv cannot be read"),
         ((*URL, "--trace", "x", "--window", "0:1", "--busiest", "3"), "give --window or --busiest, not both"),
-        ((*URL, "--request-rate", "1", "--window", "0:1"), "choose a part of a trace"),
+        ((*URL, "--request-rate", "1", "--window", "0:1"), "--window is of a trace: give --trace"),
+        (
+            (*URL, "--request-rate", "1", "--time-scale", "2", "--max-output-len", "2"),
+            "--time-scale, --max-output-len are of a trace: give --trace",
+        ),
+        (
+            (*URL, "--trace", "x.csv", "--sweep", "1,2", "--random-input-len", "1024", "--burstiness", "1"),
+            "--burstiness, --random-input-len are of a synthetic load: leave out --trace, which has its own requests",
+        ),
         ((*URL, "--request-rate", "0"), "--request-rate must be above 0"),
         ((*URL, "--request-rate", "nan"), "--request-rate must be above 0"),
         ((*URL, "--request-rate", "inf", "--duration", "3"), "give --num-prompts"),

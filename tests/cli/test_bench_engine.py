@@ -113,3 +113,9 @@ def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:
     (line,) = [each for each in result.stderr.strip().splitlines() if not each.startswith("loading ")]
     assert line.startswith("error: ")
     assert complaint in line
+
+
+def test_a_rank_that_is_not_taken_is_refused_by_the_name_of_its_flag() -> None:
+    result = bench_engine("tiny", "--num-adapters", "2", "--lora-rank", "513")
+    assert result.returncode == 2
+    assert "Invalid value for '--lora-rank': Input should be less than or equal to 512" in result.stderr

@@ -89,6 +89,22 @@ def test_an_interrupted_run_tells_what_it_has_and_goes_on(
     assert json.loads((tmp_path / "grid.json.old").read_text())["cells"] == resumed
 
 
+def test_a_run_that_is_interrupted_before_it_has_measured_anything_says_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Cell:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ColocateBench, "steady", interrupted)
+    arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
+    arguments += ["--slo-tpot-ms", "10000", "--policies", "inference-only", "--html", str(tmp_path / "grid.html")]
+    result = CliRunner().invoke(app, ["bench", "colocate", *arguments])
+    assert result.exit_code == 130
+    assert result.stderr.strip().splitlines()[-1] == "error: interrupted before anything was measured"
+    assert "Averages" not in result.stdout
+    assert not (tmp_path / "grid.html").exists()
+
+
 def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -> None:
     (tmp_path / "short.csv").write_text(SHORT)
     path = tmp_path / "grid.json"

@@ -100,6 +100,22 @@ def test_a_users_mistake_is_one_line_on_stderr(arguments: list[str], complaint: 
     assert complaint in line
 
 
+def test_ctrl_c_while_the_command_line_is_imported_is_no_traceback() -> None:
+    result = python(
+        """
+import builtins, cotenant.__main__
+original = builtins.__import__
+def interrupted(name, *rest):
+    if name == "typer":
+        raise KeyboardInterrupt
+    return original(name, *rest)
+builtins.__import__ = interrupted
+cotenant.__main__.main()
+"""
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
 def test_an_unknown_flag_is_refused_by_name() -> None:
     result = run_command("serve", "tiny", "--enable-speculation")
     assert result.returncode == 2

@@ -170,7 +170,10 @@ class _Session:
         waits = [serving] if hurry is None else [serving, hurry]
         await asyncio.wait(waits, timeout=HTTP_CLOSE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            logger.warning("cut %d connections that were still sending or reading", self._http.cut_connections())
+            num_cut = self._http.cut_connections()
+            logger.warning(
+                "cut %d connection%s still sending or reading", num_cut, " that was" if num_cut == 1 else "s that were"
+            )
             await asyncio.wait([serving], timeout=_CUT_TIMEOUT_S)
         self._http.force_exit = True
         await serving

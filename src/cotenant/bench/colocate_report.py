@@ -21,7 +21,8 @@ _MARKS = "A hollow mark, and a row in grey: the policy misses the SLO there."
 
 def report_page(report: Mapping[str, Any]) -> str:
     """``report``: what ``--json`` has, with its comparison."""
-    return page(f"cotenant: {report['label']}", _body(report))
+    label = report["label"]
+    return page(label if label == "cotenant" else f"cotenant: {label}", _body(report))
 
 
 def _body(report: Mapping[str, Any]) -> str:

@@ -107,6 +107,13 @@ def comparison_lines(comparison: Mapping[str, Any]) -> list[str]:
         f"{comparison['num_whole_places']} of {num_places} places (load, rate and target), those where every policy "
         "that trains was measured; a place where a policy misses the SLO counts as 0 for it."
     ]
+    *runs, alone = comparison.get("alone_tokens_per_s") or [None]  # a report of an earlier version has none
+    if runs:
+        speeds = ", ".join(f"{speed:,.0f}" for speed in runs)
+        lines.append(
+            f"Training alone came to {speeds} tokens/s in the runs that this is put together from; averages are as if "
+            f"it had come to their mean, {alone:,.0f}, in each."
+        )
     policies = [item for place in comparison["places"] for item in place["policies"].items()]
     harvests = [figures["harvest"] for name, figures in policies if name != SEPARATE]  # it trains on a GPU of its own
     if max(harvests, default=0.0) > _MOST_HARVEST:

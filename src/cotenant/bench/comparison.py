@@ -16,6 +16,7 @@ REFERENCE = "inference-only"
 SEPARATE = "separate"  # of bench/compare_sharing.py: it has two GPUs, so it is never the best other
 TOLERANCE = 0.03
 _NO_RIVALS = (SUBJECT, SEPARATE)
+_ROUNDED = 1e-3
 _ERRORS = ("mean", "share_above_10_percent")  # cells of an earlier version lack the second
 _PLACE = (
     "load",
@@ -42,7 +43,8 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     run, or 0). ``misses``: places where ``adaptive`` misses an SLO that `inference-only` meets. ``behind``: where it
     is more than 3% slower than the best other that meets it. ``two_gpus``: see ``_two_gpus``. ``prediction``: the mean
     absolute errors and the share of iterations whose error is above 10%, over all cells, of `inference-only` and
-    ``adaptive``."""
+    ``adaptive``. ``alone_tokens_per_s``: what training alone came to in each run that the report is put together
+    from, if there are several, and behind them what counts for all."""
     policies = list(dict.fromkeys(cell["policy"] for cell in report["cells"]))
     alone = report["train_alone_tokens_per_s"]
     places = [_place(cells, slo_attainment, alone) for cells in by_place(report["cells"])]
@@ -50,8 +52,10 @@ def compare(report: Report, slo_attainment: float) -> dict[str, Any]:
     training = set(policies) - {REFERENCE}
     whole = [place for place in places if training <= place["policies"].keys()]
     averages = {policy: _average(policy, whole) for policy in policies}
+    runs = [run["train_alone_tokens_per_s"] for run in report.get("runs") or []]
     return {
         "slo_attainment": slo_attainment,
+        "alone_tokens_per_s": [*runs, alone] if len(runs) > 1 else [],
         "places": places,
         "num_whole_places": len(whole),
         "averages": averages,
@@ -102,9 +106,9 @@ def meets_slo(cell: Cell, slo_attainment: float) -> bool:
 def _tokens_per_s(cell: Cell, alone: float) -> float:
     """Where training by itself comes to ``alone``: a report may be put together from runs on several GPUs, of which
     none is just as fast as another. Another library's cells have a speed alone of their own, and stay as they are."""
-    if "train_alone_tokens_per_s" in cell:
-        return float(cell["train_tokens_per_s"])
-    return round(float(cell["harvest"]) * alone, 2)
+    own, scaled = float(cell["train_tokens_per_s"]), float(cell["harvest"]) * alone
+    # A harvest is rounded: what it comes to in the cell's own run is the cell's own speed.
+    return own if "train_alone_tokens_per_s" in cell or abs(own - scaled) <= _ROUNDED * own else round(scaled, 2)
 
 
 def _place(cells: Sequence[Cell], slo_attainment: float, alone: float) -> dict[str, Any]:

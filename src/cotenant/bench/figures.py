@@ -178,12 +178,14 @@ def _distribution(name: str, values: Floats) -> dict[str, float | None]:
     return {key: float(value) for key, value in zip(keys, found, strict=True)}
 
 
-def _peaks(answered: _Answered) -> dict[str, float | int]:
-    """vLLM's: tokens in the fullest second since the first send, and requests alive at any time in the same second."""
+def _peaks(answered: _Answered) -> dict[str, float | int | None]:
+    """vLLM's: tokens in the fullest second since the first send, and requests alive at any time in the same second. Of
+    less than a second there is no fullest one."""
     if not answered.chunk_times:
         return {"max_output_tokens_per_s": 0.0, "max_concurrent_requests": 0}
     start = answered.sent.min()
-    num_seconds = int(answered.last.max() - start) + 1
+    took_s = answered.last.max() - start
+    num_seconds = int(took_s) + 1
     tokens = np.zeros(num_seconds)
     for times, count in zip(answered.chunk_times, answered.tokens, strict=True):
         # A chunk may carry several tokens; taken to be as many in each.
@@ -191,7 +193,8 @@ def _peaks(answered: _Answered) -> dict[str, float | int]:
     alive = np.zeros(num_seconds + 1, dtype=int)
     np.add.at(alive, (answered.sent - start).astype(int), 1)
     np.add.at(alive, (answered.last - start).astype(int) + 1, -1)
-    return {"max_output_tokens_per_s": float(tokens.max()), "max_concurrent_requests": int(np.cumsum(alive).max())}
+    fullest = float(tokens.max()) if took_s >= 1.0 else None
+    return {"max_output_tokens_per_s": fullest, "max_concurrent_requests": int(np.cumsum(alive).max())}
 
 
 def _generator(run: Run, outcomes: Sequence[Outcome], duration_s: float) -> dict[str, object]:

@@ -295,6 +295,8 @@ def colocate(
             report, was_interrupted = _measured(
                 bench, plans, grid, {**_report(bench, label), **settings}, before, json_path, alone_seconds
             )
+    if was_interrupted and not report["cells"]:
+        fail("interrupted before anything was measured", exit_code=INTERRUPTED_EXIT_CODE)
     report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment)
     tell(report, json_path, html_path)

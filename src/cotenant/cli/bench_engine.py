@@ -13,7 +13,14 @@ import typer
 from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
 from cotenant.cli.tables import new_table, open_console
-from cotenant.config import BatchConfig, CacheConfig, CoExecutionConfig, LoraConfig, ServerConfig
+from cotenant.config import (
+    MAX_LORA_RANK,
+    BatchConfig,
+    CacheConfig,
+    CoExecutionConfig,
+    LoraConfig,
+    ServerConfig,
+)
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -55,7 +62,7 @@ def engine(
     num_adapters: Annotated[
         str, typer.Option(help="Also decode with so many LoRA adapters in the batch, e.g. 8,64.")
     ] = "",
-    lora_rank: Annotated[int, typer.Option(min=1, help="Their rank.")] = 16,
+    lora_rank: Annotated[int, typer.Option(min=1, max=MAX_LORA_RANK, help="Their rank.")] = 16,
     lora_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in steps with adapters.")] = 64,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",

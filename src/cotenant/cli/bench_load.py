@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
     from cotenant.bench.traces import Trace
 
 DEFAULT_NUM_PROMPTS = 1000
+DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 1024, 128
 LEAST_GAP_S = 1e-3  # behind the last request of a part that ends with its trace
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFlags:
-    """The flags that say what is sent, by their names."""
+    """The flags that say what is sent, by their names. None: not given."""
 
     trace: Path | None
     window: str | None
@@ -28,16 +30,16 @@ class LoadFlags:
     max_output_len: int | None
     time_scale: float | None
     request_rate: float | None
-    burstiness: float
-    random_input_len: int
-    random_output_len: int
+    burstiness: float | None
+    random_input_len: int | None
+    random_output_len: int | None
     sweep: str | None
     num_prompts: int | None
     duration: float | None
 
     def load(self) -> TraceLoad | SyntheticLoad:
         """Raises InvalidInputError for flags that make no sense, alone or together."""
-        if self.burstiness <= 0 or math.isnan(self.burstiness):
+        if self.burstiness is not None and (self.burstiness <= 0 or math.isnan(self.burstiness)):
             raise InvalidInputError(f"--burstiness must be above 0, not {self.burstiness:g}")
         for flag, value in (("--time-scale", self.time_scale), ("--request-rate", self.request_rate)):
             if self.sweep is not None and value is not None:
@@ -50,6 +52,12 @@ class LoadFlags:
 
         if self.request_rate is not None:
             raise InvalidInputError("give --trace or --request-rate, not both")
+        of_synthetic = {
+            "--burstiness": self.burstiness,
+            "--random-input-len": self.random_input_len,
+            "--random-output-len": self.random_output_len,
+        }
+        _check_not_given(of_synthetic, "synthetic load", "leave out --trace, which has its own requests")
         chosen = part_of_trace(path, self.window, self.busiest).capped(self.max_input_len, self.max_output_len)
         scales = scales or [1.0 if self.time_scale is None else _rate("--time-scale", str(self.time_scale))]
         return TraceLoad(path.name, chosen, scales, self.num_prompts, self.duration)
@@ -57,8 +65,14 @@ class LoadFlags:
     def _synthetic(self, rates: list[float] | None) -> SyntheticLoad:
         from cotenant.bench.serve import SyntheticLoad
 
-        if self.window is not None or self.busiest is not None:
-            raise InvalidInputError("--window and --busiest choose a part of a trace: give --trace")
+        of_trace = {
+            "--window": self.window,
+            "--busiest": self.busiest,
+            "--time-scale": self.time_scale,
+            "--max-input-len": self.max_input_len,
+            "--max-output-len": self.max_output_len,
+        }
+        _check_not_given(of_trace, "trace", "give --trace")
         if rates is None and self.request_rate is None:
             raise InvalidInputError("give --trace, --request-rate or --sweep: what is to be sent?")
         rates = rates or [_rate("--request-rate", str(self.request_rate), may_be_infinite=True)]
@@ -67,8 +81,17 @@ class LoadFlags:
             num_prompts = DEFAULT_NUM_PROMPTS
         if num_prompts is None and math.inf in rates:
             raise InvalidInputError("--request-rate inf sends all at once: give --num-prompts, not --duration")
-        input_len, output_len = self.random_input_len, self.random_output_len
-        return SyntheticLoad(rates, self.burstiness, input_len, output_len, num_prompts, self.duration)
+        burstiness = 1.0 if self.burstiness is None else self.burstiness
+        input_len = self.random_input_len or DEFAULT_INPUT_LEN
+        output_len = self.random_output_len or DEFAULT_OUTPUT_LEN
+        return SyntheticLoad(rates, burstiness, input_len, output_len, num_prompts, self.duration)
+
+
+def _check_not_given(flags: Mapping[str, object], of_what: str, instead: str) -> None:
+    given = [flag for flag, value in flags.items() if value is not None]
+    if given:
+        are = "is" if len(given) == 1 else "are"
+        raise InvalidInputError(f"{', '.join(given)} {are} of a {of_what}: {instead}")
 
 
 def _rate(flag: str, text: str, may_be_infinite: bool = False) -> float:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from cotenant.cli.bench_load import DEFAULT_NUM_PROMPTS, LoadFlags
+from cotenant.cli.bench_load import DEFAULT_INPUT_LEN, DEFAULT_NUM_PROMPTS, DEFAULT_OUTPUT_LEN, LoadFlags
 from cotenant.cli.output import check_apart, check_outputs, fail, write_json
 from cotenant.config import api_key_from_environment
 from cotenant.core.errors import InvalidInputError
@@ -70,10 +70,27 @@ def serve(
     max_input_len: Annotated[int | None, typer.Option(min=1, help="Cut longer prompts.", show_default=False)] = None,
     max_output_len: Annotated[int | None, typer.Option(min=1, help="Cut longer answers.", show_default=False)] = None,
     burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma distribution of gaps; 1 is a Poisson process, less is burstier.")
-    ] = 1.0,
-    random_input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens of the synthetic load.")] = 1024,
-    random_output_len: Annotated[int, typer.Option(min=1, help="Answer tokens of the synthetic load.")] = 128,
+        float | None,
+        typer.Option(
+            help="Shape of the gamma distribution of the synthetic load's gaps; less than 1 is burstier. Default: 1, a "
+            "Poisson process.",
+            show_default=False,
+        ),
+    ] = None,
+    random_input_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Prompt tokens of the synthetic load. Default: {DEFAULT_INPUT_LEN}.",
+            show_default=False,
+        ),
+    ] = None,
+    random_output_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"Answer tokens of the synthetic load. Default: {DEFAULT_OUTPUT_LEN}.", show_default=False
+        ),
+    ] = None,
     num_prompts: Annotated[
         int | None,
         typer.Option(

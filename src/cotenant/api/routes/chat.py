@@ -173,8 +173,7 @@ class _Chat:
             choice = ChunkChoice(index, Delta(content=piece.text), self._piece_logprobs(piece))
             data += self._chunk(choice, count)
         if piece.finish_reason is not None:
-            stop_reason = msgspec.UNSET if piece.stop_reason is None else piece.stop_reason
-            choice = ChunkChoice(index, Delta(), None, piece.finish_reason, stop_reason)
+            choice = ChunkChoice(index, Delta(), None, piece.finish_reason, piece.stop_reason)
             data += self._chunk(choice, count)
         return data
 

@@ -201,7 +201,7 @@ class _Completion:
             prompt.text + piece.text if is_first else piece.text,
             logprobs,
             piece.finish_reason,
-            msgspec.UNSET if piece.stop_reason is None else piece.stop_reason,
+            msgspec.UNSET if piece.finish_reason is None else piece.stop_reason,
         )
 
     def _prompt_of(self, index: int) -> _EncodedPrompt:

@@ -203,7 +203,7 @@ class ChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | UnsetType = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET  # with the finish_reason
 
 
 class ChatChunk(msgspec.Struct):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from fastapi import Request
@@ -20,6 +20,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.text.unicode import unpaired_surrogate
 
 T = TypeVar("T", bound=msgspec.Struct)
+_MOST_SHOWN = 40  # characters of a key
 
 IGNORED_FIELDS = frozenset(
     {
@@ -157,7 +158,23 @@ def convert(fields: Any, kind: type[T]) -> T:
         with nothing_is_garbage():
             return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _described(str(error)) from None
+        complaint = str(error)
+        raise _described(complaint, _wrong_key(complaint, fields, kind)) from None
+
+
+def _wrong_key(complaint: str, fields: Any, kind: type) -> str | None:
+    """The key of the value that msgspec complains of, where all that it says is that a field's object has one."""
+    place = re.search(r" - at `\$\.(\w+)\[\.\.\.\]`$", complaint)
+    values = fields.get(place[1]) if place and isinstance(fields, dict) else None
+    if not place or not isinstance(values, dict):
+        return None
+    of_field = get_type_hints(kind, include_extras=True)[place[1]]
+    for key, value in values.items():
+        try:
+            msgspec.convert({key: value}, of_field)
+        except msgspec.ValidationError:
+            return str(key)
+    return None
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
@@ -165,8 +182,9 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
     return (not value and name not in _EMPTY_ASKS) or value in harmless
 
 
-def _described(complaint: str) -> InvalidInputError:
-    """A complaint of msgspec's, 'Expected `int` >= 0 - at `$.n`', becomes "Invalid 'n': expected an integer >= 0."."""
+def _described(complaint: str, key: str | None) -> InvalidInputError:
+    """A complaint of msgspec's, 'Expected `int` >= 0 - at `$.n`', becomes "Invalid 'n': expected an integer >= 0.".
+    ``key``: of a field's object, the one whose value is wrong."""
     missing = re.search(r"missing required field `(\w+)`", complaint)
     unknown = re.search(r"unknown field `(.*?)`", complaint)
     what, _, place = complaint.partition(" - at ")
@@ -184,6 +202,8 @@ def _described(complaint: str) -> InvalidInputError:
     for old, new in _LENGTH_WORDS:
         reason = reason.replace(old, new)
     reason = reason[:1].lower() + reason[1:]
+    if key is not None:
+        reason = f"for the key {key[:_MOST_SHOWN]!r} {reason}"
     return InvalidInputError(f"Invalid '{path}': {reason}.", code="invalid_value", param=path or None)
 
 

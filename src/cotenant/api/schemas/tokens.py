@@ -27,10 +27,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
     def check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise InvalidInputError(
-                "Send either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter"
-            )
+        if self.prompt is None and self.messages is None:
+            raise InvalidInputError("Send 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
+        if self.prompt is not None and self.messages is not None:
+            raise InvalidInputError("Send 'prompt' or 'messages', not both.", param="messages", code="invalid_value")
 
 
 class TokenizeResponse(msgspec.Struct):
