@@ -134,7 +134,7 @@ def test_a_signal_ends_a_server_that_lost_its_worker_and_waits_for_a_client(tmp_
             wait_until(has_given_up)
             assert server.stop() == 1
         # Not after as long as a client is waited for that nobody is in a hurry for.
-        assert logged_at(server, "cut 1 connections") - logged_at(server, "SIGTERM: stopping") < timedelta(seconds=5)
+        assert logged_at(server, "cut 1 connection ") - logged_at(server, "SIGTERM: stopping") < timedelta(seconds=5)
 
 
 def logged_at(server: RunningServer, text: str) -> datetime:
