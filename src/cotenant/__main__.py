@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_INTERRUPTED_EXIT_CODE = 130  # of shells, for Ctrl-C
+from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED_EXIT_CODE)
+        sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 if __name__ == "__main__":

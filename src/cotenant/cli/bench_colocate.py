@@ -41,10 +41,9 @@ from cotenant.cli.colocate_loads import (
 )
 from cotenant.cli.colocate_output import tell
 from cotenant.cli.colocate_parts import KIND, check_continues, go_on_with, read_report
-from cotenant.cli.interruption import sigterm_as_interrupt
+from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE, sigterm_as_interrupt
 from cotenant.cli.options import MOST_ALONE_S, model_to_measure
 from cotenant.cli.output import (
-    INTERRUPTED_EXIT_CODE,
     check_apart,
     check_outputs,
     counted,

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+INTERRUPTED_EXIT_CODE = 130  # as of a program that SIGINT ended
+
 
 @contextmanager
 def sigterm_as_interrupt() -> Iterator[None]:

@@ -17,7 +17,6 @@ from cotenant.bench.json_text import json_text
 from cotenant.core.errors import InvalidInputError
 
 USER_ERROR_EXIT_CODE = 2
-INTERRUPTED_EXIT_CODE = 130  # as of a program that SIGINT ended
 
 
 def fail(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

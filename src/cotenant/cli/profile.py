@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cotenant.cli.interruption import sigterm_as_interrupt
+from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE, sigterm_as_interrupt
 from cotenant.cli.options import MOST_ALONE_S, folder_of_data, model_to_measure, whole_numbers
-from cotenant.cli.output import INTERRUPTED_EXIT_CODE, check_folder, counted, fail
+from cotenant.cli.output import check_folder, counted, fail
 from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
