@@ -89,8 +89,11 @@ def token_slack_ms(
         if first_token_s is None or (max_tokens is not None and num_before >= max_tokens):
             continue
         if num_before + 1 == max_tokens or num_before + 1 >= least:
-            due = num_before * (margin if request.num_generated < _SHORT else _LAST_SHARE)
-            if is_most and request.num_generated >= _SHORT:
-                due = max(due, num_before - _LAST_KEPT)
+            if request.num_generated < _SHORT:
+                due = num_before * margin
+            elif is_most:
+                due = max(num_before * _LAST_SHARE, num_before - _LAST_KEPT)
+            else:
+                due = num_before * _LAST_SHARE
             first_due_s = min(first_due_s, first_token_s + due * whole_s)
     return (first_due_s - now_s) * 1e3
