@@ -1,8 +1,8 @@
 """What is compiled of FlashInfer's attention, and in which pieces.
 
 FlashInfer compiles a module whole: also for keys that lie in no pages, for masks that callers bring along and for none,
-seven eighths of the work, which nothing here calls. Each file that is left takes the longer, the more functions it
-exports or the more kernels it has, so they are compiled one by one, on as many cores.
+seven of eight files of kernels, which nothing here calls. Each file that is left takes the longer, the more functions
+it exports or the more kernels it has, so they are compiled one by one, on as many cores.
 """
 
 from __future__ import annotations
