@@ -25,6 +25,7 @@ from cotenant.models.batch import Batch
 from cotenant.models.decoder import Decoder
 from cotenant.models.dropout import DropoutMasks
 from cotenant.models.flash_attention import FlashAttention, Sequences
+from cotenant.models.lane_products import take_settled
 from cotenant.models.layer_backward import attention_backward, down_backward, up_backward
 from cotenant.models.spec import ModelSpec
 from cotenant.models.tape import LayerTape
@@ -186,7 +187,7 @@ class CapturedLayers:
         spec = decoder.spec
         self._decoder = decoder
         self._frame = frame
-        self._graphs = None if pool is None else LaneGraphs(pool)
+        self._graphs = None if pool is None else LaneGraphs(pool, take_settled)
         memory = _Memory(storage)
         self._places = places = _Places(spec, decoder.dtype, kind, pack, frame.num_rows, memory)
         dropout = None if places.token_keys is None else DropoutMasks(places.token_keys, pack.dropout)

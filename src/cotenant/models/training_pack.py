@@ -15,6 +15,7 @@ import torch
 
 from cotenant.models.dropout import DropoutMasks
 from cotenant.models.fused_linear import FusedLinear
+from cotenant.models.lane_products import add_product
 from cotenant.models.lora import MODULE_GROUPS, LoraAdapter, LoraPair, ModuleKey
 from cotenant.models.products import product
 
@@ -64,14 +65,14 @@ class _PackedGroup:
             torch.mm(down, self.b.T, out=out)
         else:
             torch.addmm(add, down, self.b.T, out=out)
-        out.addmm_(x, base.weight.T)
+        add_product(out, x, base.weight.T)
         return out if base.bias is None else out.add_(base.bias)
 
     def input_backward(
         self, gradient: torch.Tensor, down_gradient: torch.Tensor, base: FusedLinear, dropout: DropoutMasks | None
     ) -> torch.Tensor:
         if dropout is None:
-            return torch.mm(down_gradient, self.a).addmm_(gradient, base.weight)
+            return add_product(torch.mm(down_gradient, self.a), gradient, base.weight)
         x_gradient = base.input_gradient(gradient)
         for part in self.parts:
             dropout.add_applied(*part.key, x_gradient, down_gradient[:, part.ranks] @ self.a[part.ranks])

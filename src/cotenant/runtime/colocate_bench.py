@@ -48,6 +48,7 @@ from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
+_WARM_SEQUENCES = 16
 _WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are captured again
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
@@ -272,18 +273,21 @@ class ColocateBench:
         return nearest(self._tenants.serving.device.partitions, sm_shares(policy))
 
     def _warm_up(self, partitions: Iterable[Partition]) -> None:
-        """Train alone in each of these in which nothing was trained yet."""
-        training = self._tenants.training
-        for partition in partitions:
-            if partition in self._warm:
-                continue
+        """Train in each of these in which nothing was trained yet, beside sequences that decode, as long as they may
+        be: there, products are tried."""
+        cold = [partition for partition in partitions if partition not in self._warm]
+        if not cold:
+            return
+        training, longest = self._tenants.training, self._tenants.serving.max_model_len
+        load = self._load([Arrival(0.0, 1, longest - 1)] * min(_WARM_SEQUENCES, self.max_num_seqs), seed=0)
+        for partition in cold:
             self._warm.add(partition)
-            watch, loop = self._begin(
-                Load((), self._vocab_size, seed=0), "static", _NO_TARGET, (partition.online_share,)
-            )
+            watch, loop = self._begin(load, "static", _NO_TARGET, (partition.online_share,))
             most = training.trained_tokens + _WARM_STEPS_THERE * self._workload.tokens_per_step
             while training.trained_tokens < most:
                 self._iterate(loop, watch)
+        load.abort()
+        self._become_idle(loop, watch)
 
     def _steady_load(self, slo: Slo, batch_size: int, input_len: int, least: int, seed: int) -> Load:
         """Sequences that decode, settled, with ``least`` tokens each behind prompts of ``input_len``."""

@@ -20,6 +20,7 @@ from cotenant.finetune.preparation import Prepared
 from cotenant.finetune.trainer import Trainer
 from cotenant.finetune.warm_up import attend
 from cotenant.models.decoder import Decoder
+from cotenant.models.lane_products import load_algorithms
 
 logger = logging.getLogger(__name__)
 
@@ -101,9 +102,19 @@ class Rehearsal:
             while trainer.next_shape is not None:
                 self._device.run_tasklet(trainer.run_tasklet)
                 yield
+            yield from self._load_algorithms()
         finally:
             trainer.close()
             self._device.release_kept_memory()
+
+    def _load_algorithms(self) -> Iterator[None]:
+        """What full micro-batches' products would try in each partition."""
+        layer = self._decoder.weights.layers[0]
+        for partition in self._device.partitions:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                for matrix in (linear.weight.T, linear.weight):
+                    load_algorithms(matrix, self._num_tokens, partition.best_effort_sms)
+                    yield
 
     def _plan_forward(self) -> None:
         attend(self._decoder, (self._num_tokens,), backward=False)

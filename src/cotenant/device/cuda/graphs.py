@@ -20,10 +20,12 @@ def current_lane() -> int:
 
 
 class LaneGraphs:
-    """Pieces of work that are captured when they come again, on each lane for itself, with their memory in ``pool``."""
+    """Pieces of work that are captured when they come again, on each lane for itself, with their memory in ``pool``.
+    ``is_ready``: asked after each launch that was no graph's, whether one like it may be captured."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, is_ready: Callable[[], bool] = lambda: True) -> None:
         self._pool = pool
+        self._is_ready = is_ready
         self._has_run: set[tuple[Hashable, int]] = set()
         self._graphs: dict[tuple[Hashable, int], torch.cuda.CUDAGraph] = {}
 
@@ -38,14 +40,15 @@ class LaneGraphs:
         return graphs
 
     def run(self, piece: Hashable, kind: Hashable, launch: Callable[[], None], *, may_capture: bool = True) -> None:
-        """Launch a piece. Each kind of them runs once as it is before a piece of it is captured: that compiles its
-        kernels and makes its libraries ready."""
+        """Launch a piece. Each kind of them runs as it is, once or until it is ready, before a piece of it is captured:
+        that compiles its kernels and makes its libraries ready."""
         lane = current_lane()
         graph = self._graphs.get((piece, lane))
         if graph is None:
             if not may_capture or (kind, lane) not in self._has_run:
                 launch()
-                self._has_run.add((kind, lane))
+                if self._is_ready():
+                    self._has_run.add((kind, lane))
                 return
             graph = self._graphs[piece, lane] = capture_graph(launch, self._pool, warm_up=False)
         graph.replay()

@@ -21,6 +21,13 @@ logger = logging.getLogger(__name__)
 
 ONLINE_PRIORITY, BEST_EFFORT_PRIORITY = -1, 0
 
+_sms_of_lane: dict[int, int] = {}  # by stream
+
+
+def sms_of_lane(lane: int) -> int | None:
+    """How many SMs a stream has. None: all, as far as is known here."""
+    return _sms_of_lane.get(lane)
+
 
 class PartitionStreams(NamedTuple):
     """The streams of the two tenants in one partition."""
@@ -105,4 +112,5 @@ class _Splitter:
         flags = api.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         context = driver.call("cuGreenCtxCreate", description, self._device, flags)
         stream = driver.call("cuGreenCtxStreamCreate", context, api.CUstream_flags.CU_STREAM_NON_BLOCKING, priority)
+        _sms_of_lane[int(stream)] = int(sms.sm.smCount)
         return torch.cuda.ExternalStream(int(stream), device=torch.device("cuda", self._index))
