@@ -57,7 +57,7 @@ def test_a_request_whose_slack_is_never_overdrawn_meets_its_tpot_target(gaps: li
         now += max(0.0, slack) * share / 1e3  # the tasklets
 
 
-def test_a_long_answer_keeps_no_more_than_a_token_where_the_margin_is_at_its_end() -> None:
+def test_a_long_answer_keeps_little_more_than_a_token_where_the_margin_is_at_its_end() -> None:
     slo, now_s, step_ms = Slo(500.0, 10.0, 1e6), 100.0, 4.0
 
     def due_ms(num_gaps: int, margin: float) -> float:
@@ -67,8 +67,9 @@ def test_a_long_answer_keeps_no_more_than_a_token_where_the_margin_is_at_its_end
 
     most = [due_ms(num_gaps, MOST_MARGIN) for num_gaps in range(2, 1000)]
     assert most[8] == pytest.approx(98), "of a short one it keeps its share"
-    assert most[398] == pytest.approx(3990)
-    assert all(9.8 - 1e-6 < after - before < 10 + 1e-6 for before, after in itertools.pairwise(most)), "nothing jumps"
+    assert most[398] == pytest.approx(3978)
+    gaps = [after - before for before, after in itertools.pairwise(most)]
+    assert all(9.8 - 1e-6 < gap < 9.98 for gap in gaps), "nothing jumps, and any stretch is in time by itself"
     assert due_ms(400, 0.9799) == pytest.approx(3919.6), "something has been missed: its share is kept"
 
 

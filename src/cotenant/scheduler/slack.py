@@ -14,9 +14,10 @@ from cotenant.core.plan import RequestView, Slo
 # the client) and the error of its predictions.
 SAFETY = 0.7
 # The most that is aimed at where one is learned. What the worker cannot see does not grow with an answer: of a long one
-# no more than one token's target is kept.
+# one token's target is kept, and so little more that any long stretch of it is in time by itself, wherever it begins.
 MOST_MARGIN = 0.98
-_LONG = round(1 / (1 - MOST_MARGIN))
+_LONG_MARGIN = 0.997
+_LONG = round(1 / (_LONG_MARGIN - MOST_MARGIN))
 # Of the target, for a token that is the last: the rest is for what the worker cannot see, for nothing else is to come.
 # No less than what is aimed at where prompts come (`chunking.most_margin`), or each answer would end there with a step
 # that nothing shares.
@@ -36,11 +37,12 @@ def decode_slack_ms(
     """How long tasklets may run between this batch and the next one, for the most urgent request. With ``num_ahead``
     batches in flight ``now_s`` is when they will have landed.
 
-    Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that; n - 1 targets, if that
-    is later and the margin as large as can be. This iteration's tokens leave before its tasklets start, so what the
-    tasklets delay is the token after them. It is ready two steps of ``step_ms`` and the tasklets' time from now. A
-    request that has none yet is one that has its first with this batch, or with one in flight, unless it waits for its
-    adapter: its second is due a target later. Negative when some request is behind already.
+    Token n of a request is due n TPOT targets after its first, or the share ``margin`` of that; a target before the
+    share ``_LONG_MARGIN``, if that is later and the margin as large as can be. This iteration's tokens leave before its
+    tasklets start, so what the tasklets delay is the token after them. It is ready two steps of ``step_ms`` and the
+    tasklets' time from now. A request that has none yet is one that has its first with this batch, or with one in
+    flight, unless it waits for its adapter: its second is due a target later. Negative when some request is behind
+    already.
     """
     whole_s = slo.tpot_ms / 1e3
     target_s, long = margin * whole_s, _LONG if margin >= MOST_MARGIN else math.inf
@@ -52,7 +54,7 @@ def decode_slack_ms(
             has_new = has_new or not request.waits_for_adapter
             continue
         gaps = request.num_generated + num_gaps
-        due_s = first_token_s + (gaps * target_s if gaps < long else (gaps - 1) * whole_s)
+        due_s = first_token_s + (gaps * target_s if gaps < long else (gaps * _LONG_MARGIN - 1) * whole_s)
         if due_s < first_due_s:
             first_due_s = due_s
     slack_ms = min(slo.max_gap_ms - step_ms, (first_due_s - now_s) * 1e3 - 2 * step_ms)
