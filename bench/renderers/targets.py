@@ -24,7 +24,7 @@ _ABOVE = (
     "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what it came to. "
     "Harvest is the job's speed as a share of what it has with the GPU to itself."
 )
-_STEADY_RUNS = 4  # the newest, whose sequences are timed alike
+_STEADY_RUNS = 5  # the newest, whose sequences are timed alike
 _ATTAINMENT = 0.99
 _EARLY_S = 2.0  # of a cell
 _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
@@ -34,6 +34,11 @@ _POWER = (
     "step beside training draws; [most of that brings weights in](#on-a-gpu-what-reading-the-weights-costs-in-energy). "
     "Steps that take less, as those with [attention of their own](#on-a-gpu-decode-attention-on-some-of-the-sms) do, "
     "fewer bits a weight, or more watts."
+)
+_OVER = (
+    "The sequences that were timed took {over:.1f} us a token more than the target: that version kept one token's "
+    "target of a long answer and nothing else, so a stretch of it that began ahead could take longer than its tokens "
+    "may. Since then 0.3% of each token's target is kept besides (`scheduler/slack.py`), which is not measured yet."
 )
 _PROMPTS = (
     "Prompts leave no SM unused, and [what they take](#on-a-gpu-the-grid-of-targets-rates-and-traces) no training can "
@@ -125,9 +130,10 @@ def _steady_rows(steady: Sequence[Result]) -> Iterator[tuple[str, str, str, bool
         name = f"32 sequences of about 1,024 tokens, TPOT {tpot_ms} ms"
         *before, newest = cells
         is_met = newest["harvest"] >= aim and newest["attainment"] >= _ATTAINMENT
-        text = f"{newest['harvest']:.1%}, TPOT {newest['tpot_ms']['mean']:.1f} ms, in one run; earlier versions on "
-        text += "other cards " + ", ".join(f"{cell['harvest']:.1%}" for cell in before)
-        yield name, f"harvest {aim:.0%}", text, is_met, _POWER
+        over_ms = newest["tpot_ms"]["mean"] - tpot_ms
+        text = f"{newest['harvest']:.1%}, TPOT {newest['tpot_ms']['mean']:.{3 if over_ms > 0 else 1}f} ms, in one run; "
+        text += "earlier versions on other cards " + ", ".join(f"{cell['harvest']:.1%}" for cell in before)
+        yield name, f"harvest {aim:.0%}", text, is_met, _OVER.format(over=over_ms * 1e3) if over_ms > 0 else _POWER
 
 
 def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:

@@ -236,16 +236,16 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
     steady = json.loads((tmp_path / "colocate_steady_h200.json").read_text())
     ours = [
         cell
-        for run in steady[-4:]
+        for run in steady[-5:]
         for cell in run["cells"]
         if (cell["policy"], cell["slo"]["tpot_ms"]) == ("adaptive", 40)
     ]
     aim = "32 sequences of about 1,024 tokens, TPOT 40 ms: harvest 88%"
     for harvests, attainments, verdict in (
-        ((0.889, 0.89, 0.89, 0.88), (1.0, 1.0, 1.0, 1.0), "met"),
-        ((0.889, 0.89, 0.89, 0.879), (1.0, 1.0, 1.0, 1.0), "**missed**"),
-        ((0.879, 0.889, 0.889, 0.89), (0.0, 1.0, 1.0, 1.0), "met"),
-        ((0.889, 0.889, 0.889, 0.89), (1.0, 1.0, 1.0, 0.0), "**missed**"),
+        ((0.87, 0.889, 0.89, 0.89, 0.88), (1.0, 1.0, 1.0, 1.0, 1.0), "met"),
+        ((0.87, 0.889, 0.89, 0.89, 0.879), (1.0, 1.0, 1.0, 1.0, 1.0), "**missed**"),
+        ((0.87, 0.879, 0.889, 0.889, 0.89), (1.0, 0.0, 1.0, 1.0, 1.0), "met"),
+        ((0.87, 0.889, 0.889, 0.889, 0.89), (1.0, 1.0, 1.0, 1.0, 0.0), "**missed**"),
     ):
         for cell, harvest, attainment in zip(ours, harvests, attainments, strict=True):
             cell |= {"harvest": harvest, "tpot_ms": {**cell["tpot_ms"], "mean": 39.0}, "attainment": attainment}
@@ -253,6 +253,11 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
         *before, newest = (f"{harvest:.1%}" for harvest in harvests)
         measured = f"{newest}, TPOT 39.0 ms, in one run; earlier versions on other cards {', '.join(before)}"
         assert aims()[aim][:2] == [measured, verdict]
+    ours[-1] |= {"tpot_ms": {**ours[-1]["tpot_ms"], "mean": 40.0004}, "attainment": 0.0}
+    (tmp_path / "colocate_steady_h200.json").write_text(json.dumps(steady))
+    measured, verdict, why = aims()[aim]
+    assert (measured.split(", in one run")[0], verdict) == ("89.0%, TPOT 40.000 ms", "**missed**")
+    assert "took 0.4 us a token more than the target" in why
 
     whole, parts = "a plan where 64 prompts wait, with their chunk's size and turns, by records", "p50   20.00 us"
     (tmp_path / "planner_slow_h200.txt").write_text(
