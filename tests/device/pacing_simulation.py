@@ -64,8 +64,11 @@ class Simulation:
         behind: SimpleNamespace | None = None,
         partition: Partition | None = None,
         waits_for_others: bool = False,
+        is_trial: bool = False,
     ) -> None:
         def run() -> TaskletShape:
+            if is_trial:
+                pacing.note_trial()
             self.now_s += host_s
             self.busy_until_s = max(self.busy_until_s, self.now_s) + device_s
             return shape

@@ -240,3 +240,17 @@ def test_no_tasklet_takes_no_time(simulation: Simulation) -> None:
     found = simulation.queue.take_finished()
     assert found
     assert all(each.elapsed_ms > 0 for each in found)
+
+
+def test_a_tasklet_part_of_which_is_tried_tells_nothing_of_the_next_one(simulation: Simulation) -> None:
+    simulation.run(FORWARD, 1.2e-3, 20)
+    for _ in range(5):
+        simulation.queue.wait_for_room()
+        simulation.launch(FORWARD, 3e-3, is_trial=True)
+    leads_s = simulation.run(FORWARD, 1.2e-3, 20)
+    simulation.queue.wait_for_room()
+    times_ms = [each.elapsed_ms for each in simulation.queue.take_finished()]
+    assert len(times_ms) == 39, "one is in flight"
+    assert max(times_ms) < 1.3
+    assert all(0.0 < lead_s < 300e-6 for lead_s in leads_s[2:]), leads_s
+    assert simulation.queue.num_launched == 45

@@ -19,12 +19,13 @@ import torch
 
 from cotenant.device.cuda.cublaslt import Operands, Product
 from cotenant.device.cuda.graphs import current_lane
+from cotenant.device.cuda.pacing import note_trial
 from cotenant.device.cuda.partitions import sms_of_lane
 from cotenant.models.trials import Trials
 
 logger = logging.getLogger(__name__)
 
-# Smaller products are not worth a choice: they take a few microseconds.
+# Smaller products are not worth a choice: they take some tens of microseconds.
 _LEAST_OPERATIONS = 1 << 33
 _FEW_ROWS = 128
 _BY_TORCH = -1  # the library's own choice is among what is tried
@@ -96,6 +97,8 @@ class _Choice:
 
     def _try(self, algorithm: int, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
         _state.was_tried = True
+        if self._trials.median_ms(algorithm) is None:
+            note_trial()  # it may take several times as long as the others
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         try:

@@ -65,8 +65,8 @@ def _lies_well(tensor: torch.Tensor) -> bool:
 
 class Product:
     """``out += x @ matrix`` of one shape, as the library's algorithms compute it: those that add each element's
-    products up in one go, so that all have the same bits. ``num_sms``: they are asked for with so many, and others
-    again with all. All products of a device share their ``WORKSPACE_BYTES``, so one runs at a time.
+    products up in one go, so that all have the same bits: those that it names for all SMs, then others for
+    ``num_sms``. All products of a device share their ``WORKSPACE_BYTES``, so one runs at a time.
 
     The sum in float32, and that with what was in ``out``, are rounded once. Raises RuntimeError where the library is
     not found, or refuses the shape.
@@ -80,7 +80,7 @@ class Product:
         kind, shape = _TYPES[operands.dtype], (inner, out) if operands.is_transposed else (out, inner)
         self._matrix = library.layout(kind, *shape)
         self._layouts = (self._matrix, library.layout(kind, inner, rows), library.layout(kind, out, rows))
-        self._descriptions = [library.description(operands.is_transposed, count) for count in (num_sms, None)]
+        self._descriptions = [library.description(operands.is_transposed, count) for count in (None, num_sms)]
         self.algorithms: list[tuple[int, _Algorithm]] = []
         known: set[bytes] = set()
         for index, description in enumerate(self._descriptions):

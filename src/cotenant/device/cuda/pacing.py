@@ -52,6 +52,18 @@ _LONGEST_UNASKED_SLEEP_S = 20e-3
 _Kind = tuple[TaskletShape, Partition | None]
 
 
+class _Launch:
+    """The one under way. A process has one thread that launches."""
+
+    is_trial = False
+
+
+def note_trial() -> None:
+    """Part of the tasklet that is being launched is done in a way that nobody has timed: how long the tasklet takes
+    tells nothing of the next one like it."""
+    _Launch.is_trial = True
+
+
 @dataclass(slots=True)
 class _InFlight:
     """``before``: the end of the one before, if that was in flight. ``start``: None where nothing lies between the two
@@ -69,6 +81,7 @@ class _InFlight:
     end: torch.cuda.Event
     launched_s: float
     launch_s: float  # what the host took
+    is_trial: bool
     not_before_s: float  # not before its end was recorded, to begin with
     ended_by_s: float = math.inf
 
@@ -125,7 +138,9 @@ class TaskletQueue:
             start = self._event()
             start.record(stream)
         launched_s = time.perf_counter()
+        _Launch.is_trial = False
         shape = launch()
+        is_trial = _Launch.is_trial
         end = self._event()
         recorded_s = time.perf_counter()
         end.record(stream)
@@ -139,8 +154,9 @@ class TaskletQueue:
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
         if is_measure and not waits:  # there was one in flight when the host went to sleep
             self._follow(is_late=not is_in_time)
+        is_late = not is_in_time
         self._in_flight.append(
-            _InFlight(shape, partition, before, not is_in_time, waits, start, end, launched_s, launch_s, recorded_s)
+            _InFlight(shape, partition, before, is_late, waits, start, end, launched_s, launch_s, is_trial, recorded_s)
         )
         if is_in_time and len(self._in_flight) == 2:
             self._asked_s = asked_s
@@ -264,7 +280,7 @@ class TaskletQueue:
         if start is not None:
             self._events.append(start)
         # With the host held up at the wrong moment, all of its time may seem to have passed before its launch.
-        is_timed = elapsed_ms > 0
+        is_timed = elapsed_ms > 0 and not done.is_trial
         if is_timed and done.launch_s < max(_UNUSUAL_LAUNCH_S, 0.5e-3 * elapsed_ms):
             self._finished.append(FinishedTasklet(done.shape, elapsed_ms, self._last_end_s, done.partition))
             kind = (done.shape, done.partition)
