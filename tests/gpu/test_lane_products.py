@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cotenant.core.errors import InvalidInputError
 from cotenant.device.cuda.cublaslt import Operands, Product
 from cotenant.device.cuda.graphs import LaneGraphs, capture_graph
 from cotenant.device.cuda.partitions import split_multiprocessors
 from cotenant.models.lane_products import add_product, load_algorithms, take_settled
 
-MOST_TRIALS = 100
+MOST_TRIALS = 150
 SHAPES = {  # rows, output features, input features, whether the matrix is transposed
     "forward": (1920, 4096, 2048, True),
     "backward": (1024, 2048, 4096, False),
+    "deep": (1024, 2048, 8192, True),
+    "deep backward": (1024, 4096, 28672, False),
 }
 
 
@@ -31,7 +34,7 @@ def lane() -> torch.cuda.Stream:
         partitions = split_multiprocessors(
             device, [torch.cuda.get_device_properties(device).multi_processor_count // 3]
         )
-    except RuntimeError as error:
+    except (InvalidInputError, RuntimeError) as error:
         pytest.skip(f"no green contexts: {error}")
     (streams,) = partitions.values()
     return streams.best_effort
@@ -45,7 +48,7 @@ def test_all_algorithms_have_torchs_bits(shape: tuple[int, int, int, bool], dtyp
     known = Operands.of(out, x, matrix)
     assert known is not None
     product = Product(known, 84, out.device)
-    assert len(product.algorithms) > 1
+    assert len(product.algorithms) > 1 or shape not in (SHAPES["forward"], SHAPES["backward"])
     for index in range(len(product.algorithms)):
         found = out.clone()
         product.add(index, found, x, matrix)
@@ -119,7 +122,7 @@ def test_algorithms_are_loaded_without_a_trial(lane: torch.cuda.Stream) -> None:
     _, _, matrix = operands(*SHAPES["forward"], torch.bfloat16)
     take_settled()
     for each in (matrix, matrix[:, :24], matrix.float()):
-        load_algorithms(each, 2048, 84)
+        list(load_algorithms(each, 2048, 84))
     torch.cuda.synchronize()
     assert take_settled()
 

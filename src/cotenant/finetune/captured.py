@@ -171,7 +171,8 @@ def _adapter_buffers(
 class CapturedLayers:
     """The layers of one frame. ``storage``: uint8, at least ``frame_bytes``; ``pool``: where graphs find what they need
     while they run, None where nothing is captured. The first micro-batch runs eagerly, for a frame may never come
-    again; graphs are made from the second one on, for each partition that layers run in. Everything is launched on the
+    again; graphs are made from the second one on, for each partition that layers run in, once products are settled
+    there (``lane_products``). Everything is launched on the
     current stream; the caller keeps to the order in which a micro-batch goes through the layers.
     """
 
@@ -260,7 +261,8 @@ class CapturedLayers:
             function(self, layer)
         else:
             launch = partial(function, self, layer)
-            self._graphs.run((function, layer), function, launch, may_capture=self._num_loaded > 1)
+            # The first layer has a product less: what it launches says nothing of whether the others' are settled.
+            self._graphs.run((function, layer), (function, layer > 0), launch, may_capture=self._num_loaded > 1)
 
     def _plan(self, attention: SegmentAttention) -> None:
         self._decoder.plan(self._batch, self._places.cos, self._places.signed_sin, attention)

@@ -5,13 +5,17 @@ SMs, and four on 84, of which the last has four tiles. The library chooses for a
 there are, it does not choose well either (bench/lane_products.py). So its algorithms are tried, each a few times in
 the job's own layers, before those are captured, and timed on the device: nothing waits for it. That is beside the
 batches that the partition is for, which read memory meanwhile: what reads least may be fastest there, and is not alone.
-All algorithms add up in the same order, so a layer has the same bits with a partition or without, tried or settled.
+All algorithms add up in the same order, as torch's does for so many rows, so a layer has the same bits with a partition
+or without, tried or settled. What was settled beside one load holds for all that come later.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +29,12 @@ from cotenant.models.trials import Trials
 
 logger = logging.getLogger(__name__)
 
-# Smaller products are not worth a choice: they take some tens of microseconds.
+# Smaller products are not worth a choice: they take some tens of microseconds. For fewer rows torch's library may
+# divide a product between thread blocks, which changes its bits.
 _LEAST_OPERATIONS = 1 << 33
+_LEAST_ROWS = 1024
+# What keeps the host for longer has loaded a kernel, and the device has waited: no measure.
+_LONGEST_LAUNCH_S = 0.5e-3
 _FEW_ROWS = 128
 _BY_TORCH = -1  # the library's own choice is among what is tried
 
@@ -40,14 +48,16 @@ def add_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> tor
     return out
 
 
-def load_algorithms(matrix: torch.Tensor, num_rows: int, num_sms: int) -> None:
-    """Have the library load what ``add_product`` would try for ``num_rows`` and ``matrix`` [in, out] on so many SMs."""
+def load_algorithms(matrix: torch.Tensor, num_rows: int, num_sms: int) -> Iterator[None]:
+    """Have the library load what ``add_product`` would try for ``num_rows`` and ``matrix`` [in, out] on so many SMs,
+    with a pause behind each algorithm. They run on the current stream; nothing that trains may be in flight."""
     inner, out = matrix.shape
     zeros = matrix.new_zeros(_FEW_ROWS, inner), matrix.new_zeros(_FEW_ROWS, out)
     operands = Operands.of(zeros[1], zeros[0], matrix)
     if operands is not None and _are_worth_it(num_rows, matrix):
-        product = Product(operands._replace(num_rows=num_rows), num_sms, matrix.device)
-        product.load(zeros[1], zeros[0], matrix)
+        with suppress(RuntimeError):  # then nothing is tried
+            product = Product(operands._replace(num_rows=num_rows), num_sms, matrix.device)
+            yield from product.load(zeros[1], zeros[0], matrix)
 
 
 def take_settled() -> bool:
@@ -57,9 +67,16 @@ def take_settled() -> bool:
     return settled
 
 
+def num_trials() -> int:
+    """That there have been in this process."""
+    return _state.num_trials
+
+
 @dataclass
 class _State:
     was_tried: bool = False
+    num_trials: int = 0
+    was_told: bool = False  # that there are none
     choices: dict[tuple[Operands, int], _Choice | None] = field(default_factory=dict)
 
 
@@ -97,10 +114,12 @@ class _Choice:
 
     def _try(self, algorithm: int, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
         _state.was_tried = True
-        if self._trials.median_ms(algorithm) is None:
-            note_trial()  # it may take several times as long as the others
+        _state.num_trials += 1
+        if not self._trials.is_ordinary(algorithm):
+            note_trial()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        begin_s = time.perf_counter()
         try:
             self._launch(algorithm, out, x, matrix)
         except RuntimeError as error:
@@ -110,8 +129,9 @@ class _Choice:
             self._trials.drop(algorithm)
             out.addmm_(x, matrix)
             return
-        end.record()
-        self._in_flight.append(_Trial(algorithm, start, end))
+        if time.perf_counter() - begin_s < _LONGEST_LAUNCH_S:
+            end.record()
+            self._in_flight.append(_Trial(algorithm, start, end))
 
     def _collect(self) -> None:
         while self._in_flight and self._in_flight[0].end.query():
@@ -138,14 +158,17 @@ def _choice(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> _Choice
             return None
         try:
             _state.choices[key] = _Choice(operands, num_sms, x.device)
+        except torch.OutOfMemoryError:
+            return None  # there may be some the next time
         except RuntimeError as error:
-            logger.warning("products on %d SMs are as torch does them: %s", num_sms, error)
-            _state.choices[key] = None
+            level = logging.DEBUG if _state.was_told else logging.WARNING
+            logger.log(level, "products on a part of the SMs are as torch does them: %s", error)
+            _state.choices[key], _state.was_told = None, True
     return _state.choices[key]
 
 
 def _are_worth_it(num_rows: int, matrix: torch.Tensor) -> bool:
-    return 2 * num_rows * matrix.numel() >= _LEAST_OPERATIONS
+    return num_rows >= _LEAST_ROWS and 2 * num_rows * matrix.numel() >= _LEAST_OPERATIONS
 
 
 _state = _State()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-# Once a way has been timed so often, it is given up if its median is so many times the shortest median.
-_GIVEN_UP = ((1, 1.25), (3, 1.06))
-# So often those are timed that are left; the first one, which is otherwise the way that it is done, among them.
-_TIMED = 7
+# A way is given up that is so many times slower than the fastest: the faster of two turns, or the median of more. One
+# alone says little: what runs beside it, or is loaded for it, may make any turn much longer.
+_FAR, _NEAR = 1.2, 1.06
+_TIMED, _MOST_ASKED = 5, 20  # so often those are timed that are left, if they can be at all
 
 
 class Trials:
-    """Among ``ways``, at least one. Times come later than they are asked for, or never."""
+    """Among ``ways``, at least one, the first of which is how it is done otherwise. Times come later than they are
+    asked for, or never."""
 
     def __init__(self, ways: Iterable[int]) -> None:
         self._times_ms: dict[int, list[float]] = {way: [] for way in ways}
@@ -30,13 +31,17 @@ class Trials:
         times = self._times_ms.get(way)
         return statistics.median(times) if times else None
 
+    def is_ordinary(self, way: int) -> bool:
+        """Whether it takes no longer, as far as is known, than the way that will be settled on or the first one."""
+        return way == self._default or self._median_ms(way) <= _NEAR * self._median_ms(self.best) < float("inf")
+
     def next(self) -> int | None:
         """What to time now. None: it is settled."""
         if self.settled is not None:
             return None
         shortest = self._median_ms(self.best)
-        left = [way for way in self._times_ms if self._is_hopeful(way, shortest)]
-        if all(len(self._times_ms[way]) >= _TIMED for way in left):
+        left = [way for way in self._times_ms if self._is_hopeful(way, shortest) and not self._is_done(way)]
+        if not left:
             self.settled = self.best
             return None
         # In turn, so that what changes meanwhile changes all.
@@ -57,7 +62,11 @@ class Trials:
         median = self.median_ms(way)
         return float("inf") if median is None else median
 
+    def _is_done(self, way: int) -> bool:
+        return len(self._times_ms[way]) >= _TIMED or self._num_asked[way] >= _MOST_ASKED
+
     def _is_hopeful(self, way: int, shortest_ms: float) -> bool:
         times = self._times_ms[way]
-        limits = [factor * shortest_ms for count, factor in _GIVEN_UP if len(times) >= count]
-        return not limits or statistics.median(times) <= limits[-1]
+        if len(times) > 2:
+            return statistics.median(times) <= _NEAR * shortest_ms
+        return len(times) < 2 or min(times) <= _FAR * shortest_ms

@@ -21,6 +21,7 @@ from cotenant.core.errors import CotenantError, InvalidInputError
 from cotenant.core.job import JobSpec
 from cotenant.core.plan import Partition, Slo
 from cotenant.core.tasklet import TaskletShape
+from cotenant.models.lane_products import num_trials
 from cotenant.runtime.colocate_cell import ENOUGH_TOKENS, Cell, is_settled
 from cotenant.runtime.colocate_watch import Watch, measured_cell
 from cotenant.runtime.device_time import DeviceTime
@@ -48,8 +49,9 @@ from cotenant.wire.messages import FromWorker, JobFailed, StartJob
 _JOB_ID = "ftjob-bench"
 _STEPS_PER_EPOCH = 4096  # a checkpoint is written at the end of an epoch: not while something is measured
 _WARM_STEPS = 4  # of the optimizer, before anything is measured: layers are captured in them
-_WARM_SEQUENCES = 16
-_WARM_STEPS_THERE = 2  # the same in each partition, for whose SMs they are captured again
+# The same in each partition, for whose SMs they are captured again, beside so many sequences; and steps more until a
+# whole one has tried no product there, but not for ever.
+_WARM_STEPS_THERE, _WARM_SEQUENCES, _MOST_WARM_STEPS = 2, 16, 12
 _NO_TARGET = Slo(1e9, 1e9)
 ANSWERED_WITHIN_S = 120.0  # after the last arrival
 
@@ -283,9 +285,12 @@ class ColocateBench:
         for partition in cold:
             self._warm.add(partition)
             watch, loop = self._begin(load, "static", _NO_TARGET, (partition.online_share,))
-            most = training.trained_tokens + _WARM_STEPS_THERE * self._workload.tokens_per_step
-            while training.trained_tokens < most:
-                self._iterate(loop, watch)
+            for step in range(_MOST_WARM_STEPS):
+                before, until = num_trials(), training.trained_tokens + self._workload.tokens_per_step
+                while training.trained_tokens < until:
+                    self._iterate(loop, watch)
+                if step + 1 >= _WARM_STEPS_THERE and num_trials() == before:
+                    break
         load.abort()
         self._become_idle(loop, watch)
 

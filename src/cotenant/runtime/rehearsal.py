@@ -12,6 +12,7 @@ import torch
 from cotenant.core.job import Hyperparameters, JobSpec
 from cotenant.device import Device
 from cotenant.finetune.activations import can_capture
+from cotenant.finetune.captured import rows_for
 from cotenant.finetune.dataset import Dataset
 from cotenant.finetune.job_setup import new_adapter
 from cotenant.finetune.job_training import make_training
@@ -102,7 +103,8 @@ class Rehearsal:
             while trainer.next_shape is not None:
                 self._device.run_tasklet(trainer.run_tasklet)
                 yield
-            yield from self._load_algorithms()
+            if can_capture(self._decoder):
+                yield from self._load_algorithms()
         finally:
             trainer.close()
             self._device.release_kept_memory()
@@ -113,8 +115,7 @@ class Rehearsal:
         for partition in self._device.partitions:
             for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 for matrix in (linear.weight.T, linear.weight):
-                    load_algorithms(matrix, self._num_tokens, partition.best_effort_sms)
-                    yield
+                    yield from load_algorithms(matrix, rows_for(self._num_tokens), partition.best_effort_sms)
 
     def _plan_forward(self) -> None:
         attend(self._decoder, (self._num_tokens,), backward=False)

@@ -6,6 +6,7 @@ torch takes the one that the library holds for the fastest on all of a device's 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
@@ -18,7 +19,7 @@ _TYPES = {torch.bfloat16: 14, torch.float16: 2}  # cudaDataType_t
 _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSE_A, _SM_COUNT_TARGET = 3, 15  # cublasLtMatmulDescAttributes_t
 _MOST_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
-_NUM_SPLITS = 2  # cublasLtMatmulAlgoConfigAttributes_t
+_NUM_SPLITS, _REDUCTION = 2, 3  # cublasLtMatmulAlgoConfigAttributes_t
 _ALIGNMENT = 256  # bytes, which algorithms are asked for if nothing else is said
 WORKSPACE_BYTES = 32 << 20  # as much as torch gives the library on Hopper
 _ONE = c_float(1.0)
@@ -65,17 +66,18 @@ def _lies_well(tensor: torch.Tensor) -> bool:
 
 class Product:
     """``out += x @ matrix`` of one shape, as the library's algorithms compute it: those that add each element's
-    products up in one go, so that all have the same bits: those that it names for all SMs, then others for
-    ``num_sms``. All products of a device share their ``WORKSPACE_BYTES``, so one runs at a time.
+    products up in one go, so that all have the same bits; first those that it names for all SMs, then others for
+    ``num_sms``. There are none where the first that it names, which is what torch takes, does not. All products of a
+    device share their ``WORKSPACE_BYTES``, so one runs at a time.
 
     The sum in float32, and that with what was in ``out``, are rounded once. Raises RuntimeError where the library is
     not found, or refuses the shape.
     """
 
     def __init__(self, operands: Operands, num_sms: int, device: torch.device, most_each: int = 8) -> None:
-        _workspace(device)  # takes memory, which no capture may
         rows, out, inner = operands.num_rows, operands.num_out, operands.num_in
         library = self._library = _library()
+        _workspace(device)  # takes memory, which no capture may
         # The library counts by columns: out.T += matrix.T @ x.T.
         kind, shape = _TYPES[operands.dtype], (inner, out) if operands.is_transposed else (out, inner)
         self._matrix = library.layout(kind, *shape)
@@ -84,7 +86,10 @@ class Product:
         self.algorithms: list[tuple[int, _Algorithm]] = []
         known: set[bytes] = set()
         for index, description in enumerate(self._descriptions):
-            for algorithm in library.algorithms(description, self._layouts, most_each):
+            found = library.algorithms(description, self._layouts, most_each)
+            if index == 0 and not (found and library.adds_in_one_go(found[0])):
+                break
+            for algorithm in filter(library.adds_in_one_go, found):
                 if bytes(algorithm) not in known:
                     known.add(bytes(algorithm))
                     self.algorithms.append((index, algorithm))
@@ -93,14 +98,15 @@ class Product:
         """On the current stream, by one of ``algorithms``. Raises RuntimeError if it cannot."""
         self._add(algorithm, self._layouts, out, x, matrix)
 
-    def load(self, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
-        """Run each of ``algorithms`` on other numbers of rows, as few as they may be: the library loads its kernels as
-        they are first launched, which keeps all launches waiting for some milliseconds."""
+    def load(self, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> Iterator[None]:
+        """Run each of ``algorithms`` on other numbers of rows, as few as they may be, with a pause behind each: the
+        library loads a kernel as it is first launched, which keeps all launches waiting for some milliseconds."""
         library, kind = self._library, _TYPES[out.dtype]
         few = (library.layout(kind, x.shape[1], len(x)), library.layout(kind, out.shape[1], len(out)))
         for algorithm in range(len(self.algorithms)):
             with suppress(RuntimeError):
                 self._add(algorithm, (self._matrix, *few), out, x, matrix)
+            yield
 
     def _add(
         self,
@@ -130,7 +136,10 @@ class _Library:
         self._call(set_attribute, self._preference, c_int(_MOST_WORKSPACE), byref(size), c_size_t(8))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._calls, name)(*arguments)
+        call = getattr(self._calls, name, None)
+        if call is None:
+            raise RuntimeError(f"this version of cuBLASLt has no {name}")
+        status = call(*arguments)
         if status != 0:
             raise RuntimeError(f"{name}: status {status}")
 
@@ -154,13 +163,16 @@ class _Library:
         self._call(
             name, self._handle, description, matrix, x, out, out, self._preference, c_int(most), found, byref(count)
         )
-        usable = (each for each in found[: count.value] if each.state == 0)
-        return [_Algorithm.from_buffer_copy(each.algorithm) for each in usable if self._splits(each.algorithm) <= 1]
+        return [_Algorithm.from_buffer_copy(each.algorithm) for each in found[: count.value] if each.state == 0]
 
-    def _splits(self, algorithm: _Algorithm) -> int:
+    def adds_in_one_go(self, algorithm: _Algorithm) -> bool:
+        """Whether the input features are not divided between thread blocks, whose sums are added up then."""
+        return self._configured(algorithm, _NUM_SPLITS) == 1 and self._configured(algorithm, _REDUCTION) == 0
+
+    def _configured(self, algorithm: _Algorithm, attribute: int) -> int:
         value, written = c_int32(), c_size_t()
         name, size = "cublasLtMatmulAlgoConfigGetAttribute", c_size_t(4)
-        self._call(name, byref(algorithm), c_int(_NUM_SPLITS), byref(value), size, byref(written))
+        self._call(name, byref(algorithm), c_int(attribute), byref(value), size, byref(written))
         return value.value
 
     def multiply(

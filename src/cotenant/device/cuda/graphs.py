@@ -21,7 +21,8 @@ def current_lane() -> int:
 
 class LaneGraphs:
     """Pieces of work that are captured when they come again, on each lane for itself, with their memory in ``pool``.
-    ``is_ready``: asked after each launch that was no graph's, whether one like it may be captured."""
+    ``is_ready``: asked after each launch that was no graph's whether what was launched since it was asked last may be
+    captured; so may all of that kind, then."""
 
     def __init__(self, pool: Any, is_ready: Callable[[], bool] = lambda: True) -> None:
         self._pool = pool
