@@ -99,7 +99,7 @@ class EventStreamResponse(Response):
         try:
             await run_until_disconnect(receive, self._send_all(send, scope.get(BODY_SEND, send)))
         except ClientDisconnect:
-            logger.info("%s: the client went away during the stream", self._request_id)
+            logger.info("%s: the connection ended before all of the stream was sent", self._request_id)
         finally:
             await self._events.aclose()
 
