@@ -51,13 +51,15 @@ def add_product(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> tor
 def load_algorithms(matrix: torch.Tensor, num_rows: int, num_sms: int) -> Iterator[None]:
     """Have the library load what ``add_product`` would try for ``num_rows`` and ``matrix`` [in, out] on so many SMs,
     with a pause behind each algorithm. They run on the current stream; nothing that trains may be in flight."""
-    inner, out = matrix.shape
-    zeros = matrix.new_zeros(_FEW_ROWS, inner), matrix.new_zeros(_FEW_ROWS, out)
-    operands = Operands.of(zeros[1], zeros[0], matrix)
-    if operands is not None and _are_worth_it(num_rows, matrix):
-        with suppress(RuntimeError):  # then nothing is tried
+    if not _are_worth_it(num_rows, matrix):
+        return
+    inner, out_features = matrix.shape
+    with suppress(RuntimeError):  # without the library or memory nothing is tried, either
+        x, out = matrix.new_zeros(_FEW_ROWS, inner), matrix.new_zeros(_FEW_ROWS, out_features)
+        operands = Operands.of(out, x, matrix)
+        if operands is not None:
             product = Product(operands._replace(num_rows=num_rows), num_sms, matrix.device)
-            yield from product.load(zeros[1], zeros[0], matrix)
+            yield from product.load(out, x, matrix)
 
 
 def take_settled() -> bool:
@@ -146,9 +148,7 @@ class _Choice:
 
 def _choice(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> _Choice | None:
     """None: as torch does it. On all SMs the library chooses well."""
-    if not x.is_cuda or not _are_worth_it(len(x), matrix):
-        return None
-    num_sms = sms_of_lane(current_lane())
+    num_sms = _num_sms(x) if _are_worth_it(len(x), matrix) else None
     operands = None if num_sms is None else Operands.of(out, x, matrix)
     if num_sms is None or operands is None:
         return None
@@ -165,6 +165,11 @@ def _choice(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> _Choice
             logger.log(level, "products on a part of the SMs are as torch does them: %s", error)
             _state.choices[key], _state.was_told = None, True
     return _state.choices[key]
+
+
+def _num_sms(x: torch.Tensor) -> int | None:
+    """Of the partition whose lane is the current one. None: there is none."""
+    return sms_of_lane(current_lane()) if x.is_cuda else None
 
 
 def _are_worth_it(num_rows: int, matrix: torch.Tensor) -> bool:
