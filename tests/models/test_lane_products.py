@@ -35,11 +35,11 @@ class Library:
     def description(self, is_transposed: bool, num_sms: int | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(0 if num_sms is None else num_sms)
 
-    def algorithms(self, description: ctypes.c_void_p, layouts: object, most: int) -> list[Any]:
+    def algorithms(self, description: ctypes.c_void_p, layouts: object) -> list[Any]:
         if self.refuses is not None:
             raise self.refuses
         is_part = bool(description.value)
-        return [_algorithm(number) for number in TIMES_MS if (number >= 100) == is_part][:most]
+        return [_algorithm(number) for number in TIMES_MS if (number >= 100) == is_part]
 
     def adds_in_one_go(self, algorithm: Any) -> bool:
         return int(algorithm.data[0]) != SPLIT

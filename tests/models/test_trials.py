@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -103,7 +104,7 @@ def test_each_is_timed_before_any_is_timed_again() -> None:
 def test_the_best_so_far_is_the_first_until_something_is_known() -> None:
     trials = Trials((3, 1, 2))
     assert trials.best == 3
-    assert trials.median_ms(3) is None
+    assert trials.median_ms(3) == math.inf
     trials.note(1, 2.0)
     assert (trials.best, trials.median_ms(1)) == (1, 2.0)
 

@@ -98,15 +98,14 @@ class _Choice:
         self._in_flight: deque[_Trial] = deque()
 
     def add(self, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
-        algorithm = self._trials.settled
-        if algorithm is None and not torch.cuda.is_current_stream_capturing():
+        if self._trials.settled is None and not torch.cuda.is_current_stream_capturing():
             self._collect()
             tried = self._trials.next()
             if tried is not None:
                 self._try(tried, out, x, matrix)
                 return
             self._tell()
-        self._launch(self._trials.best if algorithm is None else algorithm, out, x, matrix)
+        self._launch(self._trials.best, out, x, matrix)
 
     def _launch(self, algorithm: int, out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> None:
         if algorithm == _BY_TORCH:
@@ -142,8 +141,8 @@ class _Choice:
 
     def _tell(self) -> None:
         self._in_flight.clear()
-        best_ms, by_torch_ms = map(self._trials.median_ms, (self._trials.best, _BY_TORCH))
-        logger.debug("%s: %.3f ms, by torch's choice %.3f ms", self._name, best_ms, by_torch_ms)
+        times_ms = map(self._trials.median_ms, (self._trials.best, _BY_TORCH))
+        logger.debug("%s: %.3f ms, by torch's choice %.3f ms", self._name, *times_ms)
 
 
 def _choice(out: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor) -> _Choice | None:

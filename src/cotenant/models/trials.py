@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 
@@ -24,22 +25,22 @@ class Trials:
     @property
     def best(self) -> int:
         """The fastest so far, by its median: now and then what runs beside it makes any of them slower."""
-        return min(self._times_ms, key=self._median_ms)
+        return min(self._times_ms, key=self.median_ms)
 
-    def median_ms(self, way: int) -> float | None:
-        """None: nothing is known of it."""
+    def median_ms(self, way: int) -> float:
+        """Infinite where nothing is known of it."""
         times = self._times_ms.get(way)
-        return statistics.median(times) if times else None
+        return statistics.median(times) if times else math.inf
 
     def is_ordinary(self, way: int) -> bool:
         """Whether it takes no longer, as far as is known, than the way that will be settled on or the first one."""
-        return way == self._default or self._median_ms(way) <= _NEAR * self._median_ms(self.best) < float("inf")
+        return way == self._default or self.median_ms(way) <= _NEAR * self.median_ms(self.best) < math.inf
 
     def next(self) -> int | None:
         """What to time now. None: it is settled."""
         if self.settled is not None:
             return None
-        shortest = self._median_ms(self.best)
+        shortest = self.median_ms(self.best)
         left = [way for way in self._times_ms if self._is_hopeful(way, shortest) and not self._is_done(way)]
         if not left:
             self.settled = self.best
@@ -57,10 +58,6 @@ class Trials:
         """It cannot be done so. The first one always can."""
         if way != self._default:
             self._times_ms.pop(way, None)
-
-    def _median_ms(self, way: int) -> float:
-        median = self.median_ms(way)
-        return float("inf") if median is None else median
 
     def _is_done(self, way: int) -> bool:
         return len(self._times_ms[way]) >= _TIMED or self._num_asked[way] >= _MOST_ASKED

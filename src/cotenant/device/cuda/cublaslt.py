@@ -22,6 +22,7 @@ _MOST_WORKSPACE = 1  # cublasLtMatmulPreferenceAttributes_t
 _NUM_SPLITS, _REDUCTION = 2, 3  # cublasLtMatmulAlgoConfigAttributes_t
 _ALIGNMENT = 256  # bytes, which algorithms are asked for if nothing else is said
 WORKSPACE_BYTES = 32 << 20  # as much as torch gives the library on Hopper
+_MOST_NAMED = 8  # algorithms, for all SMs and for some
 _ONE = c_float(1.0)
 _Layouts: TypeAlias = tuple[c_void_p, c_void_p, c_void_p]
 
@@ -74,19 +75,22 @@ class Product:
     not found, or refuses the shape.
     """
 
-    def __init__(self, operands: Operands, num_sms: int, device: torch.device, most_each: int = 8) -> None:
+    def __init__(self, operands: Operands, num_sms: int, device: torch.device) -> None:
         rows, out, inner = operands.num_rows, operands.num_out, operands.num_in
         library = self._library = _library()
         _workspace(device)  # takes memory, which no capture may
         # The library counts by columns: out.T += matrix.T @ x.T.
         kind, shape = _TYPES[operands.dtype], (inner, out) if operands.is_transposed else (out, inner)
-        self._matrix = library.layout(kind, *shape)
-        self._layouts = (self._matrix, library.layout(kind, inner, rows), library.layout(kind, out, rows))
+        self._layouts = (
+            library.layout(kind, *shape),
+            library.layout(kind, inner, rows),
+            library.layout(kind, out, rows),
+        )
         self._descriptions = [library.description(operands.is_transposed, count) for count in (None, num_sms)]
         self.algorithms: list[tuple[int, _Algorithm]] = []
         known: set[bytes] = set()
         for index, description in enumerate(self._descriptions):
-            found = library.algorithms(description, self._layouts, most_each)
+            found = library.algorithms(description, self._layouts)
             if index == 0 and not (found and library.adds_in_one_go(found[0])):
                 break
             for algorithm in filter(library.adds_in_one_go, found):
@@ -105,7 +109,7 @@ class Product:
         few = (library.layout(kind, x.shape[1], len(x)), library.layout(kind, out.shape[1], len(out)))
         for algorithm in range(len(self.algorithms)):
             with suppress(RuntimeError):
-                self._add(algorithm, (self._matrix, *few), out, x, matrix)
+                self._add(algorithm, (self._layouts[0], *few), out, x, matrix)
             yield
 
     def _add(
@@ -157,12 +161,12 @@ class _Library:
         self._call("cublasLtMatrixLayoutCreate", byref(made), c_int(kind), *size)
         return made
 
-    def algorithms(self, description: c_void_p, layouts: _Layouts, most: int) -> list[_Algorithm]:
-        found, count = (_Found * most)(), c_int()
+    def algorithms(self, description: c_void_p, layouts: _Layouts) -> list[_Algorithm]:
+        """The first is the one that the library holds for the fastest."""
+        found, count = (_Found * _MOST_NAMED)(), c_int()
         name, (matrix, x, out) = "cublasLtMatmulAlgoGetHeuristic", layouts
-        self._call(
-            name, self._handle, description, matrix, x, out, out, self._preference, c_int(most), found, byref(count)
-        )
+        operands = (self._handle, description, matrix, x, out, out)
+        self._call(name, *operands, self._preference, c_int(_MOST_NAMED), found, byref(count))
         return [_Algorithm.from_buffer_copy(each.algorithm) for each in found[: count.value] if each.state == 0]
 
     def adds_in_one_go(self, algorithm: _Algorithm) -> bool:

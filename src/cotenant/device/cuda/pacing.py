@@ -59,8 +59,8 @@ class _Launch:
 
 
 def note_trial() -> None:
-    """Part of the tasklet that is being launched is done in a way that nobody has timed: how long the tasklet takes
-    tells nothing of the next one like it."""
+    """Part of the tasklet that is being launched is done in a way that is not known to be as fast as others: how long
+    the tasklet takes tells nothing of the next one like it."""
     _Launch.is_trial = True
 
 
@@ -148,17 +148,16 @@ class TaskletQueue:
         asked_s = time.perf_counter()
         launch_s = asked_s - launched_s
         waits = behind is not None
-        is_in_time = not waits and before is not None and not before.query()
-        if is_in_time and self._in_flight:
+        is_late = waits or before is None or before.query()
+        if not is_late and self._in_flight:
             self._in_flight[-1].not_before_s = asked_s
         is_measure = launched_s - self._woken_s < _PROMPTLY_S and launch_s < _ORDINARY_LAUNCH_S
         if is_measure and not waits:  # there was one in flight when the host went to sleep
-            self._follow(is_late=not is_in_time)
-        is_late = not is_in_time
+            self._follow(is_late=is_late)
         self._in_flight.append(
             _InFlight(shape, partition, before, is_late, waits, start, end, launched_s, launch_s, is_trial, recorded_s)
         )
-        if is_in_time and len(self._in_flight) == 2:
+        if not is_late and len(self._in_flight) == 2:
             self._asked_s = asked_s
 
     def wait_for_room(
