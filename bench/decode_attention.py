@@ -25,6 +25,7 @@ from typing import Any
 import flashinfer
 import torch
 from flashinfer.xqa import xqa
+from replays import replayed_us
 
 from cotenant.device.cuda.partitions import split_multiprocessors
 from cotenant.models import decode_chunks
@@ -165,19 +166,9 @@ def _measured(sequences: Sequences, make: Callable[[], Attend], stream: torch.cu
         with torch.cuda.graph(graph, stream=stream):
             for layer in sequences.layers:
                 attend(layer, output)
-        times_us = [_replayed_us(graph, stream) / len(sequences.layers) for _ in range(5)]
+        times_us = [replayed_us(graph) / len(sequences.layers) for _ in range(5)]
     us = statistics.median(times_us)
     return {"us": round(us, 2), "GB/s": round(sequences.layer_bytes / us / 1e3), "agrees": worst <= _TOLERANCE}
-
-
-def _replayed_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-    start.record(stream)
-    graph.replay()
-    end.record(stream)
-    stream.synchronize()
-    return start.elapsed_time(end) * 1e3
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
+from replays import medians_us
 from skinny_tilings import SHAPES
 
 from cotenant.device.cuda.graphs import capture_graph
@@ -81,18 +82,7 @@ def _captured(
 
 
 def _moments_us(graphs: Graphs) -> dict[int, float]:
-    """Medians over rounds in which all sizes take turns, so that clocks are alike."""
-    times_us: dict[int, list[float]] = {size: [] for size in graphs}
-    for _ in range(_NUM_TIMES):
-        for size, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times_us[size].append(start.elapsed_time(end) * 1e3 / _NUM_LAYERS)
-    return {size: statistics.median(found) for size, found in times_us.items()}
+    return {size: us / _NUM_LAYERS for size, us in medians_us(graphs, _NUM_TIMES).items()}
 
 
 def _lasting_us(graphs: Graphs, sizes: Sequence[int], seconds: float) -> float:

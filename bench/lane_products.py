@@ -16,29 +16,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from replays import medians_us
+from skinny_tilings import SHAPES
 
 from cotenant.device.cuda.cublaslt import Operands, Product
 from cotenant.device.cuda.graphs import capture_graph
 from cotenant.device.cuda.partitions import PartitionStreams, split_multiprocessors
 
-# Of a layer of Llama-3.1-8B, forward and backward: output features, input features, whether the matrix is transposed.
-PRODUCTS = {
-    "queries, keys, values": (6144, 4096, True),
-    "attention's output": (4096, 4096, True),
-    "gate and up": (28672, 4096, True),
-    "down": (4096, 14336, True),
-    "back through down": (14336, 4096, False),
-    "back through gate and up": (4096, 28672, False),
-    "back through the output": (4096, 4096, False),
-    "back through queries, keys, values": (4096, 6144, False),
-}
+# Output features, input features, whether the matrix is transposed.
+_LAYER = {name: shape for name, shape in SHAPES.items() if name != "head"}
+PRODUCTS = {name: (*shape, True) for name, shape in _LAYER.items()}
+PRODUCTS |= {f"back through {name}": (*reversed(shape), False) for name, shape in _LAYER.items()}
 _READ_BYTES = 4 << 30
 _MOST_IN_FLIGHT = 2
 _IN_A_GRAPH = 4
 
 
 class Case:
-    """One product on a stream of so many SMs, launched each way; ``times`` of them are a graph."""
+    """One product on so many SMs, launched each way."""
 
     def __init__(self, num_rows: int, num_out: int, num_in: int, is_transposed: bool, num_sms: int) -> None:
         options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -74,25 +69,13 @@ def told(num_sms: int) -> None:
 
 
 def several(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """``_IN_A_GRAPH`` of them."""
+
     def launch() -> None:
         for _ in range(_IN_A_GRAPH):
             run()
 
     return capture_graph(launch, torch.cuda.graph_pool_handle())
-
-
-def medians_us(graphs: dict[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, float]:
-    """Of one product in each, in turn, so that what changes meanwhile changes all."""
-    found: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds):
-        for name, graph in graphs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found[name].append(start.elapsed_time(end) / _IN_A_GRAPH * 1e3)
-    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def compare(name: str, case: Case, num_sms: int) -> dict[str, Callable[[], None]]:
@@ -112,7 +95,8 @@ def compare(name: str, case: Case, num_sms: int) -> dict[str, Callable[[], None]
     medians = medians_us(graphs, 5)
     best = min(same, key=lambda index: medians[index])
     medians = medians_us({each: graphs[each] for each in ("torch", "told", best)}, 15)
-    cells = [f"{medians[each]:.0f} ({case.flop / medians[each] / 1e6:.0f})" for each in ("torch", "told", best)]
+    each_us = [us / _IN_A_GRAPH for us in medians.values()]
+    cells = [f"{us:.0f} ({case.flop / us / 1e6:.0f})" for us in each_us]
     bits = f"{sum(same.values())} of {len(same)}{'' if same[best] else ', NOT THE FASTEST'}"
     print("|", " | ".join((str(num_sms), name, *cells, bits, f"{max(launches_ms):.1f}")), "|", flush=True)
     return {"torch": case.by_torch, "fastest": case.by(int(best))}
@@ -177,10 +161,8 @@ def main() -> None:
     every = torch.cuda.get_device_properties(device).multi_processor_count
     partitions = split_multiprocessors(device, [every - count for count in counts])
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; {arguments.rows} rows, bfloat16\n")
-    print(
-        "us (TFLOP/s) by torch, by torch told of the SMs, by the fastest of the library's algorithms; how many of those"
-    )
-    print("have torch's bits, and how long the host took to launch one for the first time, ms.\n")
+    print("us (TFLOP/s) by torch, by torch told of the SMs, by the fastest of the library's algorithms; how many of")
+    print("those have torch's bits, and how long the host took to launch one for the first time, ms.\n")
     print("| SMs | product | torch | told | fastest | same bits | first launch |\n|---|---|---|---|---|---|---|")
     found = []
     for partition, streams in partitions.items():
