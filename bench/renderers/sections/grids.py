@@ -37,8 +37,8 @@ GRIDS = (
         "two cells. Its card's clocks are higher, which is some of the difference: training alone has 1,630 MHz, where "
         "it has 1,571 in the eighth. The tenth is of the version that tries [products' "
         "algorithms](#on-a-gpu-trainings-products-on-some-of-the-sms) in partitions and keeps, of a long answer, no "
-        "more than one token's target: at 10 ms the 384 tokens that were timed took 0.5 ms more than 384 targets, so "
-        "all 32 sequences count as late. Since then a little of each token's target is kept besides; that is not "
+        "more than one token's target: at 10 ms TPOT was 10.001, so all 32 sequences count as late. "
+        "Since then a little of each token's target is kept besides; that is not "
         "measured yet.",
     ),
     Section(

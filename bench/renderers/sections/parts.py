@@ -43,9 +43,7 @@ PARTS = (
         "The large products of a layer of Llama-3.1-8B, forward and backward, where training has a part of the SMs: "
         "by the algorithm that torch's library takes for all of them, by what it takes when it is told how many there "
         "are, and by the fastest of those that it names for so many or for all. In use each is timed in the job's own "
-        "layers (`models/lane_products.py`), beside the batches that the partition is for. All have torch's bits. "
-        "Less of the gain reaches a job: the board is at its power limit, and decode steps take longer beside busier "
-        "SMs.",
+        "layers (`models/lane_products.py`), beside the batches that the partition is for. All have torch's bits.",
         "python bench/lane_products.py --sms 100,84,68",
     ),
     Section(
