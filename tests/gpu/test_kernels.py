@@ -59,6 +59,32 @@ def test_a_product_is_the_same_however_many_sms_it_is_cut_for(shape: tuple[int, 
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [1, 17, 33])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (384, 256)], ids=str)
+def test_a_product_by_tma_has_the_bits_of_one_by_copies_of_the_threads(shape: tuple[int, int], num_rows: int) -> None:
+    """Rows that its tiles have beyond the input's count as zeros, whatever lies there."""
+    from cotenant.models.kernels import skinny
+    from cotenant.models.skinny_tiling import choose_tiling
+
+    num_out, num_in = shape
+    every = skinny.multiprocessors(CUDA)
+    if not every.are_large:
+        pytest.skip("needs TMA")
+    beyond = torch.full((64, num_in), torch.nan, device=CUDA, dtype=torch.bfloat16)
+    x = beyond[:num_rows].normal_()
+    weight = torch.randn(num_out, num_in, device=CUDA, dtype=torch.bfloat16) * num_in**-0.5
+    for count in (16, 32, 48, 64, every.num):
+        tiling = choose_tiling(num_rows, num_out, num_in, every._replace(num=count))
+        assert tiling is not None
+        assert tiling.by_tma
+        by_tma, by_threads = (torch.zeros(tiling.splits, num_rows, num_out, device=CUDA) for _ in range(2))
+        skinny._launch(x, weight, None, by_tma, tiling, None)
+        skinny._launch(x, weight, None, by_threads, tiling._replace(by_tma=False), None)
+        _close(by_tma.double().sum(0), F.linear(x.double(), weight.double()))
+        assert torch.equal(by_tma, by_threads), tiling
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_norm_and_silu_finish_a_product_first(splits: int, dtype: torch.dtype) -> None:
@@ -148,18 +174,29 @@ def test_cross_entropy_leaves_its_gradient_in_place_of_the_logits(vocab: int, dt
 def test_kernels_compiled_together_are_those_that_launches_need() -> None:
     from triton import knobs
 
+    from cotenant.models.kernels import skinny
     from cotenant.models.kernels.elementwise import rms_norm, silu_and_multiply
     from cotenant.models.kernels.together import compiled_together
+    from cotenant.models.skinny_tiling import Tiling
+
+    # Nothing chooses two stages.
+    tiling = Tiling(16, 64, 64, 1, 4, 2, by_tma=skinny.multiprocessors(CUDA).are_large)
+
+    def multiplied(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(1, len(x), len(weight), device=CUDA, dtype=x.dtype)
+        skinny._launch(x[:, :8192].contiguous(), weight, None, out, tiling, None)
+        return out
 
     def run() -> tuple[torch.Tensor, ...]:
         return tuple(
             result
             for x in (narrow, wide)
-            for result in (rms_norm(x, torch.ones_like(x[0]), 1e-5), silu_and_multiply(x))
+            for result in (rms_norm(x, torch.ones_like(x[0]), 1e-5), silu_and_multiply(x), multiplied(x))
         )
 
     # The norm's constant is the width's next power of two: no other test has these.
     narrow, wide = (torch.randn(5, width, device=CUDA, dtype=torch.bfloat16) for width in (8208, 16400))
+    weight = torch.randn(128, 8192, device=CUDA, dtype=torch.bfloat16) / 90
     compiled: list[str] = []
     knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name)
     try:
@@ -167,13 +204,14 @@ def test_kernels_compiled_together_are_those_that_launches_need() -> None:
             run()
             run()
             assert not compiled
-        assert len(compiled) >= 2
+        assert len(compiled) >= 3
         num_compiled = len(compiled)
         results = run()
         assert len(compiled) == num_compiled
     finally:
         knobs.runtime.jit_post_compile_hook = None
-    for x, normed, activated in ((narrow, *results[:2]), (wide, *results[2:])):
+    for x, normed, activated, multiple in ((narrow, *results[:3]), (wide, *results[3:])):
         _close(normed, F.rms_norm(x.double(), x.shape[1:], eps=1e-5))
         gate, up = x.double().chunk(2, dim=1)
         _close(activated, F.silu(gate) * up)
+        _close(multiple[0], F.linear(x[:, :8192].double(), weight.double()))

@@ -1,10 +1,12 @@
 """How the product of a few rows with a large matrix is cut into programs, by the SMs that it has.
 
 What bounds it is how fast an SM takes in data, the matrix and the input together, and that no SM is idle while others
-work. Few programs of many columns read the input seldom; many of few columns divide evenly. Sums are added up in the
-same order whatever is chosen, so rows do not depend on it by a bit; only ``splits`` would, and follow from the shape.
+work. Few programs of many columns read the input seldom; many of few columns divide evenly; and those that are on an SM
+at once should have much of its shared memory to read ahead into. Sums are added up in the same order whatever is
+chosen, so rows do not depend on it by a bit; only ``splits`` would, and follow from the shape.
 
-Chosen by what was fastest on an H200, on all and on 16 to 80 of its SMs (bench/skinny_tilings.py).
+Chosen by what was fastest on an H200, alone on all of its SMs and beside training on 16 to 80 of them
+(bench/skinny_tilings.py).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import NamedTuple
 
 from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, BLOCK_WARPS, MAX_SPLITS
@@ -22,12 +25,19 @@ _MAX_SPLIT_PROGRAMS = 264
 _MIN_SPLIT_DEPTH = 512
 _HOPPER_SMS = 132
 _MAX_COMPRESSED_STAGES = 5
-# So many SMs that read ahead come near all of the memory's bandwidth, on a GPU whose SMs have so much shared memory.
-_ENOUGH_SMS = 64
+_SMALL_OUT = 8192
+# So many programs of 64 columns are enough for a Hopper GPU's SMs if each is halved; fewer are of fewer columns.
+_ENOUGH_PROGRAMS = 64
 _LARGE_SHARED_BYTES = 200 * 1024
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by each program there
-_FEW = 2 / 3  # of all SMs, that programs of many columns are best for
-_SMALL_OUT = 8192
+_BARRIER_BYTES = 1024  # and more than a program's barriers take
+_FEW = 2 / 3  # of all SMs: up to there each takes in as much as it can
+# For a few SMs: columns, depth and stages; of equal ones the first, for smaller programs leave less of a last turn.
+_CUTS = ((64, 64, 6), (64, 64, 4), (128, 64, 5), (128, 64, 4), (128, 64, 3), (128, 128, 5), (32, 256, 5))
+# With so much of what it reads on its way, an SM has it half as fast as with very much.
+_HALF_RATE_BYTES = 30_000
+# Programs begin by waiting, and end by adding up: that takes an SM as long as reading so much.
+_ROUND_BYTES = 200_000
 _sms_at_hand: ContextVar[int | None] = ContextVar("sms_at_hand", default=None)
 
 
@@ -48,7 +58,8 @@ def num_sms_at_hand() -> int | None:
 
 class Tiling(NamedTuple):
     """How a product is cut: ``rows`` of the input at once, ``columns`` of the output per program, ``depth`` input
-    features per turn, and the input features over ``splits`` programs."""
+    features per turn, and the input features over ``splits`` programs. ``by_tma``: the memory's own engine copies whole
+    tiles, where else each thread copies some of their bytes."""
 
     rows: int
     columns: int
@@ -56,6 +67,7 @@ class Tiling(NamedTuple):
     splits: int
     num_warps: int
     num_stages: int
+    by_tma: bool = False
 
     @property
     def stage_bytes(self) -> int:
@@ -125,13 +137,13 @@ class Multiprocessors(NamedTuple):
 
     @property
     def are_large(self) -> bool:
-        """Whether each has as much shared memory as a Hopper GPU's."""
+        """Whether each has as much shared memory as a Hopper GPU's. Such GPUs have its TMA as well."""
         return self.shared_bytes >= _LARGE_SHARED_BYTES
 
-    def stages(self, tiling: Tiling, num_programs: int) -> int:
-        """So many that all programs find room at once."""
-        most_each = -(-num_programs // self.num)
-        return ((self.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES) // tiling.stage_bytes
+    def at_once(self, tiling: Tiling) -> int:
+        """How many programs find room on one."""
+        each_bytes = tiling.num_stages * tiling.stage_bytes + _RESERVED_BYTES + _BARRIER_BYTES
+        return (self.shared_bytes + _RESERVED_BYTES) // each_bytes
 
 
 def choose_tiling(
@@ -142,10 +154,10 @@ def choose_tiling(
     tiling = None
     if rows == MAX_ROWS:
         tiling = _split(rows, num_out, num_in)
-        if tiling is not None and sms.are_large and sms.are_few and num_out % 128 == 0:
-            tiling = Tiling(rows, 128, 64, tiling.splits, 4, 4)
+        if tiling is not None and sms.are_large:
+            tiling = _by_tma(rows, num_out, num_in, tiling.splits, sms)
     elif sms.are_large and num_out % 64 == 0 and num_in % 128 == 0:
-        tiling = _of_many_columns(rows, num_out, num_in, sms, 1 if is_finished else _few_splits(num_out, num_in))
+        tiling = _by_tma(rows, num_out, num_in, 1 if is_finished else _few_splits(num_out, num_in), sms)
     elif num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
         tiling = Tiling(rows, 32, 256, 1, 4, 5)
     elif num_out % 64 == 0 and num_in % 128 == 0:
@@ -155,21 +167,44 @@ def choose_tiling(
 
 def _few_splits(num_out: int, num_in: int) -> int:
     """In two, where there would be too few programs for the SMs of a Hopper GPU but enough to divide."""
-    is_halved = _ENOUGH_SMS <= num_out // 64 <= _HOPPER_SMS // 2 and num_in % 256 == 0
+    is_halved = _ENOUGH_PROGRAMS <= num_out // 64 <= _HOPPER_SMS // 2 and num_in % 256 == 0
     return 2 if is_halved and num_in >= 2 * _MIN_SPLIT_DEPTH else 1
 
 
-def _of_many_columns(rows: int, num_out: int, num_in: int, sms: Multiprocessors, splits: int) -> Tiling:
-    narrow, wide = Tiling(rows, 64, 128, splits, 4, 4), Tiling(rows, 128, 64, splits, 4, 5)
-    if num_out > _SMALL_OUT:  # in several turns, whatever is chosen
-        return wide if sms.num <= _ENOUGH_SMS and num_out % 128 == 0 else narrow
-    if num_out // 64 < _ENOUGH_SMS and num_out // 32 <= sms.num and num_in % 256 == 0:
-        return Tiling(rows, 32, 256, 1, 4, 5)
-    stages = sms.stages(narrow, narrow.num_programs(num_out))
-    if stages < 3 and num_out % 128 == 0:
-        wide_stages = sms.stages(wide, wide.num_programs(num_out))
-        return wide._replace(num_stages=max(3, min(wide.num_stages, wide_stages)))
-    return narrow._replace(num_stages=max(3, min(6 if splits == 1 else 4, stages)))
+@lru_cache(maxsize=1024)
+def _by_tma(rows: int, num_out: int, num_in: int, splits: int, sms: Multiprocessors) -> Tiling:
+    """On a few SMs, each of which takes in what it can, the least work for the one with the most; on more they share
+    what the memory gives."""
+    if not sms.are_few:
+        return _on_many(rows, num_out, num_in, splits, sms)
+    candidates = [Tiling(rows, columns, depth, splits, 4, stages, True) for columns, depth, stages in _CUTS]
+    fitting = [
+        each
+        for each in candidates
+        if num_out % each.columns == 0 and num_in % (splits * each.depth) == 0 and sms.at_once(each) > 0
+    ]
+    return min(fitting, key=lambda tiling: _longest(tiling, num_out, num_in, sms))
+
+
+def _longest(tiling: Tiling, num_out: int, num_in: int, sms: Multiprocessors) -> float:
+    """How long the SM with the most programs takes, in bytes that it could have taken in meanwhile."""
+    program_bytes = (tiling.rows + tiling.columns) * num_in // tiling.splits * 2
+    left, at_once, longest = -(-tiling.num_programs(num_out) // sms.num), sms.at_once(tiling), 0.0
+    while left > 0:
+        count = min(left, at_once)
+        ahead_bytes = count * (tiling.num_stages - 1) * tiling.stage_bytes
+        longest += count * program_bytes * (1 + _HALF_RATE_BYTES / ahead_bytes) + _ROUND_BYTES
+        left -= count
+    return longest
+
+
+def _on_many(rows: int, num_out: int, num_in: int, splits: int, sms: Multiprocessors) -> Tiling:
+    if rows == MAX_ROWS:
+        is_at_once = num_out // 64 * splits <= _MAX_SPLIT_PROGRAMS or num_out % 128 != 0
+        return Tiling(rows, 64, 128, splits, 4, 3, True) if is_at_once else Tiling(rows, 128, 64, splits, 4, 3, True)
+    if num_out // 64 < _ENOUGH_PROGRAMS and num_out // 32 <= sms.num and num_in % 256 == 0:
+        return Tiling(rows, 32, 256, splits, 4, 5, True)
+    return Tiling(rows, 64, 128, splits, 4, 5 if num_out // 64 * splits <= sms.num else 4, True)
 
 
 def choose_compressed_tiling(

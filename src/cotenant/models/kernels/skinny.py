@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cotenant.models.compressed import CompressedWeight
 from cotenant.models.fused_linear import FusedLinear
@@ -130,9 +131,15 @@ def _launch(
     compressed = weight if isinstance(weight, CompressedWeight) else None
     matrix = weight if compressed is None else compressed.blocks
     num_programs = tiling.num_programs(num_out)
+    x_tiles, tiles = None, None
+    if isinstance(tiling, Tiling) and tiling.by_tma:
+        x_tiles = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
+        tiles = TensorDescriptor.from_tensor(matrix, [tiling.columns, tiling.depth])
     _skinny_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
         x,
         matrix,
+        x_tiles,
+        tiles,
         x if bias is None else bias,
         out,
         num_rows,
@@ -172,6 +179,8 @@ def _all_multiprocessors(device: torch.device) -> Multiprocessors:
 def _skinny_kernel(
     x,
     weight,
+    x_tiles,
+    tiles,
     bias,
     out,
     num_rows,
@@ -208,7 +217,10 @@ def _skinny_kernel(
     if H_SPLITS == 0 or program < num_programs:
         if LISTED == 0:
             wait_for_previous(OVERLAP)
-            _product(x, weight, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH, SPLITS)
+            _product(
+                x, weight, x_tiles, tiles, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS,
+                DEPTH, SPLITS,
+            )  # fmt: skip
         else:
             compressed_part(
                 x, weight, bias, out, num_rows, num_out, num_in, base, places, values, program, HAS_BIAS, ROWS, SPLITS,
@@ -225,6 +237,8 @@ def _skinny_kernel(
 def _product(
     x,
     weight,
+    x_tiles,
+    tiles,
     bias,
     out,
     num_rows,
@@ -237,18 +251,26 @@ def _product(
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """A block of columns of ``out``, or what a part of the input features gives of it."""
+    """A block of columns of ``out``, or what a part of the input features gives of it. ``tiles``, ``x_tiles``: the
+    matrix and the input as TMA reads them; None: by their addresses."""
     split = program % SPLITS
-    column = (program // SPLITS) * COLUMNS + tl.arange(0, COLUMNS)
+    first = (program // SPLITS) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
-    depth = tl.multiple_of(split * (num_in // SPLITS), DEPTH) + tl.arange(0, DEPTH)
+    begin = tl.multiple_of(split * (num_in // SPLITS), DEPTH)
+    depth = begin + tl.arange(0, DEPTH)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for start in range(0, num_in // SPLITS, DEPTH):
-        # Nobody reads the matrix again before the next step, so it need not displace what is read again.
-        matrix = tl.load(
-            weight + column[:, None].to(tl.int64) * num_in + (start + depth)[None, :], eviction_policy="evict_first"
-        )
-        inputs = tl.load(x + row[None, :] * num_in + (start + depth)[:, None], row[None, :] < num_rows, other=0.0)
+        if tiles is not None:
+            matrix = tiles.load([first, begin + start])
+            inputs = x_tiles.load([0, begin + start]).T
+        else:
+            # Nobody reads the matrix again before the next step, so it need not displace what is read again.
+            matrix = tl.load(
+                weight + column[:, None].to(tl.int64) * num_in + (start + depth)[None, :],
+                eviction_policy="evict_first",
+            )
+            inputs = tl.load(x + row[None, :] * num_in + (start + depth)[:, None], row[None, :] < num_rows, other=0.0)
         total = tl.dot(matrix, inputs, total)
     if HAS_BIAS:
         total += tl.load(bias + column, split == 0, other=0.0)[:, None].to(tl.float32)
