@@ -253,7 +253,12 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
         *before, newest = (f"{harvest:.1%}" for harvest in harvests)
         measured = f"{newest}, TPOT 39.0 ms, in one run; earlier versions on other cards {', '.join(before)}"
         assert aims()[aim][:2] == [measured, verdict]
-    ours[-1] |= {"tpot_ms": {**ours[-1]["tpot_ms"], "mean": 40.0004}, "attainment": 0.0}
+    ours[-1] |= {"harvest": 0.8796, "attainment": 1.0}
+    (tmp_path / "colocate_steady_h200.json").write_text(json.dumps(steady))
+    measured, verdict, why = aims()[aim]
+    assert (measured.split(",")[0], verdict) == ("87.96%", "**missed**")
+    assert "W allow" in why
+    ours[-1] |= {"harvest": 0.89, "tpot_ms": {**ours[-1]["tpot_ms"], "mean": 40.0004}, "attainment": 0.0}
     (tmp_path / "colocate_steady_h200.json").write_text(json.dumps(steady))
     measured, verdict, why = aims()[aim]
     assert (measured.split(", in one run")[0], verdict) == ("89.0%, TPOT 40.000 ms", "**missed**")
