@@ -60,7 +60,7 @@ def test_a_product_is_the_same_however_many_sms_it_is_cut_for(shape: tuple[int, 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_rows", [1, 17, 33])
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (384, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336)], ids=str)
 def test_a_product_by_tma_has_the_bits_of_one_by_copies_of_the_threads(shape: tuple[int, int], num_rows: int) -> None:
     """Rows that its tiles have beyond the input's count as zeros, whatever lies there."""
     from cotenant.models.kernels import skinny

@@ -79,6 +79,17 @@ def test_where_all_programs_run_at_once_there_is_room_for_others(num_in: int, nu
             assert 3 * (roomy.num_stages * roomy.stage_bytes + 1024) <= H200.shared_bytes + 1024
 
 
+@pytest.mark.parametrize("num_rows", [16, 32])
+@pytest.mark.parametrize(("num_out", "num_in"), [(4096, 4096), (4096, 14336), (6144, 4096)])
+def test_where_each_program_has_an_sm_there_is_room_for_another(num_out: int, num_in: int, num_rows: int) -> None:
+    tiling = choose_tiling(num_rows, num_out, num_in, H200)
+    assert tiling is not None
+    assert tiling.num_programs(num_out) <= H200.num
+    roomy = tiling.leaving_room(num_out, H200)
+    assert roomy == tiling._replace(num_stages=4 if num_rows == 32 else 5)
+    assert H200.at_once(roomy) == 2
+
+
 @given(
     num_rows=st.integers(1, MAX_ROWS),
     num_out=st.integers(1, 1200).map(lambda count: 128 * count),

@@ -33,6 +33,7 @@ _RESERVED_BYTES = 1024  # of an SM's shared memory, by each program there
 _BARRIER_BYTES = 1024  # and more than a program's barriers take
 _FEW = 2 / 3  # of all SMs: up to there each takes in as much as it can
 # For a few SMs: columns, depth and stages; of equal ones the first, for smaller programs leave less of a last turn.
+# Those of 32 columns are for small matrices, and have copies by the threads: by TMA they were not measured with any.
 _CUTS = ((64, 64, 6), (64, 64, 4), (128, 64, 5), (128, 64, 4), (128, 64, 3), (128, 128, 5), (32, 256, 5))
 # With so much of what it reads on its way, an SM has it half as fast as with very much.
 _HALF_RATE_BYTES = 30_000
@@ -83,11 +84,14 @@ class Tiling(NamedTuple):
         return sms.are_large and self.rows == MAX_ROWS and num_out // 64 * self.splits <= _MAX_SPLIT_PROGRAMS
 
     def leaving_room(self, num_out: int, sms: Multiprocessors) -> Tiling:
-        """For a launch that has programs of other work behind the product's. Where all of the product's run at once,
-        two on an SM, a third finds room there: so the others run beside them, and not when they have ended."""
-        if self.columns == 64 and self.runs_at_once(num_out, sms):
+        """For a launch that has programs of other work behind the product's, each with as much shared memory. Where all
+        of the product's run at once, two on an SM, a third finds room there: so the others run beside them, and not
+        when they have ended; and a second one where an SM has one, of up to 32 rows."""
+        if self.columns != 64 or not sms.are_large:
+            return self
+        if self.runs_at_once(num_out, sms):
             return self._replace(depth=64, num_stages=4)
-        return self
+        return self._replace(num_stages=min(self.num_stages, sms.stages(self, 2)))
 
 
 class CompressedTiling(NamedTuple):
@@ -140,6 +144,11 @@ class Multiprocessors(NamedTuple):
         """Whether each has as much shared memory as a Hopper GPU's. Such GPUs have its TMA as well."""
         return self.shared_bytes >= _LARGE_SHARED_BYTES
 
+    def stages(self, tiling: Tiling, num_programs: int) -> int:
+        """So many that this many programs find room on one."""
+        each_bytes = (self.shared_bytes + _RESERVED_BYTES) // num_programs - _RESERVED_BYTES - _BARRIER_BYTES
+        return each_bytes // tiling.stage_bytes
+
     def at_once(self, tiling: Tiling) -> int:
         """How many programs find room on one."""
         each_bytes = tiling.num_stages * tiling.stage_bytes + _RESERVED_BYTES + _BARRIER_BYTES
@@ -155,9 +164,9 @@ def choose_tiling(
     if rows == MAX_ROWS:
         tiling = _split(rows, num_out, num_in)
         if tiling is not None and sms.are_large:
-            tiling = _by_tma(rows, num_out, num_in, tiling.splits, sms)
+            tiling = _on_large(rows, num_out, num_in, tiling.splits, sms)
     elif sms.are_large and num_out % 64 == 0 and num_in % 128 == 0:
-        tiling = _by_tma(rows, num_out, num_in, 1 if is_finished else _few_splits(num_out, num_in), sms)
+        tiling = _on_large(rows, num_out, num_in, 1 if is_finished else _few_splits(num_out, num_in), sms)
     elif num_out <= 4096 and num_out % 32 == 0 and num_in % 256 == 0:
         tiling = Tiling(rows, 32, 256, 1, 4, 5)
     elif num_out % 64 == 0 and num_in % 128 == 0:
@@ -172,12 +181,12 @@ def _few_splits(num_out: int, num_in: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _by_tma(rows: int, num_out: int, num_in: int, splits: int, sms: Multiprocessors) -> Tiling:
+def _on_large(rows: int, num_out: int, num_in: int, splits: int, sms: Multiprocessors) -> Tiling:
     """On a few SMs, each of which takes in what it can, the least work for the one with the most; on more they share
     what the memory gives."""
     if not sms.are_few:
         return _on_many(rows, num_out, num_in, splits, sms)
-    candidates = [Tiling(rows, columns, depth, splits, 4, stages, True) for columns, depth, stages in _CUTS]
+    candidates = [Tiling(rows, columns, depth, splits, 4, stages, columns > 32) for columns, depth, stages in _CUTS]
     fitting = [
         each
         for each in candidates
@@ -203,8 +212,12 @@ def _on_many(rows: int, num_out: int, num_in: int, splits: int, sms: Multiproces
         is_at_once = num_out // 64 * splits <= _MAX_SPLIT_PROGRAMS or num_out % 128 != 0
         return Tiling(rows, 64, 128, splits, 4, 3, True) if is_at_once else Tiling(rows, 128, 64, splits, 4, 3, True)
     if num_out // 64 < _ENOUGH_PROGRAMS and num_out // 32 <= sms.num and num_in % 256 == 0:
-        return Tiling(rows, 32, 256, splits, 4, 5, True)
-    return Tiling(rows, 64, 128, splits, 4, 5 if num_out // 64 * splits <= sms.num else 4, True)
+        return Tiling(rows, 32, 256, splits, 4, 5)
+    tiling = Tiling(rows, 64, 128, splits, 4, 4, True)
+    if tiling.num_programs(num_out) > sms.num:
+        return tiling
+    # So much room that no SM takes two while another has none.
+    return tiling._replace(num_stages=sms.stages(tiling, 2) + 1)
 
 
 def choose_compressed_tiling(
