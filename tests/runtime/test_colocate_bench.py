@@ -23,6 +23,7 @@ from cotenant.runtime.finetune_workload import Workload
 from cotenant.runtime.load import Answer, Arrival, Load
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.scheduler import margin
+from cotenant.scheduler.slack import MOST_MARGIN
 from small_model import small_model
 from undisturbed import holds_once
 
@@ -198,6 +199,36 @@ def test_steady_sequences_are_timed_when_the_margin_has_come_to_rest(
             return timed[1] < untimed[1] + 0.001
 
         assert holds_once(is_at_rest)
+
+
+def test_a_margin_without_room_to_come_to_rest_rises_no_more_while_sequences_are_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would, for they meet their target; and spend what they had saved up before, and be late by that."""
+    learned, begin = list[WorkerLoop](), ColocateBench._begin
+
+    def noted(bench: ColocateBench, load: Load, policy: str, *others: Any) -> Any:
+        watch, loop = begin(bench, load, policy, *others)
+        if policy == "adaptive":
+            learned.append(loop)
+        return watch, loop
+
+    monkeypatch.setattr(ColocateBench, "_begin", noted)
+    monkeypatch.setattr(colocate_bench, "most_learning", lambda *_: 1)
+    monkeypatch.setattr(steady, "_UNTIMED", 128)
+    monkeypatch.setattr(steady, "_UNDER_POLICY", 64)
+    config = ServerConfig(model=small_config(tmp_path, 1024), batch=BatchConfig())
+    with ColocateBench(config, Workload(64, TOKENS_PER_STEP, 64, 16, False)) as bench:
+        bench.alone(0.1)
+
+        def is_in_time() -> bool:
+            learned.clear()
+            cell = bench.steady("adaptive", Slo(1e4, 6.0), 2, 200, 140)
+            teacher, timed = learned[-2:]
+            assert timed.margin <= teacher.margin < MOST_MARGIN
+            return max(cell.tpot_ms) <= 6.0
+
+        assert holds_once(is_in_time)
 
 
 def test_a_margin_is_learned_with_no_more_than_there_are_pages_for(

@@ -298,3 +298,19 @@ def test_those_that_run_are_known_however_many_wait() -> None:
     assert margin.note(f"waiting-{num_waiting - 1}", 3, server.now_s, False) == 3
     assert margin.forget(f"waiting-{num_waiting - 1}") == 3
     assert margin.forget(f"waiting-{num_waiting - 2}") == 0
+
+
+def test_a_margin_that_may_not_rise_only_falls() -> None:
+    server = Server()
+    server.margin.begin_at(0.9)
+    server.margin.may_rise = False
+    server.serve(8.0, 641)
+    assert server.value == 0.9
+    server.serve(12.0)
+    fallen = server.value
+    assert fallen < 0.9
+    server.serve(8.0, count=50)
+    assert server.value == fallen
+    server.margin.may_rise = True
+    server.serve(8.0)
+    assert server.value > fallen

@@ -149,8 +149,9 @@ class WorkerLoop:
         return self._margin.aim(time.monotonic())
 
     def take_over_margin(self, other: WorkerLoop) -> None:
-        """Aim as close to the targets as another loop's requests have taught that one."""
+        """Aim as close to the targets as another loop's requests have taught that one, and no closer."""
         self._margin.take_over(other._margin)
+        self._margin.may_rise = False
 
     @property
     def begun(self) -> bool:

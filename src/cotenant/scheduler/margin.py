@@ -56,7 +56,7 @@ class Margin:
     Those who are judged in the same iteration count as one: what befell one of them befell all. A request misses
     once, however often it is judged on its way; once any has missed, it meets its targets once, too. Until then each
     time counts: nothing says yet that too much is aimed at.
-    ``has_job``: whether there is training that could have room.
+    ``has_job``: whether there is training that could have room. ``may_rise``: where not, ``value`` only falls.
     """
 
     def __init__(self, slo: Slo) -> None:
@@ -74,7 +74,7 @@ class Margin:
         self._most, self._prompts_until_s = MOST_MARGIN, -math.inf  # where prompts are expected
         self._crowding = Crowding(slo)
         self.value = FIRST_MARGIN
-        self.has_job = True
+        self.has_job = self.may_rise = True
 
     @property
     def has_learned(self) -> bool:
@@ -147,7 +147,7 @@ class Margin:
             change, aim = self._change / self._num_judged, self._beside_prompts(now_s)
             # What requests met while less was aimed at says nothing of more; what they missed, they would have as well.
             # In a crowd neither says anything of what holds without.
-            if self.aim(now_s) == aim and (change < 0.0 or self.value <= aim):
+            if self.aim(now_s) == aim and (change < 0.0 or (self.may_rise and self.value <= aim)):
                 self.value = min(MOST_MARGIN, max(_LEAST, aim + change))
             self._num_judged, self._change = 0, 0.0
             self._has_learned = True
