@@ -13,11 +13,22 @@ from cotenant.core.plan import Plan, Slo, Snapshot
 from cotenant.device import create_device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.runtime import signs_of_life
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import Policy, create_policy
-from cotenant.wire.messages import AddRequest, Drain, Drained, JobPaused, JobSucceeded, Outputs, StartJob, ToWorker
+from cotenant.wire.messages import (
+    AddRequest,
+    Drain,
+    Drained,
+    JobPaused,
+    JobSucceeded,
+    Outputs,
+    StartJob,
+    Stats,
+    ToWorker,
+)
 from finetune import support
 from finetune.conftest import save_llama
 from runtime.cotenancy import request
@@ -100,6 +111,21 @@ def test_tasklets_run_while_prompts_wait_that_were_there_before(tmp_path: Path) 
     loop, _ = small_loop(tmp_path, Channel(*requests), Behind(), AheadDevice(), with_job=True)
     num_ended = sum(run.count for _ in range(20) for run, _ in loop.iterate().tasklets)
     assert num_ended >= 10
+    loop.run()
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "whole-step"])
+def test_between_tasklets_the_loop_says_that_it_goes_on(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signs_of_life, "REPEAT_EVERY_S", 0.0)
+    channel = Channel()
+    loop, _ = small_loop(tmp_path, channel, policy, with_job=True)
+    loop.iterate()
+    channel.sent.clear()
+    record = loop.iterate()
+    assert record.num_tasklets > 2
+    assert sum(isinstance(message, Stats) for message in channel.sent) >= record.num_tasklets
     loop.run()
 
 

@@ -15,7 +15,7 @@ from cotenant.device import create_device
 from cotenant.device.cpu.device import CpuDevice
 from cotenant.predictor import records
 from cotenant.runtime import loop as loop_module
-from cotenant.runtime import self_profile
+from cotenant.runtime import self_profile, signs_of_life
 from cotenant.wire.messages import (
     AbortRequests,
     AddRequest,
@@ -64,6 +64,17 @@ def test_all_that_lacks_is_measured_and_nothing_is_said_of_it(
     for _ in range(20):
         worker.loop.iterate()
     assert worker.predictor.num_records == num_records, "what is known is not measured again"
+
+
+def test_meanwhile_the_loop_says_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_STATS_EVERY_S", 0.0)
+    monkeypatch.setattr(signs_of_life, "REPEAT_EVERY_S", 0.0)
+    worker = Worker(tmp_path, create_device("cpu"))
+    worker.iterate_until(lambda: worker.profile.is_active)
+    last = worker.sent.pop()
+    worker.sent.clear()
+    worker.loop.iterate()
+    assert worker.sent == [last]
 
 
 def test_a_request_ends_it_and_it_goes_on_later(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from cotenant.runtime.prompts import PromptArrangement
 from cotenant.runtime.reach import TargetReach
 from cotenant.runtime.rehearsal import Rehearsal
 from cotenant.runtime.self_profile import SelfProfile
+from cotenant.runtime.signs_of_life import SignsOfLife
 from cotenant.runtime.stats import LoopStats
 from cotenant.runtime.trace import Trace
 from cotenant.runtime.training import TrainingTenant
@@ -128,6 +129,7 @@ class WorkerLoop:
         self._next_stats_s = 0.0
         self._has_learned = False  # since the last time
         self._stats = LoopStats(predictor)
+        self._signs = SignsOfLife(channel.send)
         self._reach = TargetReach(slo)
         self._margin = Margin(slo)
         self._margin.begin_at(policy.first_margin(slo, 0.0))
@@ -171,7 +173,7 @@ class WorkerLoop:
         snapshot = self._observe()
         phases_s.append(time.perf_counter())
         profile = self._active_profile
-        plan, interrupted = self._executor.begun, self._channel.pending
+        plan, interrupted = self._executor.begun, self._has_come
         # Who has come since waits for no more of what was begun than the plan says.
         if plan is not None and _awaited(snapshot.requests) - _awaited(self._seen):
             plan, interrupted = (plan, _always) if plan.hold_ms else (None, interrupted)
@@ -196,6 +198,11 @@ class WorkerLoop:
             self._trace.iteration([*phases_s, time.perf_counter()], plan, record, deviation)
             self._trace.flush()
         return record
+
+    def _has_come(self) -> bool:
+        """Whether there is a message; asked between tasklets, of which a plan may have minutes."""
+        self._signs.repeat_if_due()
+        return self._channel.pending()
 
     @property
     def _active_profile(self) -> SelfProfile | None:
@@ -296,6 +303,8 @@ class WorkerLoop:
             self._finished = True
         if with_stats:
             self._publish_stats(snapshot)
+        else:
+            self._signs.repeat_if_due()
 
     def _save_if_due(self, after_s: float = 0.0) -> bool:
         """Save a part of what was learned, if it is time for that, or was ``after_s`` ago; whether there is more."""
@@ -316,7 +325,7 @@ class WorkerLoop:
             if math.isfinite(waiting_ms):
                 slack_ms["ttft"] = waiting_ms
         margin = self.margin if self._policy.aims else None
-        self._channel.send(self._stats.message(self._engine, self._executor, self._training, slack_ms, margin))
+        self._signs.send(self._stats.message(self._engine, self._executor, self._training, slack_ms, margin))
 
     def _rest(self, wait_s: float) -> None:
         """Nothing to run: check what should hold when idle, say what is left to say, and wait for a message."""

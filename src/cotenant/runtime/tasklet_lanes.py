@@ -142,7 +142,7 @@ class TaskletLanes:
                 break
             far_ahead = not self._training.next_waits
             self._device.wait_for_room(interrupted if plan.interruptible else None, far_ahead=far_ahead)
-            if plan.interruptible and interrupted():
+            if interrupted() and plan.interruptible:  # asked of every plan: so the loop is known not to hang
                 break
             if num_launched + count > 0 and time.perf_counter() > until_s:
                 break
