@@ -145,7 +145,7 @@ def _metrics_of_a_server() -> dict[str, set[str]]:
         prediction_errors={"alone": ErrorCounts(_NONE, 0.0), "corun": ErrorCounts(_NONE, 0.0)},
         harvest_ratio=0.5,
     )
-    worker = SimpleNamespace(stats=stats, num_live=0, ready=ready, last_ready=ready)
+    worker = SimpleNamespace(stats=stats, num_live=0, serves=True, last_ready=ready)
     metrics = Metrics("m", worker)  # type: ignore[arg-type]
     metrics.count_end("stop")
     text = metrics.render(dict.fromkeys(JobStatus, 1), {(JobStatus.FAILED, "disk_full"): 1}).decode()

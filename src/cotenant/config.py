@@ -38,6 +38,7 @@ DEFAULT_DATA_DIR = Path("cotenant-data")
 _API_KEY_VARIABLE = "COTENANT_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _LONGEST_TARGET_MS = 1e9  # eleven days: times that are counted from it stay whole numbers of tokens
+_LONGEST_TIMEOUT_S = 1e6  # eleven days
 # Far beyond what a machine holds: what is more is a slip, which counters of 64 bits would notice deep in the worker.
 _MOST_SEQS = _MOST_LORAS = 1 << 16
 _MOST_CPU_LORAS = 1 << 20
@@ -242,7 +243,8 @@ class CoExecutionConfig:
 @dataclass(frozen=True, slots=True)
 class ApiConfig:
     """The HTTP side. ``api_key`` empty: no key is asked for. ``allowed_origins``: of web pages whose scripts may read
-    answers; "*" for all."""
+    answers; "*" for all. ``worker_timeout_s``: a worker that says nothing for so long is taken for one that hangs; 0:
+    none is."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -250,12 +252,15 @@ class ApiConfig:
     max_upload_bytes: int = 512 * 1024 * 1024
     allowed_origins: tuple[str, ...] = ()
     organization: str = "local"
+    worker_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_api_key(self.api_key)
         _require(bool(self.host.strip()), "host", "is empty; leave it out for 127.0.0.1, or give 0.0.0.0 for all")
         _require(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _require(self.max_upload_bytes >= 1024, "max-upload-bytes", "must be at least 1024")
+        is_time = 0 <= self.worker_timeout_s <= _LONGEST_TIMEOUT_S
+        _require(is_time, "worker-timeout", f"must be between 0, which is no limit, and {_LONGEST_TIMEOUT_S:.0f}")
         for origin in self.allowed_origins:
             is_one = origin == "*" or _ORIGIN.fullmatch(origin) is not None
             _require(

@@ -53,8 +53,8 @@ def test_flags_and_file_give_the_same_configuration(tmp_path: Path) -> None:
         "cuda_graph_sizes": [1, 4], "max_lora_rank": 8, "lora_modules": [f"sql={adapter}"], "policy": "temporal",
         "slo_ttft_ms": 12.5, "slo_tpot_ms": 3, "slo_itl_ms": 20, "slo_attainment": 0.95,
         "tasklet_tokens": 64, "fuse": False, "sm_shares": [0.25, 0.5], "self_profile": True, "host": "::1", "port": 81,
-        "api_key": "k", "max_upload_bytes": 2048, "data_dir": str(tmp_path / "d"), "log_level": "debug",
-        "trace_file": "trace.json", "allowed_origins": ["https://a.example", "http://localhost:3000"],
+        "api_key": "k", "max_upload_bytes": 2048, "worker_timeout": 9.5, "data_dir": str(tmp_path / "d"),
+        "log_level": "debug", "trace_file": "trace.json", "allowed_origins": ["https://a.example", "http://localhost:3000"],
     }  # fmt: skip
     assert set(given) == set(FLAGS)
     by_flags = build_config("tiny", given, None)
@@ -213,6 +213,7 @@ def test_an_empty_name_is_refused() -> None:
         ("host: {a: b}", "serve.yaml: host: expected text, got a mapping"),
         ("served-model-name: 2024-11-01", "serve.yaml: served-model-name: expected text, got a date: put it in"),
         ("served-model-name: [a, 1.5]", "served-model-name: entry 2: expected text, got a number: put it in quotes"),
+        ("worker-timeout: -1", "--worker-timeout: must be between 0, which is no limit, and 1000000"),
         ("port: 70000", "--port: must be between"),
         ("max-queue: 1\nmax_queue: 2", "'max_queue' is there twice, lines 1 and 2"),
         ("- port", "must hold a mapping"),

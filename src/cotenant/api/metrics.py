@@ -232,7 +232,9 @@ class _WorkerCollector(Collector):
         yield self._gauge("num_requests_waiting", "Requests that wait for the batch.", stats.num_waiting)
         yield self._gauge("num_requests_live", "Requests admitted and not ended.", self._worker.num_live)
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", stats.kv_cache_usage)
-        yield self._gauge("model_ready", "1 while the worker has the model loaded.", self._worker.ready is not None)
+        yield self._gauge(
+            "model_ready", "1 while the worker has the model loaded and is heard of.", self._worker.serves
+        )
         yield self._gauge("slo_margin_ratio", "Learned share of the TPOT target that the policy aims at.", stats.margin)
         yield self._gauge(
             "prediction_error_ratio", "Recent relative error of predicted latencies.", stats.prediction_error_ratio

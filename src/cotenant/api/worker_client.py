@@ -15,6 +15,7 @@ import msgspec
 from cotenant.api.live_request import LiveRequest
 from cotenant.api.prepared import WORKER_COMMAND, PreparedWorker
 from cotenant.api.supervisor import CrashWindow, Supervisor
+from cotenant.api.worker_watch import WorkerWatch
 from cotenant.config import ServerConfig
 from cotenant.core.errors import (
     INVALID_ADAPTER,
@@ -92,6 +93,7 @@ class WorkerClient:
         self.exit_code = 0
         self.draining = False
         self.num_restarts = 0
+        self.watch = WorkerWatch(config.api.worker_timeout_s)
         self._config = config
         self._model_folder = model_folder
         self._max_queue = config.batch.max_queue
@@ -117,6 +119,11 @@ class WorkerClient:
         return self._last_ready
 
     @property
+    def serves(self) -> bool:
+        """Whether there is a worker that is ready, and it does not seem to hang."""
+        return self.ready is not None and not self.watch.is_silent
+
+    @property
     def worker_pid(self) -> int | None:
         return self._supervisor.pid
 
@@ -127,6 +134,7 @@ class WorkerClient:
         """Start the worker; returns at once. ``wait_ready`` tells when it serves."""
         self._job_task = asyncio.create_task(self._deliver_job_messages(), name="job-messages")
         self._supervisor.start()
+        self.watch.start()
 
     async def wait_ready(self) -> Ready:
         """Wait until the first worker is ready and return its message. Raises CotenantError if there will be none."""
@@ -171,6 +179,7 @@ class WorkerClient:
         """Kill the worker if it still runs, and stop. Requests that are live end with an error."""
         self.draining = True
         await self._supervisor.stop()
+        await self.watch.close()
         self._end_all("The server is shutting down.")
         if self._job_task is not None:
             await self._job_messages.join()
@@ -274,6 +283,7 @@ class WorkerClient:
     # What follows is called by the supervisor (WorkerEvents).
 
     def on_message(self, message: FromWorker) -> None:
+        self.watch.heard()
         match message:
             case Outputs():
                 find = self._live.get
@@ -304,6 +314,7 @@ class WorkerClient:
     def _on_ready(self, message: Ready) -> None:
         logger.info("the worker is ready on %s after %.1f s", message.device, message.load_s)
         self.ready = message
+        self.watch.begin(self.worker_pid)
         if self._last_ready is not None:
             self.num_restarts += 1
         else:
@@ -323,6 +334,7 @@ class WorkerClient:
 
     def on_lost(self, reason: str) -> None:
         self.ready = None
+        self.watch.end()
         self.stats = Stats()
         affected = [live for live in self._live.values() if not live.has_ended]
         for live in affected:

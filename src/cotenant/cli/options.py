@@ -158,6 +158,12 @@ _ALL_FLAGS = (
         "Origin of web pages whose scripts may call the API, * for all; may be given several times.",
     ),
     Flag("max-upload-bytes", ApiConfig, "max_upload_bytes", "Largest file that can be uploaded."),
+    Flag(
+        "worker-timeout",
+        ApiConfig,
+        "worker_timeout_s",
+        "Seconds after which a worker that says nothing is reported, and /health answers 503; 0: never.",
+    ),
     Flag("data-dir", ServerConfig, "data_dir", "Folder of files, jobs and adapters."),
     Flag("trace-file", ServerConfig, "trace_file", "Write a Chrome trace of the worker here."),
     Flag("log-level", ServerConfig, "log_level", f"{', '.join(LOG_LEVELS)}."),

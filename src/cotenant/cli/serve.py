@@ -63,6 +63,7 @@ def serve(
     api_key: Annotated[str | None, option("api-key")] = None,
     allowed_origins: Annotated[list[str] | None, option("allowed-origins")] = None,
     max_upload_bytes: Annotated[int | None, option("max-upload-bytes")] = None,
+    worker_timeout: Annotated[float | None, option("worker-timeout")] = None,
     data_dir: Annotated[str | None, option("data-dir")] = None,
     log_level: Annotated[str | None, option("log-level")] = None,
     trace_file: Annotated[str | None, option("trace-file")] = None,
