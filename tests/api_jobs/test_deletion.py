@@ -327,7 +327,36 @@ def test_checkpoints_that_the_worker_removed_leave_the_lists(tmp_path: Path) -> 
                 (name,) = await there.checkpoints(job_id)
                 assert name.endswith(f":ckpt-step-{step}")
                 assert await there.models() == ["tiny", name]
-            assert (await there.messages(job_id))[-1] == "The checkpoint of step 6 was deleted"
+            assert (await there.messages(job_id))[-2:] == [
+                "The checkpoint of step 6 was deleted",
+                "Checkpoint created at step 9",
+            ]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("read_late", [0, 1, 2])
+def test_checkpoints_that_go_before_they_are_read_of_are_in_the_events(tmp_path: Path, read_late: int) -> None:
+    """With ``save_total_limit`` 1 the worker removes each one when it has written the next, whoever has read of it."""
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            job_id = await there.started_job()
+            before = await there.messages(job_id)
+            unread: list[CheckpointSaved] = []
+            for step in (3, 6, 9):
+                path = write_adapter(there.store, job_id, "checkpoints", f"step-{step:08d}")
+                durable.remove_folder(there.store.jobs.folder(job_id) / "checkpoints" / f"step-{step - 3:08d}")
+                unread.append(CheckpointSaved(job_id, step, path, None))
+                if len(unread) > read_late or step == 9:
+                    await there.say(*unread)
+                    unread.clear()
+            expected = ["Checkpoint created at step 3"]
+            for step in (6, 9):
+                expected += [f"The checkpoint of step {step - 3} was deleted", f"Checkpoint created at step {step}"]
+            assert (await there.messages(job_id))[len(before) :] == expected
+            (name,) = await there.checkpoints(job_id)
+            assert name.endswith(":ckpt-step-9")
 
     run(scenario)
 

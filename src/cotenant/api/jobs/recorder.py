@@ -144,11 +144,19 @@ class Recorder:
 
     def _checkpoint(self, message: CheckpointSaved) -> Outcome:
         job = self._job(message.job_id)
-        # What is said again after a crash may have been deleted since.
-        if job is not None and is_whole(Path(message.path)):
+        if job is None:
+            return Outcome.NOTHING
+        # What this one has taken the place of goes first, so that the order does not depend on when that is noticed.
+        forget_missing_checkpoints(self._store, job.id)
+        created = events.checkpoint(message.step)
+        if is_whole(Path(message.path)):
             metrics = None if message.metrics is None else events.figures(message.metrics)
             self._add_checkpoint(job, message.step, message.path, metrics)
-            forget_missing_checkpoints(self._store, job.id)  # this one may have taken others' places
+            forget_missing_checkpoints(self._store, job.id)  # if it went in this moment
+        elif not self._store.events.has(job.id, created.message):
+            # A later one has taken its place already. (What is said again after a crash may have been deleted since,
+            # which is known.)
+            self._store.events.add(job.id, [created, events.checkpoint_deleted(message.step)])
         return Outcome.NOTHING
 
     def _paused(self, message: JobPaused, draining: bool) -> Outcome:
