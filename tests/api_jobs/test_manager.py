@@ -273,6 +273,62 @@ def test_cancelling_wins_over_pausing(tmp_path: Path) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("action", "confirmed", "requested", "done"),
+    [
+        ("pause", JobPaused, "Pause requested; it takes effect when", "paused"),
+        ("cancel", JobCancelled, "Cancellation requested; it takes effect when", "cancelled"),
+    ],
+)
+def test_a_stop_that_the_worker_is_slow_to_confirm_is_told_of(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    action: str,
+    confirmed: type[JobPaused | JobCancelled],
+    requested: str,
+    done: str,
+) -> None:
+    monkeypatch.setattr(manager, "SETTLE_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            job_id = await there.started_job()
+            before = await there.messages(job_id)
+            for _ in range(2):  # who asks again is told the same, and the events are not
+                assert (await there.post(job_id, action))["status"] == "running"
+                (said,) = (await there.messages(job_id))[len(before) :]
+                assert said.startswith(requested)
+            refused = await there.http.delete(f"{JOBS}/{job_id}")
+            assert refused.status_code == 409
+            assert f"cannot be deleted: it is being {done}. " in refused.json()["error"]["message"]
+            assert ("Cancel it or" in refused.json()["error"]["message"]) == (action == "pause")
+            if action == "cancel":
+                refused = await there.http.post(f"{JOBS}/{job_id}/resume")
+                assert "cannot be resumed: it is being cancelled." in refused.json()["error"]["message"]
+            await there.say(confirmed(job_id, 2))
+            assert (await there.job(job_id))["status"] == done
+            assert (await there.messages(job_id))[-1] == f"Fine-tuning job {done}"
+
+    run(scenario)
+
+
+def test_a_pause_that_is_still_to_come_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager, "SETTLE_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        async with server(tmp_path, RecordingWorker(obedient=False)) as there:
+            job_id = await there.started_job()
+            await there.post(job_id, "pause")
+            assert (await there.post(job_id, "resume"))["status"] == "running"
+            requested, resumed = (await there.messages(job_id))[-2:]
+            assert requested.startswith("Pause requested")
+            assert resumed == "Fine-tuning job resumed"
+            await there.say(JobPaused(job_id, 2))
+            await there.wait_started(job_id, job_id)
+
+    run(scenario)
+
+
 def test_no_job_is_started_once_the_server_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it was about to be: the worker would run it after it has been told to end."""
     about_to_start, draining = threading.Event(), threading.Event()

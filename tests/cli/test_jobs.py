@@ -142,6 +142,23 @@ def test_an_ended_job_is_deleted(server: RunningServer, training_file: Path) -> 
     assert job_id not in jobs(server, "list").output
 
 
+@pytest.mark.parametrize(
+    ("action", "status", "says"),
+    [
+        ("cancel", "running", "running; the cancellation is requested and not done yet"),
+        ("pause", "running", "running; the pause is requested and not done yet"),
+        ("pause", "paused", "paused\n"),
+        ("resume", "running", "running\n"),
+    ],
+)
+def test_a_stop_that_is_still_to_come_is_told_from_one_that_is_done(
+    monkeypatch: pytest.MonkeyPatch, action: str, status: str, says: str
+) -> None:
+    monkeypatch.setattr(ApiClient, "post", lambda *_: {"id": "ftjob-1", "status": status})
+    result = CliRunner().invoke(app, ["jobs", action, "ftjob-1"])
+    assert result.output.startswith(f"ftjob-1: {says}")
+
+
 def test_files_of_a_job_that_is_refused_are_deleted(server: RunningServer, training_file: Path) -> None:
     with client_of(server) as client:
         before = client.get("/v1/files").json()["data"]

@@ -205,7 +205,11 @@ def _latest_metrics(events: list[dict[str, Any]]) -> dict[str, Any]:
 def _act(job_id: str, action: str, url: str, api_key: str) -> None:
     with _client(url, api_key) as client:
         job = client.post(f"{JOBS_PATH}/{job_id}/{action}")
-    typer.echo(f"{job['id']}: {job['status']}")
+    status = job["status"]
+    what = {"pause": "pause", "cancel": "cancellation"}.get(action)
+    if what is not None and status == "running":
+        status += f"; the {what} is requested and not done yet: the worker has still to confirm it"
+    typer.echo(f"{job['id']}: {status}")
 
 
 def _parse_hyperparameter(text: str) -> tuple[str, Any]:

@@ -10,7 +10,7 @@ from cotenant.api.jobs.failures import is_mendable
 from cotenant.api.models import unknown_model
 from cotenant.core.errors import ConflictError
 from cotenant.durable import remove_folder
-from cotenant.store import CheckpointRecord, JobRecord, Store
+from cotenant.store import CheckpointRecord, JobRecord, Pending, Store
 from cotenant.store.errors import store_error
 
 
@@ -43,8 +43,13 @@ def delete_job(store: Store, job: JobRecord) -> dict[str, str]:
     """Delete an ended job: its record, events, tokenised examples and models. Returns the folders of these by the names
     that they may have been served by. Raises ConflictError for a job that has not ended, StoreError."""
     if not job.finished:
+        way_out = {
+            None: ". Cancel it or wait until it has ended",
+            Pending.PAUSE: ": it is being paused. Cancel it or wait until it has ended",
+            Pending.CANCEL: ": it is being cancelled. Wait until it has ended",
+        }[job.pending]
         raise ConflictError(
-            f"Job '{job.id}' has status '{job.status}' and cannot be deleted. Cancel it or wait until it has ended.",
+            f"Job '{job.id}' has status '{job.status}' and cannot be deleted{way_out}.",
             code="job_in_use",
             param="fine_tuning_job_id",
         )

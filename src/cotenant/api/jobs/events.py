@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cotenant.core.job import StepMetrics
-from cotenant.store import JobRecord, NewEvent
+from cotenant.store import JobRecord, NewEvent, Pending
 
 _LABELS = (
     ("train_loss", "training loss"),
@@ -112,6 +112,12 @@ def checkpoint_deleted(step_number: int) -> NewEvent:
 
 def model_deleted(model: str) -> NewEvent:
     return NewEvent(f"The model {model} was deleted")
+
+
+def requested(goal: Pending) -> NewEvent:
+    """Of a stop that takes longer than whoever asked for it waits."""
+    what = "Cancellation" if goal is Pending.CANCEL else "Pause"
+    return NewEvent(f"{what} requested; it takes effect when the worker confirms it, which may be writing to disk")
 
 
 def paused() -> NewEvent:

@@ -150,7 +150,9 @@ class JobManager:
             elif job.status is JobStatus.FAILED:
                 resumed = await asyncio.to_thread(self._take_up, job)
             else:
-                raise _wrong_status(job, "resumed", "only a paused or failed job can be")
+                is_ending = job.pending is Pending.CANCEL
+                reason = "it is being cancelled" if is_ending else "only a paused or failed job can be"
+                raise _wrong_status(job, "resumed", reason)
         logger.info("job %s: resumed", job.id)
         self._validator.wake()
         self._dispatcher.wake()
@@ -224,7 +226,16 @@ class JobManager:
             await asyncio.wait_for(settled.wait(), SETTLE_TIMEOUT_S)
         except TimeoutError:
             logger.warning("job %s: the worker has not confirmed the %s yet", job.id, goal)
+            if job.pending is not goal:  # it was not asked for before
+                await self._say_requested(job.id, goal)
         return await asyncio.to_thread(self._store.jobs.get, job_id)
+
+    async def _say_requested(self, job_id: str, goal: Pending) -> None:
+        """An event that tells of a stop that is still to come, if it is."""
+        async with self._deciding:
+            job = await asyncio.to_thread(self._store.jobs.get, job_id)
+            if job.pending is goal:
+                await asyncio.to_thread(self._store.events.add, job_id, [events.requested(goal)])
 
     async def _settle(self, job: JobRecord, goal: Pending) -> JobRecord:
         """Pause or cancel a job that is not in the worker."""
