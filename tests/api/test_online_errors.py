@@ -31,6 +31,8 @@ def user(text: str) -> list[dict[str, str]]:
         ({"model": MODEL, "messages": user("so " * 9999)}, "messages", "context_length_exceeded"),
         ({"model": MODEL, "messages": user("x" * 10**6)}, "messages", "context_length_exceeded"),
         ({"model": MODEL, "messages": MESSAGES, "logit_bias": {"99999999": 1}}, "logit_bias", "invalid_value"),
+        ({"model": MODEL, "messages": MESSAGES, "response_format": {}}, "response_format", "unsupported_parameter"),
+        ({"model": MODEL, "messages": MESSAGES, "guided_regex": ""}, "guided_regex", "unsupported_parameter"),
         ({"model": MODEL, "messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format",
          "unsupported_parameter"),
         ({"model": MODEL, "messages": MESSAGES, "colour": "red"}, "colour", "unknown_parameter"),

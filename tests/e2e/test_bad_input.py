@@ -147,6 +147,8 @@ def test_bad_fields_of_a_chat(client: httpx.Client, fields: dict[str, Any], para
         ({"max_tokens": -1}, "max_tokens", "invalid_value", ">= 0"),
         ({"logprobs": 99}, "logprobs", "invalid_value", "<= 20"),
         ({"suffix": "end"}, "suffix", "unsupported_parameter", "'suffix'"),
+        ({"guided_json": {}}, "guided_json", "unsupported_parameter", "'guided_json'"),
+        ({"response_format": {}}, "response_format", "unsupported_parameter", "'response_format'"),
         ({"best_of": 2}, "best_of", "unsupported_parameter", "'n'"),
         ({"messages": []}, "messages", "unknown_parameter", "messages"),
     ],

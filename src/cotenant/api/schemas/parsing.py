@@ -84,8 +84,12 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _EMPTY_ASKS = frozenset(
-    {"detokenize", "include_reasoning", "prompt_logprobs", "spaces_between_special_tokens", "web_search_options"}
-)
+    {
+        "allowed_token_ids", "detokenize", "guided_choice", "guided_grammar", "guided_json", "guided_regex",
+        "include_reasoning", "prediction", "prompt_logprobs", "response_format", "spaces_between_special_tokens",
+        "structural_tag", "structured_outputs", "thinking_token_budget", "web_search_options",
+    }
+)  # fmt: skip
 
 _TYPE_WORDS = {
     "int": "an integer",
