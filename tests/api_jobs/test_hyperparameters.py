@@ -248,6 +248,16 @@ def test_contradictions_are_refused(given: dict[str, Any]) -> None:
         resolved(**given)
 
 
+def test_a_batch_that_is_too_large_is_named_by_both_its_factors() -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        resolved(per_device_train_batch_size=8, gradient_accumulation_steps=1024)
+    assert refused.value.message == (
+        "'per_device_train_batch_size' (8) times 'gradient_accumulation_steps' (1024) is 8192, and a batch has at most "
+        "4096."
+    )
+    assert refused.value.param == "hyperparameters.per_device_train_batch_size"
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "rates", "says"),
     [

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from cotenant.api.jobs.values import DPO_ONLY, MAX_BATCH_SIZE, Limits, between, checks_of
+from cotenant.api.jobs.values import DPO_ONLY, MAX_BATCH_SIZE, Limits, checks_of
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import DEFAULT_LR_END, DPO, LINEAR_MODULES, SCHEDULES, SUPERVISED, Hyperparameters
 from cotenant.core.module_pattern import check_pattern, module_name
@@ -163,7 +163,13 @@ def _without_contradictions(checked: dict[str, Any], places: Mapping[str, str], 
                 "'gradient_accumulation_steps' needs 'per_device_train_batch_size' beside it; or give 'batch_size'",
                 places["gradient_accumulation_steps"],
             )
-        product = between(1, MAX_BATCH_SIZE)(places["per_device_train_batch_size"], per_device * (accumulation or 1))
+        product = per_device * (accumulation or 1)
+        if product > MAX_BATCH_SIZE:
+            raise _conflict(
+                f"'per_device_train_batch_size' ({per_device}) times 'gradient_accumulation_steps' ({accumulation}) is "
+                f"{product}, and a batch has at most {MAX_BATCH_SIZE}",
+                places["per_device_train_batch_size"],
+            )
         if checked.get("batch_size", AUTO) not in (AUTO, product):
             raise _conflict(
                 f"'batch_size' is {checked['batch_size']}, but 'per_device_train_batch_size' times "
