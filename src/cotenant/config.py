@@ -52,10 +52,14 @@ def _require(condition: bool, flag: str, problem: str) -> None:
         raise InvalidInputError(f"--{flag}: {problem}", param=flag)
 
 
+def is_plain(text: str) -> bool:
+    """Whether it is printable, without spaces around it, so that it is what it looks like."""
+    return text.isprintable() and text == text.strip()
+
+
 def check_api_key(key: str) -> None:
     """Raise InvalidInputError for a key that no header carries as it is."""
-    is_plain = key.isprintable() and key == key.strip()
-    _require(is_plain, "api-key", f"a key (or {_API_KEY_VARIABLE}) is printable text without spaces around it")
+    _require(is_plain(key), "api-key", f"a key (or {_API_KEY_VARIABLE}) is printable text without spaces around it")
 
 
 def require_target(value_ms: float | None, flag: str) -> None:
@@ -191,6 +195,9 @@ class LoraConfig:
             "max-cpu-loras",
             f"must be at least --max-loras and at most {_MOST_CPU_LORAS}",
         )
+        for name, _ in self.modules:
+            problem = f"{name!r} is no adapter's name: it has to be printable text without spaces around it"
+            _require(bool(name) and is_plain(name), "lora-modules", problem)
         is_taken = 1 <= self.max_lora_rank <= MAX_LORA_RANK
         _require(is_taken, "max-lora-rank", f"must be between 1 and {MAX_LORA_RANK}")
 

@@ -310,6 +310,22 @@ def test_the_same_lora_name_twice_is_refused(tmp_path: Path) -> None:
         build_config("tiny", {"lora_modules": ["x=a", "x=a"]}, None)
 
 
+@pytest.mark.parametrize("name", [" ", "a\nb", "\u202ea", "tiny "])
+def test_an_adapters_name_is_what_it_looks_like(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInputError) as refused:
+        build_config("tiny", {"lora_modules": [f"{name}={tmp_path}"]}, None)
+    assert refused.value.message == (
+        f"--lora-modules: {name!r} is no adapter's name: it has to be printable text without spaces around it"
+    )
+    assert refused.value.param == "lora-modules"
+
+
+def test_names_of_several_words_and_other_scripts_are_names(tmp_path: Path) -> None:
+    names = ("my adapter", "ft:tiny:acme::x", "学习")
+    config = build_config("tiny", {"lora_modules": [f"{name}={tmp_path}" for name in names]}, None)
+    assert tuple(name for name, _ in config.lora.modules) == names
+
+
 def test_an_adapter_does_not_take_the_base_models_name(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     with pytest.raises(InvalidInputError, match="'tiny' is the base model's name"):

@@ -30,6 +30,7 @@ _TEXT: dict[int | str, dict[str, Any]] = {
 async def load_lora_adapter(request: Request) -> Response:
     """Serve an adapter from a folder on the server's disk, until it is unloaded or the server ends."""
     body = convert(await read_object(request), LoadLoraAdapterRequest)
+    body.check()
     await state_of(request).models.load_adapter(body.lora_name, body.lora_path, body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

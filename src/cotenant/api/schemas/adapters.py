@@ -7,6 +7,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from cotenant.config import is_plain
+from cotenant.core.errors import InvalidInputError
+
 AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -16,6 +19,15 @@ class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields
     lora_name: AdapterName
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidInputError for a name that is not what it looks like."""
+        if not is_plain(self.lora_name):
+            raise InvalidInputError(
+                "Invalid 'lora_name': it has to be printable text without spaces around it.",
+                param="lora_name",
+                code="invalid_value",
+            )
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
