@@ -18,6 +18,9 @@ Message = Mapping[str, Any]
 _OPENAI_FIELDS = ("input", "preferred_output", "non_preferred_output")
 _TRL_FIELDS = ("prompt", "chosen", "rejected")
 _OUTPUT_ROLES = ("assistant", "tool")
+# What a field may hold.
+_LIST = "a list with at least one message"
+_TEXT_OR_LIST = f"a text or {_LIST}"
 
 
 class PreferenceError(Exception):
@@ -63,14 +66,14 @@ def _openai(example: Mapping[str, Any]) -> tuple[Preference | None, list[str]]:
             problems.append(", 'input': it has no 'messages'")
         else:
             prompt = given["messages"]
-            problems += _prompt_problems(prompt, "input.messages")
+            problems += _prompt_problems(prompt, "input.messages", _LIST)
         problems += [f", 'input': {problem}" for problem in tools_problems(given)]
         tools = given.get("tools")
     elif given is not None:
         problems.append(", 'input': it must be a dictionary with 'messages'")
     for name in _OPENAI_FIELDS[1:]:
         if example.get(name) is not None:
-            problems += _output_problems(example[name], name)
+            problems += _output_problems(example[name], name, _LIST)
     if problems:
         return None, problems
     return Preference(
@@ -85,16 +88,17 @@ def _trl(example: Mapping[str, Any]) -> tuple[Preference | None, list[str]]:
     chosen, rejected = (_as_messages(example[name], "assistant") for name in _TRL_FIELDS[1:])
     if example.get("prompt") is not None:
         prompt = _as_messages(example["prompt"], "user")
-        problems += _prompt_problems(prompt, "prompt")
+        problems += _prompt_problems(prompt, "prompt", _TEXT_OR_LIST)
     elif isinstance(chosen, list) and isinstance(rejected, list):
         length = _num_shared(chosen, rejected)
         prompt, again = chosen[:length], rejected[:length]
         chosen, rejected = chosen[length:], rejected[length:]
         if not prompt:  # so it is not known where the answers begin, and which of the messages to look at as theirs
             return None, [" has no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages"]
-        problems += _prompt_problems(prompt, "chosen") or _prompt_problems(again, "rejected")
+        problems += _prompt_problems(prompt, "chosen", _LIST) or _prompt_problems(again, "rejected", _LIST)
     for name, output in (("chosen", chosen), ("rejected", rejected)):
-        problems += _output_problems(output, name)
+        # Without a prompt a text will not do: nothing of it could be the prompt.
+        problems += _output_problems(output, name, _LIST if example.get("prompt") is None else _TEXT_OR_LIST)
     problems += [f": {problem}" for problem in tools_problems(example)]
     if problems:
         return None, problems
@@ -122,15 +126,15 @@ def _compared(message: Any) -> Any:
     return {key: value for key, value in message_fields(message).items() if key != "weight"}
 
 
-def _prompt_problems(messages: Any, field: str) -> list[str]:
+def _prompt_problems(messages: Any, field: str, form: str) -> list[str]:
     if not isinstance(messages, list) or not messages:
-        return [f", '{field}': it must be a list with at least one message"]
+        return [f", '{field}': it must be {form}"]
     return _each_message(messages, field)
 
 
-def _output_problems(messages: Any, field: str) -> list[str]:
+def _output_problems(messages: Any, field: str, form: str) -> list[str]:
     if not isinstance(messages, list) or not messages:
-        return [f", '{field}': it must be a list with at least one message"]
+        return [f", '{field}': it must be {form}"]
     problems = _each_message(messages, field)
     if not problems:
         problems = [
