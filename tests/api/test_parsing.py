@@ -226,6 +226,7 @@ def test_sampling_parameters_reach_the_worker() -> None:
     )
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
     assert params.logit_bias == {7: -100.0, 8: 1.5}
+    assert sampling(logit_bias={"0": 1, "10": 2}).logit_bias == {0: 1.0, 10: 2.0}
     assert params.ignore_eos
     assert params.seed is None
 
@@ -234,7 +235,7 @@ def test_top_k_beyond_the_vocabulary_is_all_of_it() -> None:
     assert sampling(top_k=2**31 - 1).top_k == VOCAB_SIZE
 
 
-@pytest.mark.parametrize("key", ["x", "-1", "1.0", "", "100", "９", str(10**12)])
+@pytest.mark.parametrize("key", ["x", "-1", "1.0", "", "100", "９", str(10**12), "05", "00", "+5", " 5", "1_0"])
 def test_logit_bias_keys_are_token_ids(key: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
         sampling(logit_bias={key: 1})

@@ -98,6 +98,7 @@ def test_numbers_out_of_range_and_of_the_wrong_type(client: httpx.Client, name: 
         ({"stop": ["a"] * 17}, "stop", "invalid_value", "length <= 16"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids", "invalid_value", "vocabulary"),
         ({"logit_bias": {"Hello": 1}}, "logit_bias", "invalid_value", "'Hello'"),
+        ({"logit_bias": {"05": 1, "5": 2}}, "logit_bias", "invalid_value", "'05'"),
         ({"logit_bias": {"10000000": 1}}, "logit_bias", "invalid_value", "vocabulary"),
         ({"logit_bias": {"1": 1e308}}, "logit_bias", "invalid_value", "<= 100"),
         ({"min_tokens": 5}, "min_tokens", "invalid_value", "max_tokens=4"),

@@ -153,7 +153,8 @@ def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        # With zeros before it, one token could be there twice.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and str(int(key)) == key):
             raise InvalidInputError(
                 f"Invalid 'logit_bias': the key {key[:40]!r} is not a token id.",
                 param="logit_bias",
