@@ -64,6 +64,9 @@ def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     predicted = [each for each in iterations if each["predicted_ms"] is not None]
     assert predicted, "of what was measured before"
     assert all(each["taken_ms"] > 0 and each["predicted_ms"] > 0 for each in predicted)
+    # The record's figure of that name is the plan's.
+    assert all(each["planned_ms"] == each["record"]["predicted_ms"] for each in iterations)
+    assert any(each["planned_ms"] not in (None, each["predicted_ms"]) for each in iterations)
 
 
 def test_what_shares_a_batch_and_where_is_told(tmp_path: Path) -> None:
