@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from cotenant.text.example_format import REASONING_FIELDS
 from cotenant.text.folder import read_json, special_tokens
 from cotenant.text.template_environment import create_environment
 from cotenant.text.tokenizer import Tokenizer
+from cotenant.text.unused_word import unused_word
 
 Message = Mapping[str, Any]
 
@@ -271,10 +273,8 @@ def _num_unwritten_calls(
     A function's name may stand in the text for another reason, so the messages are rendered once more with names that
     occur nowhere else. No call is missing if the template refuses those names: it has looked at them.
     """
-    word = "CalledFunction"
+    word = unused_word("CalledFunction", text)
     marks: list[str] = []
-    while word in text:
-        word += "X"
 
     def mark(call: Any) -> Any:
         if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
@@ -289,4 +289,6 @@ def _num_unwritten_calls(
         text = template.render(variables, messages=marked)
     except Exception:
         return 0
-    return sum(name not in text for name in marks)
+    # In one pass: each mark looked for by itself would be as many of them.
+    written = set(re.findall(f"{word}[0-9]+E", text))
+    return sum(name not in written for name in marks)

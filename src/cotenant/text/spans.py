@@ -22,6 +22,7 @@ from typing import Any
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.text.chat import ChatTemplate, Message
+from cotenant.text.unused_word import unused_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class _Finder:
         self._end_tokens = tuple(token for token in end_tokens if token)
         # A template may write the time; all renders of one conversation get the same.
         self._strftime = datetime.now().strftime
-        self._stand_in = _unused_word(json.dumps([self._messages, tools], default=str))
+        self._stand_in = unused_word("StandIn", json.dumps([self._messages, tools], default=str))
         self._text = self._render(self._messages)
 
     def _render(self, messages: Sequence[Message], prompt: bool = False, **kwargs: Any) -> str:
@@ -250,11 +251,3 @@ class _Finder:
 def _common_prefix(left: str, right: str) -> str:
     pairs = zip(left, right, strict=False)
     return left[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))]
-
-
-def _unused_word(text: str) -> str:
-    """A word of letters and digits that does not occur in ``text``."""
-    number = 0
-    while (word := f"StandIn{number}For") in text:
-        number += 1
-    return word
