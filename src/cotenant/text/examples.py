@@ -20,7 +20,7 @@ from cotenant.core.errors import InvalidInputError
 from cotenant.durable import leave_room, write_atomically
 from cotenant.text.chat import ChatTemplate
 from cotenant.text.preference_format import Preference
-from cotenant.text.spans import find_assistant_spans
+from cotenant.text.spans import Span, SpanFinder
 from cotenant.text.tokenizer import Tokenizer
 
 
@@ -50,28 +50,47 @@ def encode_example(
     InvalidInputError if the example has more than ``max_length`` tokens, or none to train on.
     """
     messages: Sequence[Mapping[str, Any]] = example["messages"]
-    text, spans = find_assistant_spans(
+    finder = SpanFinder(
         template, [_without_weight(message) for message in messages], example.get("tools"), tokenizer.eos_texts
     )
-    ids, offsets = tokenizer.encode_with_offsets(text)
+    ids, offsets = tokenizer.encode_with_offsets(finder.text)
+    # Before the spans: they are found by rendering again for each message, and a line may have very many.
     if max_length is not None and len(ids) > max_length:
         raise InvalidInputError(
             f"it has {len(ids)} tokens, but at most {max_length} are possible here; shorten it, split it, or give "
             "max_length, which cuts what is longer"
         )
-    weights = np.zeros(len(ids), dtype=np.float32)
-    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    spans = finder.find()
+    weights = _token_weights(offsets, spans, messages)
+    said: dict[int, list[str]] = {}
     for span in spans:
-        message = messages[span.message]
-        weight = 1.0 if message.get("weight") is None else message["weight"]
-        weights[(starts < span.end) & (ends > span.start)] = weight
-        if weight:
-            said = "".join(text[other.start : other.end] for other in spans if other.message == span.message)
-            _check_said(message, span.message + 1, said, tokenizer.eos_texts)
-    weights[:1] = 0.0
+        said.setdefault(span.message, []).append(finder.text[span.start : span.end])
+    for index, pieces in said.items():
+        if _weight(messages[index]):
+            _check_said(messages[index], index + 1, "".join(pieces), tokenizer.eos_texts)
     if not weights.any():
         raise InvalidInputError("nothing to train on: no token of an assistant message with weight 1 is left in it")
     return EncodedExample(np.asarray(ids, dtype=np.int32), weights)
+
+
+def _weight(message: Mapping[str, Any]) -> float:
+    return 1.0 if message.get("weight") is None else message["weight"]
+
+
+def _token_weights(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[Span], messages: Sequence[Mapping[str, Any]]
+) -> npt.NDArray[np.float32]:
+    """For each token the weight of the last span that it shares characters with; 0 for the first, and without one."""
+    weights = np.zeros(len(offsets), dtype=np.float32)
+    starts, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
+    # Offsets need not rise from token to token. These do, so that only tokens about a span are compared with it.
+    reached = np.maximum.accumulate(ends)
+    ahead = np.minimum.accumulate(starts[::-1])[::-1]
+    for span in spans:
+        part = slice(np.searchsorted(reached, span.start, "right"), np.searchsorted(ahead, span.end, "left"))
+        weights[part][(starts[part] < span.end) & (ends[part] > span.start)] = _weight(messages[span.message])
+    weights[:1] = 0.0
+    return weights
 
 
 def encode_preference(
@@ -97,7 +116,7 @@ def encode_preference(
 
 def _check_said(message: Mapping[str, Any], number: int, said: str, eos_texts: Sequence[str]) -> None:
     """A template that leaves a message's substance out would teach the model to say nothing."""
-    names = [call["function"]["name"] for call in message.get("tool_calls") or []]
+    names = {call["function"]["name"] for call in message.get("tool_calls") or []}
     if any(name not in said for name in names):
         raise InvalidInputError(
             f"the chat template does not write the tool calls of message {number}; weight 0 skips it"

@@ -9,12 +9,16 @@ it is found from outside, by rendering again: the conversation cut before the me
 the message starts there), and cut behind it likewise. Where a template rewrites history (drops earlier thinking, moves
 the tools to the last question) these are no prefixes; then the message is rendered with a stand-in text in its place,
 within the whole conversation, and what stands before and behind that is the same as before and behind the message.
+
+Each message costs renders of its own, so what is beyond a job's limit on length should be refused before spans are
+looked for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -48,22 +52,12 @@ class _Probe:
     tail: str
 
 
-def find_assistant_spans(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None,
-    end_tokens: Sequence[str],
-) -> tuple[str, list[Span]]:
-    """The rendered conversation, and the spans of its assistant messages in order.
+class SpanFinder:
+    """One conversation: ``text``, as the template renders it, and where in it the assistant's messages are.
 
-    ``end_tokens`` are the texts of the tokens that end a turn. A message may have several spans if the template
-    declares several, or none if the template declares others but none of its own. InvalidInputError if a template
-    changes the conversation in a way that hides where a message lies.
+    ``end_tokens`` are the texts of the tokens that end a turn. InvalidInputError if the template refuses the messages.
     """
-    return _Finder(template, messages, tools, end_tokens).find()
 
-
-class _Finder:
     def __init__(
         self,
         template: ChatTemplate,
@@ -73,12 +67,13 @@ class _Finder:
     ) -> None:
         self._template = template
         self._messages = list(messages)
+        self._assistants = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         self._tools = tools
         self._end_tokens = tuple(token for token in end_tokens if token)
         # A template may write the time; all renders of one conversation get the same.
         self._strftime = datetime.now().strftime
         self._stand_in = unused_word("StandIn", json.dumps([self._messages, tools], default=str))
-        self._text = self._render(self._messages)
+        self.text = self._render(self._messages)
 
     def _render(self, messages: Sequence[Message], prompt: bool = False, **kwargs: Any) -> str:
         return self._template.render(messages, self._tools, prompt, strftime_now=self._strftime, **kwargs)
@@ -90,23 +85,23 @@ class _Finder:
         except InvalidInputError:
             return None
 
-    def find(self) -> tuple[str, list[Span]]:
-        assistants = [index for index, message in enumerate(self._messages) if message.get("role") == "assistant"]
+    def find(self) -> list[Span]:
+        """The spans of the assistant's messages in order.
+
+        A message may have several spans if the template declares several, or none if the template declares others but
+        none of its own. InvalidInputError if a template changes the conversation in a way that hides where a message
+        lies.
+        """
         declared = self._declared()
         if not declared:
-            return self._text, self._infer_all(assistants)
+            return self._infer_all()
         try:
-            inferred = self._infer_all(assistants)
+            inferred = self._infer_all()
         except InvalidInputError:
-            if len(declared) != len(assistants):
+            if len(declared) != len(self._assistants):
                 raise
-            return self._text, [Span(index, *span) for index, span in zip(assistants, declared, strict=True)]
-        return self._text, [
-            Span(own.message, start, end)
-            for start, end in declared
-            for own in inferred
-            if start < own.end and own.start < end
-        ]
+            return [Span(index, *span) for index, span in zip(self._assistants, declared, strict=True)]
+        return list(_owned(declared, inferred))
 
     def _declared(self) -> list[tuple[int, int]]:
         """What stands between the template's generation tags, each with the end of turn that follows it."""
@@ -122,25 +117,24 @@ class _Finder:
                 spans.append((len(text), len(text) + len(inside)))
             text += inside + outside
         # A filter around the tags can see the marks; then they say nothing about the real text.
-        return [(start, self._close(start, end)) for start, end in spans] if text == self._text else []
+        return [(start, self._close(start, end)) for start, end in spans] if text == self.text else []
 
     def _close(self, start: int, end: int) -> int:
         """``end`` moved back to the end token before it, or forward over those that follow."""
-        trimmed = self._text[start:end].rstrip()
+        trimmed = self.text[start:end].rstrip()
         if trimmed.endswith(self._end_tokens):
             return start + len(trimmed)
-        return end + self._end_token_length(self._text[end:])
+        return self._behind_end_tokens(self.text, end)
 
-    def _end_token_length(self, text: str) -> int:
-        """Length of the end tokens that ``text`` begins with."""
-        length = 0
-        while token := next((token for token in self._end_tokens if text.startswith(token, length)), None):
-            length += len(token)
-        return length
+    def _behind_end_tokens(self, text: str, position: int) -> int:
+        """``position`` in ``text`` moved forward over the end tokens that stand there."""
+        while token := next((token for token in self._end_tokens if text.startswith(token, position)), None):
+            position += len(token)
+        return position
 
-    def _infer_all(self, indices: Sequence[int]) -> list[Span]:
+    def _infer_all(self) -> list[Span]:
         spans: list[Span] = []
-        for index in indices:
+        for index in self._assistants:
             start, end = self._start(index), self._end(index)
             earliest = spans[-1].end if spans else 0
             if start is None or end is None or not earliest <= start <= end:
@@ -149,17 +143,17 @@ class _Finder:
                     f"{index + 1}; mark the assistant's part in the template with {{% generation %}}"
                 )
             # Some templates end a turn with the mark that opens the next one.
-            spans.append(Span(index, start, end + self._end_token_length(self._text[end:])))
+            spans.append(Span(index, start, self._behind_end_tokens(self.text, end)))
         return spans
 
     # -- where a message starts
 
     def _start(self, index: int) -> int | None:
         asked = self._try_render(self._messages[:index], prompt=True)
-        if asked is not None and self._text.startswith(asked):
+        if asked is not None and self.text.startswith(asked):
             return len(asked) + self._header_length(index, asked)
         for probe in self._probes(index):
-            if self._text.startswith(probe.before):
+            if self.text.startswith(probe.before):
                 return len(probe.before) - self._spoken_lead_length(index, probe)
         return None
 
@@ -176,7 +170,7 @@ class _Finder:
     def _header_length(self, index: int, asked: str) -> int:
         """Length of the header that a template without a generation prompt puts before the message all the same."""
         header = "" if self._generation_prompt else self._fixed_lead(index)
-        return len(header) if self._text.startswith(header, len(asked)) else 0
+        return len(header) if self.text.startswith(header, len(asked)) else 0
 
     def _spoken_lead_length(self, index: int, probe: _Probe) -> int:
         """How much of the end of ``probe.before`` the model has to produce: an empty thinking block, say."""
@@ -193,15 +187,15 @@ class _Finder:
 
     def _end(self, index: int) -> int | None:
         through = self._try_render(self._messages[: index + 1])
-        is_prefix = through is not None and self._text.startswith(through)
+        is_prefix = through is not None and self.text.startswith(through)
         if through is not None and is_prefix and through.rstrip().endswith(self._end_tokens):
             return len(through.rstrip())
         for probe in self._probes(index):
             end_of_turn = self._end_of_turn(probe.tail)
             # A template may end only the last turn; then nothing ends this one.
             rest = probe.after.removeprefix(end_of_turn)
-            if self._text.endswith(rest):
-                return len(self._text) - len(rest)
+            if self.text.endswith(rest):
+                return len(self.text) - len(rest)
         return len(through.rstrip()) if through is not None and is_prefix else None
 
     def _end_of_turn(self, tail: str) -> str:
@@ -209,7 +203,7 @@ class _Finder:
         starts = [start for token in self._end_tokens if (start := tail.find(token)) >= 0]
         if not starts:
             return tail.rstrip()
-        return tail[: min(starts) + self._end_token_length(tail[min(starts) :])]
+        return tail[: self._behind_end_tokens(tail, min(starts))]
 
     # -- stand-ins
 
@@ -251,3 +245,13 @@ class _Finder:
 def _common_prefix(left: str, right: str) -> str:
     pairs = zip(left, right, strict=False)
     return left[: next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))]
+
+
+def _owned(declared: Sequence[tuple[int, int]], inferred: Sequence[Span]) -> Iterator[Span]:
+    """The spans of ``declared``, for each message of ``inferred`` that they share characters with."""
+    ends = [own.end for own in inferred]  # in order, as no two overlap
+    for start, end in declared:
+        index = bisect_right(ends, start)
+        while index < len(inferred) and inferred[index].start < end:
+            yield Span(inferred[index].message, start, end)
+            index += 1
