@@ -22,7 +22,7 @@ import uvloop
 
 from api_jobs.support import READY, TINY, examples, run, server
 from cotenant.api.jobs import prepare as prepare_module
-from cotenant.api.jobs import prepare_main
+from cotenant.api.jobs import prepare_main, validator
 from cotenant.api.jobs.prepare import prepare
 from cotenant.api.jobs.prepare_main import FileTask, Task
 from cotenant.core.errors import CotenantError, InvalidInputError
@@ -72,6 +72,27 @@ def test_files_are_tokenised(tmp_path: Path) -> None:
         assert 0 < file.num_trained_tokens < file.num_tokens
         assert (tmp_path / "out" / "train.safetensors").is_file()
         assert children() == []
+
+    run(scenario)
+
+
+def test_what_max_length_cuts_off_is_not_searched_for_what_the_assistant_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[Task] = []
+
+    async def noting(task: Task) -> tuple[PreparedFile, ...]:
+        tasks.append(task)
+        return prepare_main.run(task).files
+
+    monkeypatch.setattr(validator, "prepare", noting)
+
+    async def scenario() -> None:
+        async with server(tmp_path) as there:
+            file = await there.upload(examples(12))
+            await there.started_job(training_file=file, hyperparameters={"max_length": 128})
+            await there.wait((await there.create(training_file=file))["id"], "queued")
+            assert [(task.max_length, task.cut_length) for task in tasks] == [(None, 128), (512, None)]
 
     run(scenario)
 

@@ -11,6 +11,8 @@ import pytest
 
 from cotenant.core.errors import InvalidInputError
 from cotenant.text.chat import ChatTemplate, load_chat_template
+from cotenant.text.examples import encode_example
+from cotenant.text.spans import SpanFinder
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
 from cotenant.text.validation import validate_and_encode
 from text.samples import (
@@ -108,3 +110,44 @@ def test_what_is_too_long_is_refused_by_one_render(
     with pytest.raises(InvalidInputError, match=r"Line 1.* it has \d+ tokens, but at most 1024 are possible here"):
         validate_and_encode(_file(tmp_path, line), tokenizer, model[1], 1024, 1, param, method)
     assert (work.num_messages, work.num_texts) == (2000, 1)
+
+
+def test_for_a_cut_no_more_is_rendered_than_the_cut_needs(
+    model: tuple[Tokenizer, ChatTemplate], work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = _counting_tokenizer(model[0], work, monkeypatch)
+    short, long = (encode_example(tokenizer, model[1], {"messages": _talk(n)}, None, 200) for n in (100, 4000))
+    assert long.num_tokens > 4000
+    assert work.num_texts == 2
+    # Of the whole a handful of renders, and for each message before the cut a few of about as many as are before it.
+    assert work.num_messages < 10 * 4000 + 20_000
+    assert short.token_ids[:200].tolist() == long.token_ids[:200].tolist()
+    assert short.weights[:200].tolist() == long.weights[:200].tolist()
+
+
+def test_weights_before_a_cut_are_those_without_one(model: tuple[Tokenizer, ChatTemplate]) -> None:
+    tokenizer, template = model
+    messages = _talk(60)
+    messages[5]["weight"] = messages[31]["weight"] = 0
+    whole = encode_example(tokenizer, template, {"messages": messages}, None)
+    for length in range(2, whole.num_tokens + 1, 7):
+        cut = encode_example(tokenizer, template, {"messages": messages}, None, length)
+        assert cut.token_ids.tolist() == whole.token_ids.tolist()
+        assert cut.weights[:length].tolist() == whole.weights[:length].tolist()
+
+
+def test_a_cut_before_the_first_answer_is_no_error_of_the_line() -> None:
+    """As many others may be left: what is left of all is looked at when the job starts."""
+    model = load_tokenizer(None, 300), load_chat_template(None, None)
+    asked, says = {"role": "user", "content": "x" * 50}, {"role": "assistant", "content": "one"}
+    assert encode_example(*model, {"messages": [asked, says]}, None, 10).num_trained_tokens == 0
+    with pytest.raises(InvalidInputError, match="nothing to train on"):
+        encode_example(*model, {"messages": [asked, {**says, "weight": 0}]}, None, 10)
+
+
+def test_spans_before_a_character_are_the_first_of_all(model: tuple[Tokenizer, ChatTemplate]) -> None:
+    tokenizer, template = model
+    finder = SpanFinder(template, _talk(80), None, tokenizer.eos_texts)
+    spans = finder.find()
+    for until in (0, 1, spans[0].start, spans[0].start + 1, len(finder.text) // 2, len(finder.text)):
+        assert finder.find(until) == [span for span in spans if span.start < until]

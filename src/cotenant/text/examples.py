@@ -41,12 +41,18 @@ class EncodedExample:
 
 
 def encode_example(
-    tokenizer: Tokenizer, template: ChatTemplate, example: Mapping[str, Any], max_length: int | None
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    example: Mapping[str, Any],
+    max_length: int | None,
+    cut_length: int | None = None,
 ) -> EncodedExample:
     """Encode one example of OpenAI's chat format; only the assistant's tokens are trained on.
 
     The whole conversation is rendered and encoded once, so the ids are those of inference; a token is trained on if any
-    of its characters lie in an assistant message (its end of turn included) whose ``weight`` is not 0.
+    of its characters lie in an assistant message (its end of turn included) whose ``weight`` is not 0. With
+    ``cut_length``, the number of tokens that the example will be cut to, no weights are worked out for messages that
+    begin behind them.
     InvalidInputError if the example has more than ``max_length`` tokens, or none to train on.
     """
     messages: Sequence[Mapping[str, Any]] = example["messages"]
@@ -60,7 +66,9 @@ def encode_example(
             f"it has {len(ids)} tokens, but at most {max_length} are possible here; shorten it, split it, or give "
             "max_length, which cuts what is longer"
         )
-    spans = finder.find()
+    is_cut = cut_length is not None and len(ids) > cut_length
+    until = max((end for _, end in offsets[:cut_length]), default=0) if is_cut else None
+    spans = finder.find(until)
     weights = _token_weights(offsets, spans, messages)
     said: dict[int, list[str]] = {}
     for span in spans:
@@ -68,7 +76,9 @@ def encode_example(
     for index, pieces in said.items():
         if _weight(messages[index]):
             _check_said(messages[index], index + 1, "".join(pieces), tokenizer.eos_texts)
-    if not weights.any():
+    # What is cut off later is no error of the line: what is left of all lines is looked at when the job starts.
+    unseen = messages[spans[-1].message + 1 if spans else 0 :] if is_cut else []
+    if not weights.any() and not any(message["role"] == "assistant" and _weight(message) for message in unseen):
         raise InvalidInputError("nothing to train on: no token of an assistant message with weight 1 is left in it")
     return EncodedExample(np.asarray(ids, dtype=np.int32), weights)
 
@@ -94,7 +104,11 @@ def _token_weights(
 
 
 def encode_preference(
-    tokenizer: Tokenizer, template: ChatTemplate, preference: Preference, max_length: int | None
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    preference: Preference,
+    max_length: int | None,
+    cut_length: int | None = None,
 ) -> tuple[EncodedExample, EncodedExample]:
     """The prompt with the chosen answer, and the prompt with the rejected one. Only the answers' tokens have weight.
 
@@ -105,7 +119,7 @@ def encode_preference(
     for field, answer in zip(preference.fields, (preference.chosen, preference.rejected), strict=True):
         example = {"messages": [*prompt, *answer], "tools": preference.tools}
         try:
-            encoded.append(encode_example(tokenizer, template, example, max_length))
+            encoded.append(encode_example(tokenizer, template, example, max_length, cut_length))
         except InvalidInputError as error:
             raise InvalidInputError(f"'{field}': {error.message}") from error
     if np.array_equal(encoded[0].token_ids, encoded[1].token_ids):

@@ -11,14 +11,14 @@ the tools to the last question) these are no prefixes; then the message is rende
 within the whole conversation, and what stands before and behind that is the same as before and behind the message.
 
 Each message costs renders of its own, so what is beyond a job's limit on length should be refused before spans are
-looked for.
+looked for. What is cut off anyway is left out of the search and, where that changes nothing before the cut, of renders.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -27,6 +27,9 @@ from typing import Any
 from cotenant.core.errors import InvalidInputError
 from cotenant.text.chat import ChatTemplate, Message
 from cotenant.text.unused_word import unused_word
+
+# The fewest messages that a conversation is cut to for a search of its beginning.
+_MIN_BEGINNING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class SpanFinder:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         end_tokens: Sequence[str],
+        strftime: Callable[[str], str] | None = None,
     ) -> None:
         self._template = template
         self._messages = list(messages)
@@ -71,7 +75,7 @@ class SpanFinder:
         self._tools = tools
         self._end_tokens = tuple(token for token in end_tokens if token)
         # A template may write the time; all renders of one conversation get the same.
-        self._strftime = datetime.now().strftime
+        self._strftime = strftime or datetime.now().strftime
         self._stand_in = unused_word("StandIn", json.dumps([self._messages, tools], default=str))
         self.text = self._render(self._messages)
 
@@ -85,23 +89,54 @@ class SpanFinder:
         except InvalidInputError:
             return None
 
-    def find(self) -> list[Span]:
-        """The spans of the assistant's messages in order.
+    def find(self, until: int | None = None) -> list[Span]:
+        """The spans of the assistant's messages in order, or of those alone that begin before character ``until``.
 
         A message may have several spans if the template declares several, or none if the template declares others but
         none of its own. InvalidInputError if a template changes the conversation in a way that hides where a message
         lies.
         """
-        declared = self._declared()
-        if not declared:
-            return self._infer_all()
+        until = len(self.text) + 1 if until is None else until
+        all_declared = self._declared()
+        if not all_declared:
+            return self._inferred(until)
+        declared = [(start, end) for start, end in all_declared if start < until]
         try:
-            inferred = self._infer_all()
+            # What is declared before ``until`` may reach into messages that begin behind it.
+            inferred = self._inferred(max([until, *(end for _, end in declared)]))
         except InvalidInputError:
-            if len(declared) != len(self._assistants):
+            if len(all_declared) != len(self._assistants):
                 raise
-            return [Span(index, *span) for index, span in zip(self._assistants, declared, strict=True)]
+            return [Span(index, *span) for index, span in zip(self._assistants, declared, strict=False)]
         return list(_owned(declared, inferred))
+
+    def _inferred(self, until: int) -> list[Span]:
+        """The spans of messages that begin before ``until``, whatever the template declares."""
+        for beginning in self._beginnings(until):
+            try:
+                spans = beginning._infer_all(until)
+            except InvalidInputError:
+                continue
+            length = max([until, *(span.end for span in spans)])
+            if beginning.text[:length] == self.text[:length]:
+                return spans
+        return self._infer_all(until)
+
+    def _beginnings(self, until: int) -> Iterator[SpanFinder]:
+        """The conversation cut behind more and more of its messages, where it reads as the whole does up to ``until``.
+
+        Twice as many each time, so that to render all of them takes no longer than two renders of the whole.
+        """
+        count = _MIN_BEGINNING
+        while until < len(self.text) and count < len(self._messages):
+            messages = self._messages[:count]
+            count *= 2
+            try:
+                beginning = SpanFinder(self._template, messages, self._tools, self._end_tokens, self._strftime)
+            except InvalidInputError:  # a part of a conversation need not be a conversation
+                continue
+            if beginning.text[: until + 1] == self.text[: until + 1]:
+                yield beginning
 
     def _declared(self) -> list[tuple[int, int]]:
         """What stands between the template's generation tags, each with the end of turn that follows it."""
@@ -132,11 +167,14 @@ class SpanFinder:
             position += len(token)
         return position
 
-    def _infer_all(self) -> list[Span]:
+    def _infer_all(self, until: int) -> list[Span]:
         spans: list[Span] = []
         for index in self._assistants:
-            start, end = self._start(index), self._end(index)
+            start = self._start(index)
             earliest = spans[-1].end if spans else 0
+            if start is not None and start >= max(until, earliest):
+                break
+            end = self._end(index)
             if start is None or end is None or not earliest <= start <= end:
                 raise InvalidInputError(
                     "the chat template rewrites the conversation, so that it cannot be told what of it is message "

@@ -40,6 +40,7 @@ def prepare_training_file(
     min_examples: int = MIN_EXAMPLES,
     param: str = "training_file",
     method: str = SUPERVISED,
+    cut_length: int | None = None,
 ) -> PreparedFile:
     """Validate and encode ``source`` and write the examples to ``target`` (atomically).
 
@@ -56,6 +57,7 @@ def prepare_training_file(
         min_examples,
         param,
         method,
+        cut_length,
     )
     write_examples(Path(target), examples)
     lengths = [example.num_tokens for example in examples]
@@ -72,12 +74,14 @@ def validate_and_encode(
     min_examples: int = MIN_EXAMPLES,
     param: str = "training_file",
     method: str = SUPERVISED,
+    cut_length: int | None = None,
 ) -> list[EncodedExample]:
     """The examples of a JSONL file in OpenAI's chat format, encoded; with ``method`` 'dpo' those of preferences, of
     which each gives two.
 
     Reads line by line. InvalidInputError with code ``invalid_<param>`` lists up to ``MAX_PROBLEMS`` problems, or has
     code ``invalid_n_examples`` if the file has fewer than ``min_examples``. No example is dropped or cut in silence.
+    ``cut_length``: as many tokens of each example will be trained on; what weights are beyond them is left open.
     """
     if not template.available:
         raise InvalidInputError(
@@ -92,7 +96,7 @@ def validate_and_encode(
     problems: list[str] = []
     for number, line in _numbered_lines(path):
         try:
-            examples.extend(encode_line(number, line, tokenizer, template, max_length))
+            examples.extend(encode_line(number, line, tokenizer, template, max_length, cut_length))
             num_examples += 1
         except _LineError as error:
             problems.extend(error.args)
@@ -164,14 +168,19 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def _encode_line(
-    number: int, line: bytes | _LineError, tokenizer: Tokenizer, template: ChatTemplate, max_length: int | None
+    number: int,
+    line: bytes | _LineError,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    max_length: int | None,
+    cut_length: int | None,
 ) -> tuple[EncodedExample, ...]:
     example = _parse(number, line)
     try:
         problems = example_problems(example)
         if problems:
             raise _LineError(*(f"Line {number}{problem}" for problem in problems))
-        return (encode_example(tokenizer, template, example, max_length),)
+        return (encode_example(tokenizer, template, example, max_length, cut_length),)
     except InvalidInputError as error:
         raise _LineError(f"Line {number}: {error.message}") from error
     except RecursionError as error:
@@ -179,11 +188,16 @@ def _encode_line(
 
 
 def _encode_preference(
-    number: int, line: bytes | _LineError, tokenizer: Tokenizer, template: ChatTemplate, max_length: int | None
+    number: int,
+    line: bytes | _LineError,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    max_length: int | None,
+    cut_length: int | None,
 ) -> tuple[EncodedExample, ...]:
     example = _parse(number, line)
     try:
-        return encode_preference(tokenizer, template, read_preference(example), max_length)
+        return encode_preference(tokenizer, template, read_preference(example), max_length, cut_length)
     except PreferenceError as error:
         raise _LineError(*(f"Line {number}{problem}" for problem in error.args)) from error
     except InvalidInputError as error:

@@ -37,7 +37,8 @@ class FileTask(msgspec.Struct, frozen=True):
 
 class Task(msgspec.Struct, frozen=True):
     """What a child does. ``model_folder`` None: a byte tokenizer for ``vocab_size``. ``max_length``: tokens; None: any.
-    ``method``: the job's, which decides what an example looks like."""
+    ``method``: the job's, which decides what an example looks like. ``cut_length``: the tokens of an example that the
+    job will train on, where it cuts."""
 
     files: tuple[FileTask, ...]
     model_folder: str | None
@@ -45,6 +46,7 @@ class Task(msgspec.Struct, frozen=True):
     vocab_size: int
     max_length: int | None
     method: str = SUPERVISED
+    cut_length: int | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ def _prepare_file(task: Task, file: FileTask) -> PreparedFile:
         min_examples=file.min_examples,
         param=file.param,
         method=task.method,
+        cut_length=task.cut_length,
     )
 
 

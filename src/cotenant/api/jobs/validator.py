@@ -136,6 +136,7 @@ class Validator:
             vocab_size=ready.vocab_size,
             max_length=ready.max_model_len if given_length == AUTO else None,
             method=job.requested.get("method", SUPERVISED),
+            cut_length=None if given_length == AUTO else given_length,
         )
 
     def _file_task(self, job: JobRecord, file_id: str, target: str, param: str, min_examples: int) -> FileTask:
