@@ -72,6 +72,10 @@ class RecordingWorker:
     jobs: JobManager | None = None
     answers: set[asyncio.Task[None]] = field(default_factory=set)
 
+    @property
+    def serves(self) -> bool:
+        return self.ready is not None
+
     def post(self, message: ToWorker) -> bool:
         if self.ready is None:
             return False

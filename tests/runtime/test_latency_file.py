@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cotenant.config import BatchConfig, CoExecutionConfig, ModelConfig, ServerConfig
@@ -92,6 +92,7 @@ VALUES = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from(WAYS), VALUES), min_size=1, max_size=3))
+@example([(("batches", 0, 0, 0), 9e11)])  # taken over, and beyond what can be by what is learned then
 def test_nothing_that_the_file_may_hold_keeps_a_worker_from_starting(
     tmp_path: Path, changes: list[tuple[tuple[Any, ...], Any]]
 ) -> None:

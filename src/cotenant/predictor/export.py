@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from cotenant.predictor.batches import BatchStates
-from cotenant.predictor.linear import LinearState
+from cotenant.predictor.linear import MOST_NUMBER, LinearState
 from cotenant.predictor.ratio import Ratio
 
 _VERSION = 11
-_MOST = 1e12  # of any number
+_MOST = MOST_NUMBER
 
 
 class _Head(msgspec.Struct):

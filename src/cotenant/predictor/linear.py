@@ -29,6 +29,9 @@ _DOUBT, _MOST_DOUBT = 1e-6, 1e-3
 # first measurement would outweigh many.
 _MOST_COUNTED, _LEAST_COUNTED = 10.0, 0.02
 
+# No number of what was measured comes near.
+MOST_NUMBER = 1e12
+
 
 class LinearState(NamedTuple):
     """All that was learned: ``covariance`` row by row."""
@@ -106,7 +109,13 @@ class OnlineLinearModel:
         self.num_samples += 1
 
     def state(self) -> LinearState:
-        return LinearState(list(self._weights), [value for row in self._covariance for value in row], self.num_samples)
+        """To go on with later; that of a model which has learned nothing if this one holds what cannot have been
+        measured, as may come of what it was given: nobody would take that over, nor the rest that was learned."""
+        size, covariance = len(self._weights), [value for row in self._covariance for value in row]
+        if all(abs(number) < MOST_NUMBER for number in (*self._weights, *covariance)):
+            return LinearState(list(self._weights), covariance, self.num_samples)
+        fresh = OnlineLinearModel((1.0,) * size)
+        return LinearState(fresh._weights, [value for row in fresh._covariance for value in row], 0)
 
     def check(self, state: LinearState) -> None:
         """Raises ValueError for a state of another number of features, or with values that cannot be."""
