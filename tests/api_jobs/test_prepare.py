@@ -132,6 +132,30 @@ def test_one_that_is_killed_twice_is_an_error_and_no_hang(tmp_path: Path) -> Non
     run(scenario)
 
 
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_one_that_ends_with_an_exit_code_is_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    """As Python does that is interrupted before it can say that it is not to be."""
+    start, calls = asyncio.create_subprocess_exec, itertools.count()
+
+    async def start_or_end(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        ends_at_once = (sys.executable, "-c", "raise SystemExit(1)")
+        return await start(*(ends_at_once if next(calls) < num_failures else command), **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_end)
+
+    async def scenario() -> None:
+        if num_failures == 1:
+            (prepared,) = await prepare(make_task(tmp_path, examples(12)))
+            assert prepared.num_examples == 12
+        else:
+            with pytest.raises(CotenantError, match="ended with exit code 1, when it was started again, too"):
+                await prepare(make_task(tmp_path, examples(12)))
+
+    run(scenario)
+
+
 async def kill_first() -> None:
     """Once there is one that can be killed."""
     await asyncio.to_thread(until, children)

@@ -30,27 +30,31 @@ _FAILED = "validation_failed"
 
 
 async def prepare(task: Task) -> tuple[PreparedFile, ...]:
-    """Run ``task`` in a child process, which is killed if this is cancelled; one that a signal ends is started once
+    """Run ``task`` in a child process, which is killed if this is cancelled; one that does not end well is started once
     more, and one that cannot be started is tried again a few times.
 
     Raises InvalidInputError for what is wrong with a file, StoreError for what is with the disk, or CotenantError.
     """
     exit_code, output = await _run_until_done(task)
-    if exit_code < 0:
-        logger.warning("the process that validates files was killed by signal %d; starting it once more", -exit_code)
+    # An interrupt that meets Python while it starts ends it with an exit code, and so may a want of memory.
+    if exit_code != 0:
+        logger.warning("the process that validates files %s; starting it once more", _ended(exit_code))
         await asyncio.sleep(_AGAIN_AFTER_S)
         exit_code, output = await _run_until_done(task)
     if exit_code != 0:
-        killed = f"was killed by signal {-exit_code}, when it was started again, too"
-        ended = killed if exit_code < 0 else f"ended with exit code {exit_code}"
         raise CotenantError(
-            f"The files could not be validated: the process that does it {ended}. Perhaps there was not enough memory.",
+            f"The files could not be validated: the process that does it {_ended(exit_code)}, when it was started "
+            "again, too. Perhaps there was not enough memory.",
             code=_FAILED,
         )
     reply = msgspec.json.decode(output, type=Reply)
     if reply.failure is not None:
         raise _error_of(reply.failure)
     return reply.files
+
+
+def _ended(exit_code: int) -> str:
+    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with exit code {exit_code}"
 
 
 async def _run_until_done(task: Task) -> tuple[int, bytes]:
