@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +14,7 @@ from cotenant.core.job import DPO, SUPERVISED
 from cotenant.text.chat import ChatTemplate, load_chat_template
 from cotenant.text.example_format import example_problems
 from cotenant.text.examples import EncodedExample, encode_example, encode_preference, write_examples
-from cotenant.text.preference_format import PreferenceError, read_preference
+from cotenant.text.preference_format import Preference, PreferenceError, read_preference
 from cotenant.text.prepared_file import MIN_EXAMPLES, PreparedFile
 from cotenant.text.strict_json import parse_json
 from cotenant.text.tokenizer import Tokenizer, load_tokenizer
@@ -90,13 +91,17 @@ def validate_and_encode(
             code="chat_template_missing",
             param=param,
         )
-    encode_line = _encode_preference if method == DPO else _encode_line
+    encode_line = (
+        partial(_encode_preference, lambda pair: encode_preference(tokenizer, template, pair, max_length, cut_length))
+        if method == DPO
+        else partial(_encode_line, lambda example: encode_example(tokenizer, template, example, max_length, cut_length))
+    )
     examples: list[EncodedExample] = []
     num_examples = 0
     problems: list[str] = []
     for number, line in _numbered_lines(path):
         try:
-            examples.extend(encode_line(number, line, tokenizer, template, max_length, cut_length))
+            examples.extend(encode_line(number, line))
             num_examples += 1
         except _LineError as error:
             problems.extend(error.args)
@@ -168,19 +173,14 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def _encode_line(
-    number: int,
-    line: bytes | _LineError,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    max_length: int | None,
-    cut_length: int | None,
+    encode: Callable[[dict[str, Any]], EncodedExample], number: int, line: bytes | _LineError
 ) -> tuple[EncodedExample, ...]:
     example = _parse(number, line)
     try:
         problems = example_problems(example)
         if problems:
             raise _LineError(*(f"Line {number}{problem}" for problem in problems))
-        return (encode_example(tokenizer, template, example, max_length, cut_length),)
+        return (encode(example),)
     except InvalidInputError as error:
         raise _LineError(f"Line {number}: {error.message}") from error
     except RecursionError as error:
@@ -188,16 +188,11 @@ def _encode_line(
 
 
 def _encode_preference(
-    number: int,
-    line: bytes | _LineError,
-    tokenizer: Tokenizer,
-    template: ChatTemplate,
-    max_length: int | None,
-    cut_length: int | None,
+    encode: Callable[[Preference], tuple[EncodedExample, EncodedExample]], number: int, line: bytes | _LineError
 ) -> tuple[EncodedExample, ...]:
     example = _parse(number, line)
     try:
-        return encode_preference(tokenizer, template, read_preference(example), max_length, cut_length)
+        return encode(read_preference(example))
     except PreferenceError as error:
         raise _LineError(*(f"Line {number}{problem}" for problem in error.args)) from error
     except InvalidInputError as error:
