@@ -111,11 +111,10 @@ class OnlineLinearModel:
     def state(self) -> LinearState:
         """To go on with later; that of a model which has learned nothing if this one holds what cannot have been
         measured, as may come of what it was given: nobody would take that over, nor the rest that was learned."""
-        size, covariance = len(self._weights), [value for row in self._covariance for value in row]
+        covariance = [value for row in self._covariance for value in row]
         if all(abs(number) < MOST_NUMBER for number in (*self._weights, *covariance)):
             return LinearState(list(self._weights), covariance, self.num_samples)
-        fresh = OnlineLinearModel((1.0,) * size)
-        return LinearState(fresh._weights, [value for row in fresh._covariance for value in row], 0)
+        return OnlineLinearModel((1.0,) * len(self._weights)).state()
 
     def check(self, state: LinearState) -> None:
         """Raises ValueError for a state of another number of features, or with values that cannot be."""
