@@ -30,7 +30,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}  # vLLM's, on the command line
 LOAD_FORMATS = ("auto", "dummy")
 MAX_LORA_RANK = 512
-COMPRESS_WEIGHTS = ("off", "on")
+COMPRESS_WEIGHTS = ("auto", "off", "on")
 QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -73,15 +73,16 @@ def require_target(value_ms: float | None, flag: str) -> None:
 class ModelConfig:
     """Which model, and how it is loaded. ``max_model_len`` None: what the model's own configuration allows.
     ``quantization`` None: weights stay in ``dtype``. ``compress_weights``: whether decode steps read copies of the
-    matrices that are compressed without loss. ``eos_token_ids`` end an answer beside those that the model's own files
-    name: the tokenizer's, which the server fills in for its worker, who has no tokenizer."""
+    matrices that are compressed without loss; "auto": where that can be done and takes little of the memory.
+    ``eos_token_ids`` end an answer beside those that the model's own files name: the tokenizer's, which the server
+    fills in for its worker, who has no tokenizer."""
 
     model: str
     served_model_names: tuple[str, ...] = ()
     load_format: str = "auto"
     dtype: str = "auto"
     quantization: str | None = None
-    compress_weights: str = "off"
+    compress_weights: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None

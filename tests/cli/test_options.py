@@ -114,7 +114,7 @@ def test_a_false_or_zero_flag_is_a_given_flag(tmp_path: Path) -> None:
 def test_the_command_line_can_undo_what_a_file_asks_for(tmp_path: Path) -> None:
     asked = "quantization: fp8\nenforce-eager: true\nenable-prefix-caching: false\ncompress-weights: on"
     file = yaml_file(tmp_path, asked)
-    given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True, "compress_weights": "off"}
+    given = {"quantization": "none", "enforce_eager": False, "enable_prefix_caching": True, "compress_weights": "auto"}
     assert build_config("tiny", given, file) == build_config("tiny", {}, None)
 
 
@@ -195,7 +195,7 @@ def test_an_empty_name_is_refused() -> None:
         ("no-port: 1", "unknown key 'no-port'"),
         ("port: 8133\nseed: 1\nport: 8134", "serve.yaml: 'port' is there twice, lines 1 and 3"),
         ("lora-modules:\n- {name: x, path: y, name: z}", "serve.yaml: 'name' is there twice, line 2"),
-        ("compress-weights: auto", "--compress-weights: must be one of off, on"),
+        ("compress-weights: maybe", "--compress-weights: must be one of auto, off, on"),
         ("quantization: awq", "--quantization: must be none or one of fp8"),
         ("max-cpu-loras: 7", "--max-cpu-loras: must be at least --max-loras"),
         ("cuda-graph-sizes: [1, 0]", "--cuda-graph-sizes: must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.registry import ARCHITECTURES
+from cotenant.models.loading import load_decoder
+from cotenant.models.lora import MODULE_GROUPS
+from cotenant.models.registry import ARCHITECTURES, resolve_model
 from cotenant.models.spec import ModelSpec
 from cotenant.runtime import compression
-from cotenant.runtime.compression import compresses
+from cotenant.runtime.compression import compresses, copies_bytes, tell
 
 SPEC = ARCHITECTURES["llama-3.1-8b"]
+MUCH = 120 << 30  # as an H200 has for weights, caches and training
 
 
 def _asked(
@@ -26,15 +30,16 @@ def _asked(
     quantization: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     spec: ModelSpec = SPEC,
+    memory_bytes: float = MUCH,
 ) -> bool:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(compression, "has_triton", lambda: True)
     config = ModelConfig("m", quantization=quantization, compress_weights=how)
-    return compresses(config, torch.device(device), spec, dtype)
+    return compresses(config, torch.device(device), spec, dtype, memory_bytes)
 
 
-@pytest.mark.parametrize(("how", "expected"), [("on", True), ("off", False)])
+@pytest.mark.parametrize(("how", "expected"), [("on", True), ("off", False), ("auto", True)])
 def test_it_is_done_where_it_is_asked_for(how: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _asked(how, monkeypatch) == expected
 
@@ -52,7 +57,35 @@ def test_it_is_done_where_it_is_asked_for(how: str, expected: bool, monkeypatch:
 def test_where_it_cannot_be_that_is_said_to_whom_asks(
     differs: dict[str, object], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not _asked("off", monkeypatch, **differs)  # type: ignore[arg-type]
+    for how in ("off", "auto"):
+        assert not _asked(how, monkeypatch, **differs)  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match=f"--compress-weights on: .*{problem}.*; leave it out") as caught:
         _asked("on", monkeypatch, **differs)  # type: ignore[arg-type]
     assert caught.value.param == "compress-weights"
+
+
+def test_nobody_who_has_not_asked_gives_much_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    an_eighth = 8 * copies_bytes(SPEC)
+    assert not _asked("auto", monkeypatch, memory_bytes=an_eighth)
+    assert _asked("on", monkeypatch, memory_bytes=an_eighth)
+    assert _asked("auto", monkeypatch, memory_bytes=11 * copies_bytes(SPEC))
+
+
+@pytest.mark.parametrize(("how", "expected"), [("auto", False), ("on", True)])
+@pytest.mark.parametrize("differs", [{"capability": (10, 0)}, {"spec": replace(SPEC, num_layers=1, vocab_size=1024)}])
+def test_where_it_was_not_found_to_pay_it_is_done_for_whom_asks(
+    differs: dict[str, object], how: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _asked(how, monkeypatch, **differs) == expected  # type: ignore[arg-type]
+
+
+def test_copies_take_three_quarters_of_the_matrices() -> None:
+    layers = sum(math.prod(SPEC.group_shape(modules)) for modules in MODULE_GROUPS) * SPEC.num_layers
+    assert copies_bytes(SPEC) == 0.75 * torch.bfloat16.itemsize * (layers + SPEC.vocab_size * SPEC.hidden_size)
+
+
+@pytest.mark.parametrize(("how", "warned"), [("on", True), ("auto", False)])
+def test_who_asked_is_told_that_nothing_gets_smaller(how: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = load_decoder(resolve_model(ModelConfig("tiny")), torch.device("cpu"), torch.float32, 0, compress=True)
+    tell(ModelConfig("tiny", compress_weights=how), decoder, decoder.spec)
+    assert ("none of the model's matrices gets smaller" in caplog.text) == warned

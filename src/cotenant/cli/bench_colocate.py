@@ -51,6 +51,7 @@ from cotenant.cli.output import (
     say_phase,
 )
 from cotenant.config import (
+    COMPRESS_WEIGHTS,
     BatchConfig,
     CoExecutionConfig,
     LoraConfig,
@@ -203,7 +204,7 @@ def colocate(
         int, typer.Option(min=0, help="Longer requests of a trace are left out. 0: as long as the load needs.")
     ] = 0,
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
-    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
+    compress_weights: Annotated[str, typer.Option(help=", ".join(COMPRESS_WEIGHTS) + ".")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     label: Annotated[str, typer.Option(help="A name for these figures.")] = "cotenant",
@@ -277,7 +278,8 @@ def colocate(
         "traces": {path.stem: trace_digest(path) for path in trace or []},
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known = {"compressed": compress_weights == "on"} | ({"dtype": chosen.dtype} if chosen.dtype != "auto" else {})
+        known: dict[str, Any] = {} if chosen.dtype == "auto" else {"dtype": chosen.dtype}
+        known |= {} if compress_weights == "auto" else {"compressed": compress_weights == "on"}
         check_continues({"model": chosen.name, "training": asdict(workload), **known, **settings}, before)
     if tpots_ms is None:  # those to be measured are as in the run before, or nothing of it would be gone on with
         tpots_ms = targets_in(before) if usual.slo_tpot_ms is None else targets_of(usual.slo_tpot_ms)

@@ -14,6 +14,7 @@ from cotenant.cli.options import model_to_measure, whole_numbers
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
 from cotenant.cli.tables import new_table, open_console
 from cotenant.config import (
+    COMPRESS_WEIGHTS,
     MAX_LORA_RANK,
     BatchConfig,
     CacheConfig,
@@ -67,7 +68,7 @@ def engine(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
-    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
+    compress_weights: Annotated[str, typer.Option(help=", ".join(COMPRESS_WEIGHTS) + ".")] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     max_num_batched_tokens: Annotated[int, typer.Option(help="0: as the server chooses.")] = 0,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No captured graphs.")] = False,

@@ -80,7 +80,7 @@ _ALL_FLAGS = (
         "compress-weights",
         ModelConfig,
         "compress_weights",
-        f"Let decode steps read copies of the weights that are compressed without loss: {', '.join(COMPRESS_WEIGHTS)}.",
+        f"Let decode steps read copies of the weights, compressed without loss: {', '.join(COMPRESS_WEIGHTS)}.",
     ),
     Flag("load-format", ModelConfig, "load_format", f"{' or '.join(LOAD_FORMATS)}; dummy means random weights."),
     Flag("device", ModelConfig, "device", f"{', '.join(DEVICES)}."),
@@ -386,7 +386,7 @@ def model_to_measure(
     dtype: str,
     device: str,
     quantization: str | None = None,
-    compress_weights: str = "off",
+    compress_weights: str = "auto",
 ) -> tuple[ModelConfig, int]:
     """For the commands that load a model themselves: what they load, and the tokens that it takes. Raises CotenantError
     for what cannot be loaded."""

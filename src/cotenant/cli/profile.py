@@ -13,7 +13,7 @@ import typer
 from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE, sigterm_as_interrupt
 from cotenant.cli.options import MOST_ALONE_S, folder_of_data, model_to_measure, whole_numbers
 from cotenant.cli.output import check_folder, counted, fail
-from cotenant.config import DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
+from cotenant.config import COMPRESS_WEIGHTS, DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def profile(
     load_format: Annotated[str, typer.Option(help="dummy: random weights.")] = "auto",
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
-    compress_weights: Annotated[str, typer.Option(help="on or off.")] = "off",
+    compress_weights: Annotated[str, typer.Option(help=", ".join(COMPRESS_WEIGHTS) + ".")] = "auto",
     device: Annotated[str, typer.Option()] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for `cotenant serve`.")] = False,
     data_dir: Annotated[str, typer.Option(help="Where a server with this folder finds them.")] = str(DEFAULT_DATA_DIR),

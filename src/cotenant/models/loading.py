@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -23,8 +22,6 @@ from cotenant.models.shards import listed, shards
 from cotenant.models.spec import ModelSpec
 from cotenant.models.weights import EMBEDDING, HEAD, DecoderWeights, Target, allocate, targets, with_compressed
 
-logger = logging.getLogger(__name__)
-
 _DTYPES = ("F64", "F32", "F16", "BF16")  # quantised weights need scales that this decoder does not apply
 _INIT_STD = 0.02
 _NUM_READERS = 4
@@ -42,7 +39,7 @@ def load_decoder(
     compress: bool = False,
 ) -> Decoder:
     """Put a model on a device. ``seed`` decides random weights; ``quantization`` is None or "fp8". ``compress``: decode
-    steps read compressed copies of the matrices.
+    steps read compressed copies of the matrices, of those that get smaller.
 
     Raises NotFoundError if the folder holds no safetensors, InvalidInputError naming file and tensors if they do not
     make up the model that its config describes, or if the device cannot run it quantised.
@@ -52,8 +49,6 @@ def load_decoder(
     weights = load_weights(resolved, device, dtype, seed, quantization)
     if compress:
         weights = with_compressed(weights)
-        if not weights.is_compressed:
-            logger.warning("--compress-weights on: none of the model's matrices gets smaller; decode steps read them")
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what matrices were compressed by
     return Decoder(resolved.spec, weights)

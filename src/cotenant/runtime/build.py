@@ -20,7 +20,7 @@ from cotenant.models.loading import load_decoder
 from cotenant.models.paged_attention import is_supported
 from cotenant.models.product_check import check_products
 from cotenant.models.registry import ResolvedModel, resolve_model
-from cotenant.runtime.compression import compresses
+from cotenant.runtime.compression import compresses, tell
 from cotenant.runtime.sizing import batch_bytes, num_pages
 from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
 
@@ -85,14 +85,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | N
         else:
             logger.info("decode steps are not captured, so no SMs are divided")
     _warn_of_partitions(config, device)
-    decoder = load_decoder(
-        resolved,
-        device.torch_device,
-        dtype,
-        config.model.seed,
-        quantization=config.model.quantization,
-        compress=compresses(config.model, device.torch_device, resolved.spec, dtype),
-    )
+    decoder = _load(config, resolved, device, dtype)
     if runs_on_cuda(config.model.device):
         with device.online():
             check_products(decoder.weights)
@@ -129,6 +122,16 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | N
         logger.warning("batches may wait for memory while they run: no %d MiB could be set aside", num_bytes >> 20)
     spare_host_threads(device)
     return Serving(device, resolved, decoder, engine, max_model_len, tasklet_tokens, num_bytes)
+
+
+def _load(config: ServerConfig, resolved: ResolvedModel, device: Device, dtype: torch.dtype) -> Decoder:
+    free, total = device.memory_bytes()
+    memory_bytes = config.cache.gpu_memory_utilization * total - (total - free)
+    compress = compresses(config.model, device.torch_device, resolved.spec, dtype, memory_bytes)
+    method = config.model.quantization
+    decoder = load_decoder(resolved, device.torch_device, dtype, config.model.seed, method, compress=compress)
+    tell(config.model, decoder, resolved.spec)
+    return decoder
 
 
 def _warn_of_partitions(config: ServerConfig, device: Device) -> None:

@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from cotenant.config import ModelConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.models.compressed import BLOCK_COLUMNS, is_compressible
+from cotenant.models.decoder import Decoder
 from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.products import has_triton
 from cotenant.models.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+
 _MIN_CAPABILITY = (9, 0)  # whose tensor cores take what was decoded from registers
+_MEASURED_MAJOR = 9  # Hopper: the GPUs on which steps are known to be shorter
+_COPY_BYTES = 1.5  # of each weight
+# What "auto" takes for the copies at most, of what there is for weights, caches and training.
+_MOST_SHARE = 0.1
+# Smaller matrices are read within a fraction of a millisecond.
+_LEAST_BYTES = 1 << 30
 
 
-def compresses(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype) -> bool:
-    """Raises InvalidInputError, saying why and what to do, where it was asked for and cannot be done."""
+def compresses(
+    config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype, memory_bytes: float
+) -> bool:
+    """``memory_bytes``: what there is for weights, caches and training. Raises InvalidInputError, saying why and what
+    to do, where it was asked for and cannot be done."""
     if config.compress_weights == "off":
         return False
     problem = _problem(config, device, spec, dtype)
+    if config.compress_weights == "auto":
+        return problem is None and _pays(device, spec, memory_bytes)
     if problem is not None:
         raise InvalidInputError(f"--compress-weights on: {problem}; leave it out", param="compress-weights")
     return True
+
+
+def _pays(device: torch.device, spec: ModelSpec, memory_bytes: float) -> bool:
+    is_measured = torch.cuda.get_device_capability(device)[0] == _MEASURED_MAJOR
+    return is_measured and _LEAST_BYTES <= copies_bytes(spec) <= _MOST_SHARE * memory_bytes
+
+
+def copies_bytes(spec: ModelSpec) -> float:
+    """What copies of all matrices that decode steps read take."""
+    each_layer = sum(num_out * num_in for num_out, num_in in map(spec.group_shape, MODULE_GROUPS))
+    return _COPY_BYTES * (spec.num_layers * each_layer + spec.vocab_size * spec.hidden_size)
+
+
+def tell(config: ModelConfig, decoder: Decoder, spec: ModelSpec) -> None:
+    """What was asked for and came of it."""
+    if decoder.weights.is_compressed:
+        gib = copies_bytes(spec) / 2**30
+        logger.info("decode steps read compressed copies of the weights: %.1f GiB (--compress-weights)", gib)
+    elif config.compress_weights == "on":
+        logger.warning("--compress-weights on: none of the model's matrices gets smaller; decode steps read them")
 
 
 def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: torch.dtype) -> str | None:
