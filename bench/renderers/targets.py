@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at, pooled_errors
+from cotenant.bench.device_losses import HEADER as LOSSES
+from cotenant.bench.device_losses import loss_rows
 from cotenant.cli.colocate_parts import joined
 from renderers.planning import planning_rows
 from renderers.text import Result, table
@@ -18,6 +20,7 @@ _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a n
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
+_OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
@@ -26,6 +29,7 @@ _ABOVE = (
 )
 _STEADY_RUNS = 5  # the newest, whose sequences are timed alike
 _ATTAINMENT = 0.99
+_WITHOUT_DECODE = LOSSES.index("harvest if decode cost nothing")
 _EARLY_S = 2.0  # of a cell
 _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
 
@@ -46,6 +50,7 @@ _PROMPTS = (
     "have; then decode steps, each of which reads all weights. Prompts that the prefix cache has, and fewer bits a "
     "weight."
 )
+_WITHOUT_DECODES = " If decode steps cost nothing it would be {least} to {most}."
 _OTHERS = (
     "All that train go by the same engine, slack, sizes of prompt chunks and learned margin, and where a step is long "
     "for its target nobody gets much: {least:.2f} to {most:.2f} times the best other in time, place by place. Whether "
@@ -103,12 +108,14 @@ _WORST = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, *_LATER)]
+    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, *_LATER)]
     if not all(path.exists() for path in paths):
         return []
-    grid, steady, predicted, again, between, *later = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    read = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
+    grid, steady, predicted, again, between, own_rate, *later = read
     whole = joined(dict(zip(_LATER, later, strict=True)))
-    rows = [*_steady_rows(steady), *_conversation_rows(grid), *_grid_rows(grid), *_again_rows(grid, again)]
+    rows = [*_steady_rows(steady), *_conversation_rows(grid), *_own_rate_rows(own_rate)]
+    rows += [*_grid_rows(grid), *_again_rows(grid, again)]
     rows += [*_later_rows(whole), *_between_rows(between), *_prediction_rows(grid, predicted, again, whole, between)]
     rows += planning_rows(results)
     told = [*(_row(*row) for row in rows), *([*row, "tested", ""] for row in _TESTED)]
@@ -122,17 +129,20 @@ def _row(load: str, aim: str, measured: str, is_met: bool, why: str) -> list[str
 def _steady_rows(steady: Sequence[Result]) -> Iterator[tuple[str, str, str, bool, str]]:
     """Of the runs that are timed alike: met where the newest version meets it."""
     for tpot_ms, aim in ((10, 0.6), (40, 0.88)):
-        runs = [(run, cell) for run in steady[-_STEADY_RUNS:] if (cell := _steady_cell(run, SUBJECT, tpot_ms))]
+        runs = [(run, cell) for run in steady if (cell := _steady_cell(run, SUBJECT, tpot_ms))][-_STEADY_RUNS:]
         name = f"32 sequences of about 1,024 tokens, TPOT {tpot_ms} ms"
         (newest_run, newest), before = runs[-1], [cell for _, cell in runs[:-1]]
         harvest, mean_ms = newest["harvest"], newest["tpot_ms"]["mean"]
         is_met = harvest >= aim and newest["attainment"] >= _ATTAINMENT
         over_ms = mean_ms - tpot_ms
-        # As many digits as tell it from the aim.
-        digits = 2 if harvest < aim and f"{harvest:.1%}" == f"{aim:.1%}" else 1
-        text = f"{harvest:.{digits}%}, TPOT {mean_ms:.{3 if over_ms > 0 else 1}f} ms, in one run; "
-        text += "earlier versions on other cards " + ", ".join(f"{cell['harvest']:.1%}" for cell in before)
+        text = f"{_beside(harvest, aim)}, TPOT {mean_ms:.{3 if over_ms > 0 else 1}f} ms, in one run; "
+        text += "earlier ones on other cards " + ", ".join(_beside(cell["harvest"], aim) for cell in before)
         yield name, f"harvest {aim:.0%}", text, is_met, "" if is_met else _why_missed(newest_run, newest, aim)
+
+
+def _beside(share: float, aim: float) -> str:
+    """With as many digits as tell it from the aim."""
+    return f"{share:.{2 if share < aim and f'{share:.1%}' == f'{aim:.1%}' else 1}%}"
 
 
 def _steady_cell(run: Result, policy: str, tpot_ms: float) -> Result | None:
@@ -177,6 +187,20 @@ def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]
         is_met = cell["attainment"] >= grid["comparison"]["slo_attainment"] and cell["harvest"] >= best[1]
         text = f"{cell['attainment']:.1%} in time; {cell['harvest']:.1%}, `{best[0]}` {best[1]:.1%}"
         yield f"the same at {times} its rate", "99% in time, most harvest", text, is_met, _PROMPTS
+
+
+def _own_rate_rows(runs: Sequence[Result]) -> Iterator[tuple[str, str, str, bool, str]]:
+    cells = [cell for run in runs for cell in run["cells"] if cell["policy"] == SUBJECT]
+    cells = [cell for cell in cells if cell["slo"]["tpot_ms"] == 40.0]
+    name = "conversation at its own rate, 40 ms, [by a later version](#on-a-gpu-the-conversation-at-its-own-rate)"
+    ttfts, tpots = ([cell[kind]["p99"] for cell in cells] for kind in ("ttft_ms", "tpot_ms"))
+    text = f"TTFT p99 {max(ttfts):.0f} ms, TPOT p99 {max(tpots):.1f} ms at most"
+    yield name, "TTFT p99 500 ms, TPOT p99 40 ms", text, max(ttfts) <= 500 and max(tpots) <= 40, _PROMPTS
+    harvests = [cell["harvest"] for cell in cells]
+    free = sorted(shares[_WITHOUT_DECODE] for run in runs for cell, shares in loss_rows(run["cells"]) if cell in cells)
+    why = _PROMPTS + _WITHOUT_DECODES.format(least=free[0], most=free[-1])
+    text = ", ".join(f"{harvest:.1%}" for harvest in harvests)
+    yield name, "harvest 75%", text, min(harvests) >= 0.75, why
 
 
 def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
