@@ -17,36 +17,42 @@ GRIDS = (
     Section(
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
-        "Sequences decode steadily, without HTTP, as in [an earlier "
-        "run](#on-a-gpu-a-job-beside-requests-policy-by-policy); each run is on another host, whose other GPUs had "
-        "other measurements. Sequences are timed when "
+        "Sequences decode steadily, without HTTP, and are timed from 832 tokens on, when `adaptive`'s margin has come "
+        "to rest; each run is on another card, alone on its machine unless another is named. [Earlier "
+        "ones](#on-a-gpu-steady-sequences-by-earlier-versions) are on a page of their own. The first was cut off "
+        "before its last cell; it counts the training of a cell's first iteration, which those before lack: one of "
+        "384. The second is of the version whose decode steps have [attention of their "
+        "own](#on-a-gpu-decode-attention-on-some-of-the-sms), and was cut off before its last two cells. Its card's "
+        "clocks are higher, which is some of the difference: training alone has 1,630 MHz, where it has 1,571 in the "
+        "first. The third is of the version that tries [products' "
+        "algorithms](#on-a-gpu-trainings-products-on-some-of-the-sms) in partitions and keeps, of a long answer, no "
+        "more than one token's target: at 10 ms TPOT was 10.001, so all 32 sequences count as late. Since then 0.3% of "
+        "each token's target is kept besides. The fourth has that, on a card that draws 687 W for decoding alone, "
+        "where the third's draws 631: training has 4.1 points less at 10 ms and 1.4 at 40. The fifth is of the "
+        "version whose decode steps read [weights by TMA](#on-a-gpu-a-decode-steps-products-on-some-of-the-sms), on a "
+        "card with clocks and watts like the third's: serving alone takes 3% less time a token, and training has 0.4 "
+        "points less at 10 ms, where 0.02 ms are left to spare, and 0.1 more at 40. A step takes less time, but hardly "
+        "less of the board's power. The next two have the same steps on cards that draw 682 and 687 W for decoding "
+        "alone, and were measured at 10 ms, the first with the conversation on the host's other card; the second reads "
+        "[compressed copies](serving.md#compressed-weights): serving alone takes 7% less time a token than in the one "
+        "before, and training has 0.8 points more, on another card.",
+    ),
+    Section(
+        "colocate_steady_earlier_h200.json",
+        "On a GPU: steady sequences by earlier versions",
+        "As in [an earlier run](#on-a-gpu-a-job-beside-requests-policy-by-policy); each run is on another host, whose "
+        "other GPUs had other measurements. Sequences are timed when "
         "`adaptive`'s margin has come to rest. In the first run's version a plan counts what its batch waits for "
         "twice, as its own time and as that of the tasklets which it waits for, and so leaves training less where "
         "each iteration has to meet the target by itself. Since the second a batch's time is from when it has its "
         "SMs, and since the third the lane beside a partition's batch is filled before the next one is launched. The "
         "fourth has the version of [the conversation's](#on-a-gpu-a-job-beside-the-conversation-trace) last run, the "
-        "fifth that of the grid, see below. In these, and "
-        "in the other runs of steady sequences here, these were timed after 80 to 912 tokens behind prompts of 832, "
+        "fifth that of the grid. In these sequences were timed after 80 to 912 tokens behind prompts of 832, "
         "more at 10 ms and the longer a policy learned: over longer contexts than 1,024, which cost time and energy, "
         "and not the same ones for each policy. In the sixth all begin to be timed at 832, with a margin that other "
         "sequences have taught until it came to rest; the seventh is a later version on a card whose clocks are "
-        "lower: training alone has 1,542 MHz, where it has 1,613 in the sixth. The eighth is later still, alone on its "
-        "machine, and was cut off before its last cell; it counts the training of a cell's first iteration, which the "
-        "others lack: one of 384. The ninth is of the version whose decode steps have [attention of their "
-        "own](#on-a-gpu-decode-attention-on-some-of-the-sms), alone on its machine, and was cut off before its last "
-        "two cells. Its card's clocks are higher, which is some of the difference: training alone has 1,630 MHz, where "
-        "it has 1,571 in the eighth. The tenth is of the version that tries [products' "
-        "algorithms](#on-a-gpu-trainings-products-on-some-of-the-sms) in partitions and keeps, of a long answer, no "
-        "more than one token's target: at 10 ms TPOT was 10.001, so all 32 sequences count as late. Since then 0.3% of "
-        "each token's target is kept besides. The eleventh has that, on a card that draws 687 W for decoding alone, "
-        "where the tenth's draws 631: training has 4.1 points less at 10 ms and 1.4 at 40. The twelfth is of the "
-        "version whose decode steps read [weights by TMA](#on-a-gpu-a-decode-steps-products-on-some-of-the-sms), on a "
-        "card with clocks and watts like the tenth's: serving alone takes 3% less time a token, and training has 0.4 "
-        "points less at 10 ms, where 0.02 ms are left to spare, and 0.1 more at 40. A step takes less time, but hardly "
-        "less of the board's power. The next two have the same steps on cards that draw 682 and 687 W for decoding "
-        "alone, and were measured at 10 ms; the second of them reads [compressed copies](serving.md#compressed-"
-        "weights): serving alone takes 7% less time a token than in the first, and training has 0.8 points more, on "
-        "another card.",
+        "lower: training alone has 1,542 MHz, where it has 1,613 in the sixth.",
+        is_earlier=True,
     ),
     Section(
         "colocate_steady_h100.json",
@@ -106,6 +112,7 @@ GRIDS = (
         "is 10.0 ms, and all are in time. Its steps have [attention of their own](#on-a-gpu-decode-attention-on-some-"
         "of-the-sms), as those of the last run [above](#on-a-gpu-steady-sequences-again). The same without compression "
         "was not measured beside it.",
+        is_earlier=True,
     ),
     Section(
         "colocate_own_rate_h200.json",

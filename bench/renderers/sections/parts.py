@@ -145,6 +145,7 @@ PARTS = (
         "A later version, whose predictions of prompts are sums that are written out. All kinds of calls in turn, ten "
         "times: how far the rounds' medians lie apart is how much of a core others had. Nothing else ran.",
         "python bench/planner_cost.py",
+        is_earlier=True,
     ),
     Section(
         "planner_rounds_again_h200.txt",
@@ -152,6 +153,7 @@ PARTS = (
         "Again, when a step's time in a partition is kept from plan to plan. Most rounds had a core that others had, "
         "too: a prediction that takes 3.1 µs in one takes 6.6 in another.",
         "python bench/planner_cost.py",
+        is_earlier=True,
     ),
     Section(
         "planner_objects_h200.txt",
