@@ -42,7 +42,7 @@ class LinearState(NamedTuple):
 
 
 # Of features, of weights, and of a quadratic form's terms (see ``_form_of``): weights · features, and the form of them.
-_Form = Callable[[Sequence[float], Sequence[float], Sequence[float]], tuple[float, float]]
+_Form = Callable[[Sequence[float], list[float], list[float]], tuple[float, float]]
 
 
 class OnlineLinearModel:
@@ -63,8 +63,8 @@ class OnlineLinearModel:
         self._covariance = [  # [features][features], symmetric
             [_PRIOR_VARIANCE if row == column else 0.0 for column in range(len(scales))] for row in range(len(scales))
         ]
-        # As ``_form_of`` takes them, of features that are not scaled. None: not made since the last measurement.
-        self._terms: tuple[list[float], list[float]] | None = None
+        # For so many features, not scaled, the form and what it takes: those made since the last measurement.
+        self._forms: dict[int, tuple[_Form, list[float], list[float]]] = {}
         self.num_samples = 0
 
     @property
@@ -74,16 +74,16 @@ class OnlineLinearModel:
 
     def predict(self, features: Sequence[float]) -> float:
         """The estimate, in the unit of the targets; never negative."""
-        weights, terms = self._terms or self._make_terms()
-        return max(0.0, _form_of(len(features))(features, weights, terms)[0])
+        form, weights, terms = self._forms.get(len(features)) or self._make_form(len(features))
+        return max(0.0, form(features, weights, terms)[0])
 
     def reached(self, features: Sequence[float]) -> float | None:
         """What ``predict`` says, if it rests on what was measured and not on weights that no measurement has told."""
         if not self.ready:
             return None
-        weights, terms = self._terms or self._make_terms()
-        estimate, variance = _form_of(len(features))(features, weights, terms)
-        estimate = max(0.0, estimate)
+        form, weights, terms = self._forms.get(len(features)) or self._make_form(len(features))
+        estimate, variance = form(features, weights, terms)
+        estimate = estimate if estimate > 0.0 else 0.0
         return estimate if variance * self._counts(estimate) ** 2 <= _REACH else None
 
     def update(self, features: Sequence[float], target: float) -> None:
@@ -105,7 +105,7 @@ class OnlineLinearModel:
             for place, row in enumerate(self._covariance):
                 if row[place] < _MOST_DOUBT:
                     row[place] += _DOUBT
-        self._terms = None
+        self._forms.clear()
         self.num_samples += 1
 
     def state(self) -> LinearState:
@@ -132,24 +132,27 @@ class OnlineLinearModel:
         self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
         doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / sum(state.covariance[:: size + 1])))
         self._covariance = [[value * doubt for value in row] for row in self._covariance]
-        self._terms = None
+        self._forms.clear()
         self.num_samples = state.num_samples
 
-    def _make_terms(self) -> tuple[list[float], list[float]]:
-        weights = list(map(mul, self._weights, self._factors))
+    def _make_form(self, size: int) -> tuple[_Form, list[float], list[float]]:
+        factors = self._factors[:size]
+        weights = list(map(mul, self._weights, factors))
         terms = []
-        for place, (row, factor) in enumerate(zip(self._covariance, self._factors, strict=True)):
-            terms += [2.0 * value * factor * other for value, other in zip(row[:place], self._factors, strict=False)]
+        for place, (row, factor) in enumerate(zip(self._covariance, factors, strict=False)):
+            terms += [2.0 * value * factor * other for value, other in zip(row[:place], factors, strict=False)]
             terms.append(row[place] * factor * factor)
-        self._terms = weights, terms
-        return self._terms
+        made = self._forms[size] = _form_of(size), weights, terms
+        return made
 
     def _counts(self, target: float) -> float:
         """How many times the error of such a target counts."""
         if self._typical is None:
             return 1.0
         counts = self._typical / target if target > 1e-9 else _MOST_COUNTED
-        return _MOST_COUNTED if counts > _MOST_COUNTED else max(_LEAST_COUNTED, counts)
+        if counts > _MOST_COUNTED:
+            return _MOST_COUNTED
+        return counts if counts > _LEAST_COUNTED else _LEAST_COUNTED
 
 
 def _dot(left: list[float], right: list[float]) -> float:
@@ -160,8 +163,8 @@ def _dot(left: list[float], right: list[float]) -> float:
 @lru_cache
 def _form_of(size: int) -> _Form:
     """For so many features: their sum by weights, and by a symmetric matrix their quadratic form, whose terms are its
-    rows, one behind the other, each up to its diagonal and what is off it twice. There may be weights and terms of more
-    features than these. A prediction is asked for some times in each plan, and written out it takes less time."""
+    rows, one behind the other, each up to its diagonal and what is off it twice. A prediction is asked for some times
+    in each plan, and written out it takes less time."""
     x, w = ([f"{name}{place}" for place in range(size)] for name in "xw")
     rows = [[f"t{row}_{column}" for column in range(row + 1)] for row in range(size)]
     terms = [term for row in rows for term in row]
@@ -169,8 +172,8 @@ def _form_of(size: int) -> _Form:
     source = f"""
 def form(features, weights, terms):
     {", ".join(x)}, = features
-    {", ".join(w)}, *_ = weights
-    {", ".join(terms)}, *_ = terms
+    {", ".join(w)}, = weights
+    {", ".join(terms)}, = terms
     return {_sum_of_products(w, x)}, {form}
 """
     made: dict[str, object] = {}
