@@ -70,7 +70,7 @@ PROMPTS = tuple(
     msgspec.structs.replace(BATCH, prefill_tokens=each, prefill_context_tokens=each, prefill_pairs=causal_pairs(each))
     for each in range(64, 2048, 64)
 )
-DECODES = tuple(msgspec.structs.replace(BATCH) for _ in range(2))
+DECODES = tuple(msgspec.structs.replace(BATCH, context_tokens=BATCH.context_tokens + each) for each in range(2))
 WAITING = RequestView("waiting", NOW_S, num_prompt_tokens_left=2000)
 HALF_DONE = RequestView("half done", NOW_S, num_prompt_tokens_left=300, num_computed=3000)
 CROWD = tuple(

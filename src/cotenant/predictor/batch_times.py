@@ -137,7 +137,7 @@ class BatchTimes:
         """By the models where they reach, then a guess up to so many prompt tokens as ``guessed_to``: what is too
         cautious there would not let the models be told of more. Else by the prior, else a guess. Where the models do
         not reach no less than ``least_ms``, as if each token cost what few do, nor by a guess much more than that."""
-        known_ms = self.models.reached_ms(batch)
+        known_ms = self._reached_ms(batch)
         if known_ms is not None:
             return known_ms
         if self._prior is not None and batch.prefill_tokens > guessed_to:
@@ -181,8 +181,10 @@ class BatchTimes:
         self.models.restore(states, trusted)
 
     def _reached_ms(self, batch: BatchShape) -> float | None:
+        """By the models. What the size of a chunk was found by is often asked again, in an equal batch, for its turns
+        and for the plan."""
         last = self._last_reached
-        if last is None or last[0] is not batch:
+        if last is None or (last[0] is not batch and last[0] != batch):
             last = self._last_reached = (batch, self.models.reached_ms(batch))
         return last[1]
 
