@@ -80,8 +80,13 @@ def flight_ms(predictor: LatencyPredictor, in_flight: InFlight) -> float | None:
 
 def waits_longer(snapshot: Snapshot) -> bool:
     """Whether a prompt is there that could run and does not end with the batch."""
-    prompts = [each for each in snapshot.requests if each.num_prompt_tokens_left and not each.waits_for_adapter]
-    return len(prompts) > snapshot.num_ending
+    num_ending = snapshot.num_ending
+    for request in snapshot.requests:  # of many that wait a few tell
+        if request.num_prompt_tokens_left and not request.waits_for_adapter:
+            if num_ending == 0:
+                return True
+            num_ending -= 1
+    return False
 
 
 def num_batches(batch: BatchShape, requests: Iterable[RequestView]) -> float:
