@@ -47,6 +47,7 @@ from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.prior import Prior
 from cotenant.predictor.roofline import RATES, ModelSizes, Roofline
 from cotenant.scheduler import Policy
+from cotenant.scheduler.base import prompts_of
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.policies.adaptive import AdaptivePolicy
 from cotenant.scheduler.policies.multitask import MultitaskPolicy
@@ -173,8 +174,9 @@ def _arrange_and_plan(predictor: LatencyPredictor, policy: Policy, snapshots: It
     """What the worker does in an iteration while prompts wait, but for the engine's share."""
     snapshot = next(snapshots)
     decodes = msgspec.structs.replace(BATCH)
-    budget = prompt_budget(predictor, decodes, snapshot.requests, SLO, NOW_S, 4096, 8)
-    take_turns(predictor, decodes, snapshot.requests, SLO, NOW_S, budget)
+    prompts = prompts_of(snapshot.requests)
+    budget = prompt_budget(predictor, decodes, snapshot.requests, prompts, SLO, NOW_S, 4096, 8)
+    take_turns(predictor, decodes, prompts, SLO, NOW_S, budget)
     return policy.plan(snapshot)
 
 
@@ -187,11 +189,11 @@ def _ask_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> flo
 
 
 def _budget_next(predictor: LatencyPredictor, batches: Iterator[BatchShape], requests: tuple[RequestView, ...]) -> int:
-    return prompt_budget(predictor, next(batches), requests, SLO, NOW_S, 4096, 8)
+    return prompt_budget(predictor, next(batches), requests, prompts_of(requests), SLO, NOW_S, 4096, 8)
 
 
 def _turns_next(predictor: LatencyPredictor, batches: Iterator[BatchShape]) -> Turns:
-    return take_turns(predictor, next(batches), CROWD, SLO, NOW_S, 1024)
+    return take_turns(predictor, next(batches), prompts_of(CROWD), SLO, NOW_S, 1024)
 
 
 def _through_a_step(snapshot: Snapshot) -> Iterator[Snapshot]:

@@ -1,6 +1,7 @@
 """Prompt chunks follow the slack of those who are running."""
 
 import itertools
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,6 +11,7 @@ from cotenant.core.request import FinishReason
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.predictor.shapes import TILE
 from cotenant.scheduler.answers import AnswerLengths
+from cotenant.scheduler.base import prompts_of
 from cotenant.scheduler.chunking import most_margin, prompt_budget, step_limit_ms
 
 SLO = Slo(ttft_ms=500.0, tpot_ms=40.0)
@@ -29,6 +31,12 @@ def taught(ms_per_token: float = 0.025, decode_ms: float = 8.0) -> LatencyPredic
                 took_ms = decode_ms + ms_per_token * prompt + 0.01 * round_
                 predictor.observe(IterationRecord(shape, Mode.NONE, took_ms, took_ms))
     return predictor
+
+
+def budget_of(
+    predictor: LatencyPredictor, decodes: BatchShape, requests: tuple[RequestView, ...], *rest: Any, **named: Any
+) -> int:
+    return prompt_budget(predictor, decodes, requests, prompts_of(requests), *rest, **named)
 
 
 def test_those_who_were_served_fast_have_time_to_give() -> None:
@@ -52,7 +60,7 @@ def test_how_long_a_batch_in_flight_takes_its_plan_says_or_the_predictor() -> No
 
     def budget(ahead: InFlight | None) -> int:
         one = running(num_generated=20, elapsed_ms=660)  # 120 ms
-        return prompt_budget(predictor, BatchShape(8, 4000), (one,), SLO, 100.0, 4096, LONG, ahead)
+        return budget_of(predictor, BatchShape(8, 4000), (one,), SLO, 100.0, 4096, LONG, ahead)
 
     chunk = BatchShape(8, 4000, 2048, 2048)  # about 59 ms
     assert budget(InFlight(None, None, chunk)) == budget(InFlight(None, predictor.batch_ms(chunk))) < budget(None)
@@ -125,7 +133,7 @@ def test_prompts_go_by_small_chunks_for_it_only_where_they_are_in_time_then() ->
 
     def budget(num_prompts: int, waited_s: float, one: RequestView = first) -> int:
         prompt = RequestView("p", 100.0 - waited_s, num_prompt_tokens_left=3000)  # three steps, 75 ms beside others
-        return prompt_budget(predictor, decodes, (one, *[prompt] * num_prompts), SLO, 100.0, 4096, LONG)
+        return budget_of(predictor, decodes, (one, *[prompt] * num_prompts), SLO, 100.0, 4096, LONG)
 
     small, half, large = 1280, 3072, 4096
     assert budget(1, 0.0) == large, "it can make up for one"
@@ -142,7 +150,7 @@ def test_who_had_a_first_token_waits_for_none_where_a_prompt_is_computed_again()
     preempted = RequestView("p", 90.0, 99.0, num_generated=50, num_prompt_tokens_left=8000)
     waiting = RequestView("w", 100.0, num_prompt_tokens_left=100)
     budgets = [
-        prompt_budget(predictor, decodes, (*requests, waiting), SLO, 100.0, 4096, LONG)
+        budget_of(predictor, decodes, (*requests, waiting), SLO, 100.0, 4096, LONG)
         for requests in ((first,), (first, preempted))
     ]
     assert budgets == [4096, 1280]
@@ -202,27 +210,27 @@ def test_least_is_what_hardly_any_answer_falls_short_of_if_it_was_given_up() -> 
 def test_where_requests_are_late_a_batch_has_whole_tiles_too() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
     budgets = [
-        prompt_budget(taught(decode_ms=38.0), BatchShape(count, 4000), late, SLO, 100.0, 4096, LONG)
+        budget_of(taught(decode_ms=38.0), BatchShape(count, 4000), late, SLO, 100.0, 4096, LONG)
         for count in (8, 65, 200)
     ]
     assert budgets == [128, 256, 384]
-    assert prompt_budget(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=100, short=LONG) == 100
+    assert budget_of(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=100, short=LONG) == 100
 
 
 def test_a_budget_fills_the_limit() -> None:
     predictor = taught()
     late = (running(num_generated=20, elapsed_ms=1000),)
-    budget = prompt_budget(predictor, BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG)
+    budget = budget_of(predictor, BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG)
     assert (36.0 - 8.0) / 0.025 - TILE < budget - 8 <= (36.0 - 8.0) / 0.025 + TILE / 4 + 1
     assert budget % TILE == 0, "decodes included: no row is computed for nothing"
     fast = (running(num_generated=20, elapsed_ms=100),)
-    assert prompt_budget(predictor, BatchShape(8, 4000), fast, SLO, 100.0, most=4096, short=LONG) == 4096
+    assert budget_of(predictor, BatchShape(8, 4000), fast, SLO, 100.0, most=4096, short=LONG) == 4096
 
 
 @pytest.mark.parametrize("most", [200, 2000, 2048, 3000])
 def test_a_budget_without_a_target_is_all_that_a_batch_may_have(most: int) -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(), BatchShape(8, 4000), late, Slo(1e9, 1e9), 100.0, most, LONG) == most
+    assert budget_of(taught(), BatchShape(8, 4000), late, Slo(1e9, 1e9), 100.0, most, LONG) == most
 
 
 def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
@@ -231,7 +239,7 @@ def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
 
     def tokens(elapsed_ms: float, begins_after_ms: float, ahead: InFlight | None = None) -> int:
         one = running(num_generated=20, elapsed_ms=elapsed_ms)
-        return prompt_budget(predictor, decodes, (one,), SLO, 100.0, 4096, LONG, ahead, begins_after_ms)
+        return budget_of(predictor, decodes, (one,), SLO, 100.0, 4096, LONG, ahead, begins_after_ms)
 
     in_flight = InFlight(None, 8.0, decodes)
     assert tokens(680.0, 10.0) == tokens(690.0, 0.0) < tokens(680.0, 0.0)
@@ -241,7 +249,7 @@ def test_what_it_takes_to_begin_is_taken_off_what_requests_are_ahead() -> None:
 
 def test_prompts_are_never_shut_out() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert prompt_budget(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE
+    assert budget_of(taught(decode_ms=38.0), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == TILE
 
 
 def test_where_decodes_alone_are_too_late_first_tokens_do_not_wait_for_them() -> None:
@@ -249,7 +257,7 @@ def test_where_decodes_alone_are_too_late_first_tokens_do_not_wait_for_them() ->
     late = (running(num_generated=20, elapsed_ms=3000),)
 
     def tokens(decode_ms: float) -> int:
-        return prompt_budget(taught(decode_ms=decode_ms), BatchShape(8, 4000), late, SLO, 100.0, 4096, LONG)
+        return budget_of(taught(decode_ms=decode_ms), BatchShape(8, 4000), late, SLO, 100.0, 4096, LONG)
 
     assert tokens(39.0) == TILE, "in time by a little"
     found = [tokens(decode_ms) for decode_ms in (41.0, 45.0, 50.0, 60.0, 100.0, 400.0)]
@@ -261,10 +269,8 @@ def test_where_decodes_alone_are_too_late_first_tokens_do_not_wait_for_them() ->
 
 def test_nothing_is_limited_by_what_is_not_known_or_not_there() -> None:
     late = (running(num_generated=20, elapsed_ms=1000),)
-    assert (
-        prompt_budget(LatencyPredictor("t", "t"), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == 4096
-    )
-    assert prompt_budget(taught(), BatchShape(), (), SLO, 100.0, most=4096, short=LONG) == 4096
+    assert budget_of(LatencyPredictor("t", "t"), BatchShape(8, 4000), late, SLO, 100.0, most=4096, short=LONG) == 4096
+    assert budget_of(taught(), BatchShape(), (), SLO, 100.0, most=4096, short=LONG) == 4096
 
 
 def test_training_leaves_prompts_a_little_more_where_steps_are_long_against_the_target() -> None:
@@ -294,7 +300,7 @@ def test_what_a_prompt_has_computed_takes_time_of_the_chunk_that_attends_to_it()
             RequestView("p", 99.9, None, num_prompt_tokens_left=num_left, num_computed=num_computed),
             RequestView("q", 99.9, None, num_prompt_tokens_left=4000),
         )
-        return prompt_budget(predictor, decodes, views, SLO, 100.0, 8192, LONG)
+        return budget_of(predictor, decodes, views, SLO, 100.0, 8192, LONG)
 
     fresh, half_done = budget(4000, 0), budget(4000, 4000)
     for tokens, computed in ((fresh - 8, 0), (half_done - 8, 4000)):

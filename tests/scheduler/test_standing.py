@@ -10,6 +10,7 @@ from cotenant.core.plan import BatchShape, IterationRecord, JobView, Mode, Parti
 from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.scheduler import create_policy
+from cotenant.scheduler.base import prompts_of
 from cotenant.scheduler.chunking import prompt_budget
 from taught import in_turn
 
@@ -131,7 +132,7 @@ def test_who_waits_for_an_adapter_makes_no_chunk_smaller() -> None:
     waiting = RequestView("waits", 1.0, num_prompt_tokens_left=4000, num_computed=3000, waits_for_adapter=True)
 
     def budget(*requests: RequestView) -> int:
-        return prompt_budget(predictor, BATCH, requests, SLO, 10.0, 4096, 40)
+        return prompt_budget(predictor, BATCH, requests, prompts_of(requests), SLO, 10.0, 4096, 40)
 
     assert budget(waiting, *others) == budget(*others) < 4096
 

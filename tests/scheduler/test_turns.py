@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, RequestView, Slo, causal_pairs
 from cotenant.predictor.predictor import LatencyPredictor
+from cotenant.scheduler.base import prompts_of
 from cotenant.scheduler.turns import Turns, take_turns
 
 NOW_S, SLO, TOKEN_MS = 100.0, Slo(500.0, 40.0), 0.1
@@ -51,7 +52,7 @@ def views(prompts: list[Prompt]) -> tuple[RequestView, ...]:
 
 
 def turns(requests: tuple[RequestView, ...], begins_ms: float = 0.0, num_seats: int | None = None) -> Turns:
-    return take_turns(PREDICTOR, BatchShape(), requests, SLO, NOW_S, BUDGET, begins_ms, num_seats)
+    return take_turns(PREDICTOR, BatchShape(), prompts_of(requests), SLO, NOW_S, BUDGET, begins_ms, num_seats)
 
 
 def last(requests: tuple[RequestView, ...], begins_ms: float = 0.0) -> frozenset[str]:
@@ -91,7 +92,7 @@ def served(requests: tuple[RequestView, ...]) -> Iterator[tuple[float, str]]:
     """When the first token of each comes, by batches that take turns, as (seconds, its id)."""
     now_s = NOW_S
     while requests:
-        late, room = take_turns(PREDICTOR, BatchShape(), requests, SLO, now_s, BUDGET)
+        late, room = take_turns(PREDICTOR, BatchShape(), prompts_of(requests), SLO, now_s, BUDGET)
         assert 0 < room <= BUDGET
         left: dict[str, int] = {}
         for request in sorted(requests, key=lambda each: (each.priority, each.request_id in late)):
@@ -138,7 +139,9 @@ def test_a_batch_has_less_time_where_it_begins_later() -> None:
 @pytest.mark.parametrize("ttft_ms", [1e9, 1e308])
 def test_a_target_that_is_never_reached_bounds_no_batch(ttft_ms: float) -> None:
     for budget in (BUDGET, 1000):  # the latter is no whole number of tiles
-        found = take_turns(PREDICTOR, BatchShape(), views([Prompt(5.0, 600)] * 3), Slo(ttft_ms, 40.0), NOW_S, budget)
+        found = take_turns(
+            PREDICTOR, BatchShape(), prompts_of(views([Prompt(5.0, 600)] * 3)), Slo(ttft_ms, 40.0), NOW_S, budget
+        )
         assert found == Turns(frozenset(), budget)
 
 
@@ -149,9 +152,9 @@ def test_decodes_are_of_the_budget_and_take_time() -> None:
         for _ in range(8):
             predictor.observe(IterationRecord(batch, Mode.NONE, 20.0 + TOKEN_MS * tokens, 20.0 + TOKEN_MS * tokens))
     requests = views([Prompt(345.0, 500), Prompt(0.0, 2500)])  # 130 ms for 1,219 tokens at 0.1066 ms: in all 1,283
-    assert take_turns(predictor, BatchShape(64, 64_000), requests, SLO, NOW_S, BUDGET).budget == 10 * 128
+    assert take_turns(predictor, BatchShape(64, 64_000), prompts_of(requests), SLO, NOW_S, BUDGET).budget == 10 * 128
     requests = views([Prompt(345.0, 1219), Prompt(0.0, 1781)])
-    assert take_turns(predictor, BatchShape(64, 64_000), requests, SLO, NOW_S, BUDGET).budget == 64 + 1219
+    assert take_turns(predictor, BatchShape(64, 64_000), prompts_of(requests), SLO, NOW_S, BUDGET).budget == 64 + 1219
 
 
 def test_less_than_a_tile_is_as_much_as_there_is_time_for() -> None:
@@ -209,7 +212,7 @@ def test_decodes_beside_prompts_and_their_adapters_take_time() -> None:
 
     def beside(num_adapters: int, tokens: int) -> frozenset[str]:
         decodes, requests = BatchShape(8, 8000, num_adapters=num_adapters), views([Prompt(5.0, tokens)] * 2)
-        return take_turns(predictor, decodes, requests, SLO, NOW_S, BUDGET).put_off
+        return take_turns(predictor, decodes, prompts_of(requests), SLO, NOW_S, BUDGET).put_off
 
     assert last(views([Prompt(5.0, 2310)] * 2)) == frozenset()
     assert beside(0, 2200) == frozenset()
@@ -247,6 +250,6 @@ def test_where_nobody_knows_what_prompts_take_all_come_in_order() -> None:
     unknown = LatencyPredictor("simulated", "model")
     requests = views([Prompt(10.0, 30_000), Prompt(5.0, 400)])
     in_order = Turns(frozenset(), BUDGET)
-    assert take_turns(unknown, BatchShape(), requests, SLO, NOW_S, BUDGET) == in_order
-    no_room = take_turns(PREDICTOR, BatchShape(64, 64_000), requests, SLO, NOW_S, 64)
+    assert take_turns(unknown, BatchShape(), prompts_of(requests), SLO, NOW_S, BUDGET) == in_order
+    no_room = take_turns(PREDICTOR, BatchShape(64, 64_000), prompts_of(requests), SLO, NOW_S, 64)
     assert no_room == Turns(frozenset(), 64), "no room for a token"

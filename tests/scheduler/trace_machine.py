@@ -29,7 +29,7 @@ from cotenant.core.plan import (
 from cotenant.core.request import FinishReason
 from cotenant.core.tasklet import TaskletRun
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.base import flight_ms
+from cotenant.scheduler.base import flight_ms, prompts_of
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.crowding import prompts_ms
 from cotenant.scheduler.turns import take_turns
@@ -223,16 +223,17 @@ class TraceMachine(Machine):
         live = [each for each in self._live if each.num_left_of_answer > (each.name in coming)]
         decodes = [request for request in live if not request.num_left]
         views = tuple(request.view() for request in live)
+        prompts = prompts_of(views)
         context = sum(request.context + (request.name in coming) for request in decodes)
         room = MOST_TOKENS - len(decodes)
         if len(decodes) < len(live):
             budget = prompt_budget(
-                self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, MOST_TOKENS,
+                self.predictor, BatchShape(len(decodes), context), views, prompts, self._slo, self._now_s, MOST_TOKENS,
                 self._answers.short, in_flight,
             )  # fmt: skip
             room = budget - len(decodes)
         turns = take_turns(
-            self.predictor, BatchShape(len(decodes), context), views, self._slo, self._now_s, room + len(decodes),
+            self.predictor, BatchShape(len(decodes), context), prompts, self._slo, self._now_s, room + len(decodes),
             0.0 if in_flight is None else flight_ms(self.predictor, in_flight) or 0.0,
         )  # fmt: skip
         room = turns.budget - len(decodes)

@@ -7,7 +7,7 @@ from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.scheduler.answers import AnswerLengths
-from cotenant.scheduler.base import flight_ms
+from cotenant.scheduler.base import flight_ms, prompts_of
 from cotenant.scheduler.chunking import prompt_budget
 from cotenant.scheduler.turns import take_turns
 
@@ -36,14 +36,15 @@ class PromptArrangement:
     def arrange(self, requests: tuple[RequestView, ...], now_s: float, in_flight: InFlight | None) -> None:
         """Tell the engine, for the next batch. ``in_flight``: the one before."""
         budget, decodes = self._engine.max_num_batched_tokens, self._engine.decodes()
+        prompts = prompts_of(requests)
         if self._sizes_chunks:
             budget = prompt_budget(
-                self._predictor, decodes, requests, self._slo, now_s, budget, self._answers.short,
+                self._predictor, decodes, requests, prompts, self._slo, now_s, budget, self._answers.short,
                 ahead=in_flight, begins_after_ms=self._executor.begins_after_ms,
             )  # fmt: skip
         begins_ms = self._next_begins_ms(in_flight)
         num_seats = self._engine.max_num_seqs - self._engine.num_running
-        turns = take_turns(self._predictor, decodes, requests, self._slo, now_s, budget, begins_ms, num_seats)
+        turns = take_turns(self._predictor, decodes, prompts, self._slo, now_s, budget, begins_ms, num_seats)
         self._engine.limit_tokens(turns.budget)
         self._engine.put_off(turns.put_off)
 

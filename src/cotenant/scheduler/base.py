@@ -89,6 +89,11 @@ def waits_longer(snapshot: Snapshot) -> bool:
     return False
 
 
+def prompts_of(requests: Iterable[RequestView]) -> list[RequestView]:
+    """Those whose prompts have tokens left and could run, in the same order."""
+    return [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
+
+
 def num_batches(batch: BatchShape, requests: Iterable[RequestView]) -> float:
     """How many batches like this one, which has prompts, the prompts of ``requests`` need: 1 at least."""
     return max(1.0, sum([request.num_prompt_tokens_left for request in requests]) / batch.prefill_tokens)

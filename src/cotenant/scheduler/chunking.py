@@ -64,15 +64,16 @@ def step_limit_ms(
         first_token_s = request.first_token_s
         if first_token_s is None and (num_ahead == 0 or request.num_prompt_tokens_left or not request.has_begun):
             continue  # its first token is not in flight
-        num_generated, max_tokens = request.num_generated, request.max_tokens
+        num_generated = request.num_generated
         num_tokens = num_generated + num_ahead
-        if max_tokens is not None and num_tokens >= max_tokens:
-            continue  # no more to come
         slack_ms = num_tokens * token_ms
         if first_token_s is not None:
             slack_ms += (first_token_s - now_s) * 1e3 - ahead_ms
         if slack_ms >= limit_ms:
             continue
+        max_tokens = request.max_tokens
+        if max_tokens is not None and num_tokens >= max_tokens:
+            continue  # no more to come
         fewest = short if max_tokens is None or max_tokens > short else max_tokens
         # A lower limit of its own can but make it count sooner.
         if num_generated < counts_from and num_generated < _counts_from(fewest):
@@ -146,6 +147,7 @@ def prompt_budget(
     predictor: LatencyPredictor,
     decodes: BatchShape,
     requests: tuple[RequestView, ...],
+    prompts: list[RequestView],
     slo: Slo,
     now_s: float,
     most: int,
@@ -155,8 +157,9 @@ def prompt_budget(
 ) -> int:
     """Tokens for one batch, decodes included, at most ``most``: about as many as fit the running requests' slack.
 
-    ``decodes``: the batch without prompts. ``short``: see ``AnswerLengths``. ``ahead``: the batch in flight.
-    ``begins_after_ms``: how long it takes to begin one where none is.
+    ``decodes``: the batch without prompts. ``prompts``: those of ``requests``, see ``prompts_of``. ``short``: see
+    ``AnswerLengths``. ``ahead``: the batch in flight. ``begins_after_ms``: how long it takes to begin one where none
+    is.
     """
     num_decode = decodes.num_decode
     if num_decode == 0:
@@ -166,7 +169,6 @@ def prompt_budget(
     ahead_ms = begins_after_ms if ahead is None else flight_ms(predictor, ahead) or _MEAN_SHARE * slo.tpot_ms
     step_ms = predictor.batch_ms(decodes) or 0.0
     least_ms = _always_ms(slo, step_ms)
-    prompts = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
     first = prompts[0] if prompts else None
     tokens = _tokens_within(predictor, decodes, least_ms, first, most - num_decode)
     if tokens is None:

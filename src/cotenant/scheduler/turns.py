@@ -38,22 +38,22 @@ class Turns(NamedTuple):
 def take_turns(
     predictor: LatencyPredictor,
     decodes: BatchShape,
-    requests: tuple[RequestView, ...],
+    prompts: list[RequestView],
     slo: Slo,
     now_s: float,
     budget: int,
     begins_ms: float = 0.0,
     num_seats: int | None = None,
 ) -> Turns:
-    """The turns of the prompts of ``requests``, which are in the order in which they are served.
+    """The turns of ``prompts`` (see ``prompts_of``), which are in the order in which they are served: by priority, then
+    by arrival.
 
     ``budget``: tokens of the next batch at most, with its ``decodes``; ``begins_ms``: from now until it begins;
     ``num_seats``: how many can begin with it (None: all).
     """
-    waiting = [request for request in requests if request.num_prompt_tokens_left and not request.waits_for_adapter]
-    if len(waiting) < 2:
+    if len(prompts) < 2:
         return Turns(frozenset(), budget)
-    classes = [list(group) for _, group in groupby(waiting, key=attrgetter("priority"))]
+    classes = [list(group) for _, group in groupby(prompts, key=attrgetter("priority"))]
     sizes = [sum([each.num_prompt_tokens_left for each in of_class]) for of_class in classes]
     token_ms = _token_ms(predictor, decodes, min(sum(sizes), budget - decodes.num_decode))
     if token_ms is None:
