@@ -128,6 +128,7 @@ def test_a_batch_ends_where_those_in_time_have_no_more_time() -> None:
     for other in (Prompt(290.0, 3000), Prompt(0.0, 3000), Prompt(0.0, 3000, 1)):
         assert turns(views([soon, other])).budget == 13 * 128
     assert turns(views([Prompt(300.0, 1400), Prompt(295.0, 120)])).budget == 13 * 128
+    assert turns(views([Prompt(0.0, 500), Prompt(300.0, 500, 1)])).budget == 13 * 128, "a lower class may have less"
     assert turns(views([Prompt(0.0, 1000), Prompt(0.0, 2000)])).budget == BUDGET
     assert turns(views([Prompt(300.0, 1700), Prompt(0.0, 3000)])).budget == 1700, "no fewer than its own"
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -53,29 +53,51 @@ def take_turns(
     """
     if len(prompts) < 2:
         return Turns(frozenset(), budget)
-    classes = [list(group) for _, group in groupby(prompts, key=attrgetter("priority"))]
-    sizes = [sum([each.num_prompt_tokens_left for each in of_class]) for of_class in classes]
-    token_ms = _token_ms(predictor, decodes, min(sum(sizes), budget - decodes.num_decode))
+    token_ms = _token_ms(predictor, decodes, _tokens_of(prompts, budget - decodes.num_decode))
     if token_ms is None:
         return Turns(frozenset(), budget)
     target_s = slo.ttft_ms / 1e3
     judge = _Judge(now_s + begins_ms / 1e3, token_ms / 1e3, _IN_TIME * target_s, now_s - _MOST_TARGETS * target_s)
-    late: set[str] = set()
+    classes = _classes_of(prompts)
     begin_s = judge.begin_s
-    for of_class, num_tokens in zip(classes, sizes, strict=True):
-        late.update(judge.late(of_class, begin_s))
-        begin_s += num_tokens * judge.token_s
-    order = _in_turn(classes, late)
+    late = judge.late(classes[0], begin_s)
+    for before, of_class in pairwise(classes):
+        begin_s += sum([each.num_prompt_tokens_left for each in before]) * judge.token_s
+        late += judge.late(of_class, begin_s)
+    put_off = frozenset(late)
+    order = _in_turn(classes, put_off)
     if num_seats is not None:
         order = _seated(order, num_seats)
-    return Turns(frozenset(late), judge.budget(order, late, decodes.num_decode, budget))
+    return Turns(put_off, judge.budget(order, put_off, prompts[-1].priority, decodes.num_decode, budget))
 
 
-def _in_turn(classes: list[list[RequestView]], late: set[str]) -> Iterator[RequestView]:
+def _tokens_of(prompts: list[RequestView], most: int) -> int:
+    """What they have left, ``most`` at most."""
+    num_tokens = 0
+    for request in prompts:
+        num_tokens += request.num_prompt_tokens_left
+        if num_tokens >= most:
+            return most
+    return num_tokens
+
+
+def _classes_of(prompts: list[RequestView]) -> list[list[RequestView]]:
+    """One list for each priority, by which they are in order before anything else."""
+    if prompts[0].priority == prompts[-1].priority:  # as it is mostly
+        return [prompts]
+    return [list(group) for _, group in groupby(prompts, key=attrgetter("priority"))]
+
+
+def _in_turn(classes: list[list[RequestView]], put_off: frozenset[str]) -> Iterator[RequestView]:
     """As they are served."""
     for requests in classes:
-        yield from (request for request in requests if request.request_id not in late)
-        yield from (request for request in requests if request.request_id in late)
+        behind = []
+        for request in requests:
+            if request.request_id in put_off:
+                behind.append(request)
+            else:
+                yield request
+        yield from behind
 
 
 def _seated(order: Iterator[RequestView], num_seats: int) -> Iterator[RequestView]:
@@ -133,17 +155,23 @@ class _Judge(NamedTuple):
                 late.append(request.request_id)
         return late
 
-    def budget(self, order: Iterator[RequestView], late: set[str], num_decode: int, most: int) -> int:
+    def budget(
+        self, order: Iterator[RequestView], put_off: frozenset[str], lowest: int, num_decode: int, most: int
+    ) -> int:
         """Tokens of the next batch, which takes prompts in this order: as many as leave those in time that end with it,
-        and ``most`` at most. In whole tiles, for a batch that ends within one takes as long as one that fills it."""
+        and ``most`` at most. In whole tiles, for a batch that ends within one takes as long as one that fills it.
+        ``lowest``: the priority of the last class."""
+        begin_s, token_s, target_s, patient_since_s = self
         num_tokens = num_decode
         for request in order:
             num_tokens += request.num_prompt_tokens_left
             if num_tokens >= most:
                 break
-            is_due = request.first_token_s is None and request.arrival_s >= self.patient_since_s
-            if is_due and request.request_id not in late:
-                time_s = request.arrival_s + self.target_s - self.begin_s
-                tokens = num_decode + int(min(most + TILE, time_s / self.token_s))  # a target may be any number
+            is_due = request.first_token_s is None and request.arrival_s >= patient_since_s
+            if is_due and request.request_id not in put_off:
+                time_s = request.arrival_s + target_s - begin_s
+                tokens = num_decode + int(min(most + TILE, time_s / token_s))  # a target may be any number
                 most = min(most, max(num_tokens, tokens // TILE * TILE or tokens))
+                if request.priority == lowest:
+                    break  # those behind it have come and end no earlier: they take nothing off
         return most
