@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at, pooled_errors
+from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at
 from cotenant.bench.device_losses import HEADER as LOSSES
 from cotenant.bench.device_losses import loss_rows
 from cotenant.cli.colocate_parts import joined
-from renderers.planning import planning_rows
+from renderers.errors import newest_rows, place_text, prediction_rows, spot
+from renderers.planning import Target, planning_rows
 from renderers.text import Result, table
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
@@ -21,6 +22,7 @@ _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, 
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
 _OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these
+_HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, by the newest version
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
@@ -30,7 +32,6 @@ _ABOVE = (
 _STEADY_RUNS = 5  # the newest, whose sequences are timed alike
 _ATTAINMENT = 0.99
 _WITHOUT_DECODE = LOSSES.index("harvest if decode cost nothing")
-_EARLY_S = 2.0  # of a cell
 _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
 
 _POWER = (
@@ -82,42 +83,20 @@ _TESTED = (
         "of `make demo`",
     ),
 )
-_ERRORS = (
-    "errors of prediction beside a job, by versions in turn: [over the "
-    "grid](#on-a-gpu-errors-of-prediction-over-the-grid), [in the grid "
-    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), [by later "
-    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version), and [beside training between "
-    "requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
-)
-_MEANS = "As where the p95 is missed in cells, below."
-_ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
-_SHARED_ABOVE = (
-    "Above it: {place}, where {share:.1%} of the {num} batches with training are. Of its {worst} worst {late} took "
-    "longer than expected, and {spatial} were steps in a partition. More of them to learn from."
-)
-_WORST = (
-    "Of the ten worst of each cell of the last two runs {last[num]} are more than 10% off, {last[decodes]} of them "
-    "decode steps, where it was {before[decodes]} of {before[num]} in the grid again, whose version took steps behind "
-    "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
-    "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
-    "cell. Nor is it what the model has forgotten: on average it errs on prompts about as much as [the best "
-    "line](#on-a-gpu-iterations-replayed) of the same features that is fitted to the very same batches afterwards. "
-    "Perhaps the clocks, which at the power limit are not the same for each: if they were read, or more watts."
-)
 
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, *_LATER)]
+    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, *_LATER)]
     if not all(path.exists() for path in paths):
         return []
     read = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    grid, steady, predicted, again, between, own_rate, *later = read
+    grid, steady, predicted, again, between, own_rate, halves, *later = read
     whole = joined(dict(zip(_LATER, later, strict=True)))
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_own_rate_rows(own_rate)]
     rows += [*_grid_rows(grid), *_again_rows(grid, again)]
-    rows += [*_later_rows(whole), *_between_rows(between), *_prediction_rows(grid, predicted, again, whole, between)]
-    rows += planning_rows(results)
+    rows += [*_later_rows(whole), *_between_rows(between), *prediction_rows(grid, predicted, again, whole, between)]
+    rows += [*_halves_rows(halves), *planning_rows(results)]
     told = [*(_row(*row) for row in rows), *([*row, "tested", ""] for row in _TESTED)]
     return ["## What was aimed at", _ABOVE, table(_HEADER, told)]
 
@@ -126,7 +105,7 @@ def _row(load: str, aim: str, measured: str, is_met: bool, why: str) -> list[str
     return [load, aim, measured, "met" if is_met else "**missed**", "" if is_met else why]
 
 
-def _steady_rows(steady: Sequence[Result]) -> Iterator[tuple[str, str, str, bool, str]]:
+def _steady_rows(steady: Sequence[Result]) -> Iterator[Target]:
     """Of the runs that are timed alike: met where the newest version meets it."""
     for tpot_ms, aim in ((10, 0.6), (40, 0.88)):
         runs = [(run, cell) for run in steady if (cell := _steady_cell(run, SUBJECT, tpot_ms))][-_STEADY_RUNS:]
@@ -168,7 +147,7 @@ def _why_missed(run: Result, cell: Result, aim: float) -> str:
     )
 
 
-def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _conversation_rows(grid: Result) -> Iterator[Target]:
     places = {
         place["place"]["time_scale"]: (place, cell)
         for place in grid["comparison"]["places"]
@@ -189,7 +168,7 @@ def _conversation_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]
         yield f"the same at {times} its rate", "99% in time, most harvest", text, is_met, _PROMPTS
 
 
-def _own_rate_rows(runs: Sequence[Result]) -> Iterator[tuple[str, str, str, bool, str]]:
+def _own_rate_rows(runs: Sequence[Result]) -> Iterator[Target]:
     cells = [cell for run in runs for cell in run["cells"] if cell["policy"] == SUBJECT]
     cells = [cell for cell in cells if cell["slo"]["tpot_ms"] == 40.0]
     name = "conversation at its own rate, 40 ms, [by a later version](#on-a-gpu-the-conversation-at-its-own-rate)"
@@ -203,7 +182,7 @@ def _own_rate_rows(runs: Sequence[Result]) -> Iterator[tuple[str, str, str, bool
     yield name, "harvest 75%", text, min(harvests) >= 0.75, why
 
 
-def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _grid_rows(grid: Result) -> Iterator[Target]:
     comparison = grid["comparison"]
     name = "the grid, where serving alone is in time"
     yield from _place_rows(name, comparison)
@@ -211,7 +190,7 @@ def _grid_rows(grid: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     yield _two_gpus_row("a trace at half its rate on each", comparison)
 
 
-def _later_rows(whole: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _later_rows(whole: Result) -> Iterator[Target]:
     """All that train were measured at each place, but for `static`: its average is over those that have it."""
     name = "[these places by later versions](#on-a-gpu-half-of-the-grid-by-a-later-version), on three hosts"
     alone = _alone(whole)
@@ -222,7 +201,7 @@ def _later_rows(whole: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     yield _two_gpus_row("the same by later versions", comparison)
 
 
-def _between_rows(between: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _between_rows(between: Result) -> Iterator[Target]:
     """Those that come near ``SUBJECT`` were not measured there, so it says nothing of the best other."""
     where = "[beside training between requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
     name = f"these places {where}, on one more host"
@@ -232,18 +211,24 @@ def _between_rows(between: Result) -> Iterator[tuple[str, str, str, bool, str]]:
     yield _two_gpus_row(f"the same {where}, on one more host", comparison)
 
 
+def _halves_rows(halves: Result) -> Iterator[Target]:
+    where = "[at half the traces' rates](#on-a-gpu-half-of-a-trace-for-each-of-two-gpus), by the newest version"
+    yield _two_gpus_row(f"the same {where}", halves["comparison"])
+    yield from newest_rows(f"errors of prediction beside a job {where}", halves)
+
+
 def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
     """Its cells of serving alone, by their places."""
-    return {_spot(cell): cell for cell in run["cells"] if cell["policy"] == REFERENCE}
+    return {spot(cell): cell for cell in run["cells"] if cell["policy"] == REFERENCE}
 
 
 def _compared(run: Result, alone: Mapping[tuple[str, float, float], Result]) -> Result:
     """Its policies where serving alone is in time."""
-    in_time = [cell for cell in run["cells"] if alone[_spot(cell)]["attainment"] >= _ATTAINMENT]
+    in_time = [cell for cell in run["cells"] if alone[spot(cell)]["attainment"] >= _ATTAINMENT]
     return compare({**run, "cells": in_time}, _ATTAINMENT)
 
 
-def _place_rows(name: str, comparison: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _place_rows(name: str, comparison: Result) -> Iterator[Target]:
     yield _in_time_row(name, comparison)
     number, behind = _num_places(comparison), comparison["behind"]
     num_short = len(behind) + len([place for place in comparison["misses"] if place not in behind])  # most are both
@@ -253,7 +238,7 @@ def _place_rows(name: str, comparison: Result) -> Iterator[tuple[str, str, str, 
         yield _ratio_row(name, comparison, key, aim)
 
 
-def _in_time_row(name: str, comparison: Result) -> tuple[str, str, str, bool, str]:
+def _in_time_row(name: str, comparison: Result) -> Target:
     number, missed = _num_places(comparison), len(comparison["misses"])
     return name, f"in time at all {number} places", f"{number - missed}", not missed, ""
 
@@ -263,7 +248,7 @@ def _num_places(comparison: Result) -> int:
     return sum(place["policies"][REFERENCE]["meets_slo"] for place in comparison["places"])
 
 
-def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> tuple[str, str, str, bool, str]:
+def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> Target:
     """Of averages over the places where all policies of the comparison were measured."""
     found, trained = comparison["ratios"][key], comparison["averages"].keys()
     whole = [place for place in comparison["places"] if trained <= place["policies"].keys()]
@@ -274,21 +259,21 @@ def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> tuple[str
     return name, f"on average {aim} times {other}", text, found["ratio"] >= aim, why
 
 
-def _two_gpus_row(name: str, comparison: Result) -> tuple[str, str, str, bool, str]:
+def _two_gpus_row(name: str, comparison: Result) -> Target:
     entries = [each["ratio"] for each in comparison["two_gpus"] if each["time_scale"] == _TWO_GPUS_RATE]
     mean, why = statistics.fmean(entries), _TIGHT.format(least=min(entries), most=max(entries))
     aim = "two GPUs that share train 1.5 times what one that serves and one that trains do"
     return name, aim, f"{mean:.3f}", mean >= 1.5, why
 
 
-def _again_rows(grid: Result, again: Result) -> Iterator[tuple[str, str, str, bool, str]]:
+def _again_rows(grid: Result, again: Result) -> Iterator[Target]:
     """In those of its places where serving alone is in time in the grid; averages over those with all policies."""
     alone = _alone(grid)
     comparison = _compared(again, alone)
     places = [place for place in comparison["places"] if SUBJECT in place["policies"]]
     late = [place for place in places if not place["policies"][SUBJECT]["meets_slo"]]
     name = "[the same again](#on-a-gpu-the-grid-again-llmstation-in-partitions), `llmstation` in partitions"
-    whose = "; ".join(_late(place, alone[_spot(place["place"])]) for place in late)
+    whose = "; ".join(_late(place, alone[spot(place["place"])]) for place in late)
     text = f"{len(places) - len(late)}"
     yield name, f"in time at all {len(places)} places", text, not late, _LATE.format(late=whose)
     for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
@@ -299,101 +284,7 @@ def _late(place: Result, alone: Result) -> str:
     """``alone``: the grid's cell of serving alone there."""
     each = [f"`{policy}` {figures['attainment']:.1%} in time" for policy, figures in place["policies"].items()]
     each[-1] += f"; serving alone in the grid: TPOT p99 {alone['tpot_ms']['p99']:.1f} ms"
-    return f"{_place_text(place['place'])} ({', '.join(each)})"
-
-
-def _prediction_rows(grid: Result, *runs: Result) -> Iterator[tuple[str, str, str, bool, str]]:
-    """Serving alone as in the grid, beside a job as in each of ``runs``, in those of its places that are in the grid:
-    where serving alone is in time. A target is met where all of them meet it."""
-    counted = {_spot(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
-    beside = [[c for c in run["cells"] if c["policy"] == SUBJECT and _spot(c) in counted] for run in runs]
-    serving = [each for c in grid["cells"] if c["policy"] == REFERENCE and (each := c["prediction_error"]["alone"])]
-    _, again, *later = beside
-    before, last = _worst(again), _worst([cell for cells in later for cell in cells])
-    worst = _WORST.format(last=last, before=before, within=_EARLY_S)
-    pooled = [pooled_errors(SUBJECT, cells) for cells in beside]
-    served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
-    for kind, what, limit, rest in (
-        ("alone", "alone", 0.03, f"; where nothing trains, in the grid, {served:.1%}"),
-        ("co_run", "with training", 0.05, ""),
-    ):
-        means = [each[kind]["mean"] for each in pooled]
-        most = [max(each["mean"] for each in _errors(cells, kind)) for cells in beside]
-        text = (
-            ", ".join(f"{mean:.1%} (in cells up to {most:.1%})" for mean, most in zip(means, most, strict=True)) + rest
-        )
-        yield _ERRORS, f"mean {limit:.0%} {what}", text, max(means) <= limit, _MEANS
-    kinds = ("alone", "co_run")
-    shares = [[each[kind]["share_above_10_percent"] for each in pooled] for kind in kinds]
-    alone, shared = (", ".join(f"{share:.1%}" for share in each) for each in shares)
-    text = f"{alone} of those alone are above 10%, {shared} of those with training"
-    is_met = max(max(each) for each in shares) <= 0.05
-    yield _ERRORS, "p95 10%, of all batches (read so later): at most 5% above", text, is_met, worst
-    most = [max(each["p95"] for each in _errors(cells, "co_run")) for cells in beside]
-    text = ", ".join(f"{p95:.1%}" for p95 in most) + " at most"
-    why = " ".join(_shared_above(cell) for cells in beside for cell in cells)
-    yield _ERRORS, "p95 10% with training, in each cell", text, max(most) <= 0.1, why.strip()
-    each = "; ".join(_p95_text(_errors(cells, "alone")) for cells in beside)
-    text = f"{each}; where nothing trains, in the grid, {_p95_text(serving)}"
-    above = [cell for cells in beside for cell in cells if _p95_alone(cell) > 0.1]
-    is_met = not above and all(each["p95"] <= 0.1 for each in serving)
-    yield _ERRORS, "p95 10% alone, in each cell", text, is_met, _why_above(above) + worst if above else ""
-
-
-def _errors(cells: Sequence[Result], kind: str) -> list[Result]:
-    return [each for cell in cells if (each := cell["prediction_error"][kind])]
-
-
-def _shared_above(cell: Result) -> str:
-    """Why what is predicted with training is above the tenth in this cell; "" if it is not."""
-    errors = cell["prediction_error"]["co_run"]
-    if not errors or errors["p95"] <= 0.1:
-        return ""
-    worst = errors["farthest_off"]
-    return _SHARED_ABOVE.format(
-        place=_place_text(cell),
-        share=errors["share_above_10_percent"],
-        num=errors["iterations"],
-        worst=len(worst),
-        late=sum(each["deviation"] < 0 for each in worst),
-        spatial=sum(each["mode"] == "spatial" for each in worst),
-    )
-
-
-def _why_above(above: Sequence[Result]) -> str:
-    errors = _errors(above, "alone")
-    shares = [each["share_above_10_percent"] for each in errors]
-    return _ABOVE_TENTH.format(least=min(shares), most=max(shares), num=min(each["iterations"] for each in errors))
-
-
-def _worst(cells: Sequence[Result]) -> dict[str, int]:
-    """Of the worst batches alone, as far as they are kept. ``late``: with a chunk behind earlier ones of its prompt."""
-    worst = [at for errors in _errors(cells, "alone") for at in errors["farthest_off"] if abs(at["deviation"]) > 0.1]
-    prompts = [at for at in worst if "prefill_tokens" in at]
-    late = [at for at in prompts if at["deviation"] < 0 and at["prefill_context_tokens"] > at["prefill_tokens"]]
-    early = sum(at["at_s"] <= _EARLY_S for at in late)
-    decodes = len(worst) - len(prompts)
-    return {"num": len(worst), "decodes": decodes, "prompts": len(prompts), "late": len(late), "early": early}
-
-
-def _p95_alone(cell: Result) -> float:
-    """0 where no batch had the device alone."""
-    return float((cell["prediction_error"]["alone"] or {"p95": 0.0})["p95"])
-
-
-def _spot(cell: Result) -> tuple[str, float, float]:
-    """Its place, however many runs were made there."""
-    return cell["trace"], cell["time_scale"], cell["slo"]["tpot_ms"]
-
-
-def _place_text(cell: Result) -> str:
-    return "{} x {:g} at {:g} ms".format(*_spot(cell))
-
-
-def _p95_text(cells: Sequence[Result]) -> str:
-    p95s = [each["p95"] for each in cells]
-    least = min(each["iterations"] for each in cells)
-    return f"{sum(p95 <= 0.1 for p95 in p95s)} of {len(p95s)} cells of {least} batches or more, {max(p95s):.1%} at most"
+    return f"{place_text(place['place'])} ({', '.join(each)})"
 
 
 def _others(place: Result) -> Iterator[tuple[str, float]]:

@@ -35,7 +35,9 @@ GRIDS = (
         "less of the board's power. The next two have the same steps on cards that draw 682 and 687 W for decoding "
         "alone, and were measured at 10 ms, the first with the conversation on the host's other card; the second reads "
         "[compressed copies](serving.md#compressed-weights): serving alone takes 7% less time a token than in the one "
-        "before, and training has 0.8 points more, on another card.",
+        "before, and training has 0.8 points more, on another card. The last does so, too, as it is the default since, "
+        "on a card that draws 645 W for decoding alone, while the host's second one had [half of a "
+        "trace](#on-a-gpu-half-of-a-trace-for-each-of-two-gpus).",
     ),
     Section(
         "colocate_steady_earlier_h200.json",
@@ -122,6 +124,13 @@ GRIDS = (
         "measurements: with the weights as they are, and with [compressed copies](serving.md#compressed-weights). "
         "With these serving alone takes 12% less time a token, and training has 0.3 points less at 40 ms and 1.8 more "
         "at 10.",
+    ),
+    Section(
+        "colocate_two_gpus_h200.json",
+        "On a GPU: half of a trace for each of two GPUs",
+        "By the version whose decode steps read compressed copies, `adaptive` alone, at half the traces' rates, a "
+        "trace on each of a host's two cards. From this follows what two GPUs train that each serve half of a trace "
+        "at its own rate, against one that serves all of it and one that trains alone.",
     ),
     Section(
         "colocate_conv_h200.json",
