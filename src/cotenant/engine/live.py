@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 from collections.abc import Callable
+from operator import attrgetter
 
 from cotenant.core.plan import BatchShape, RequestView
 from cotenant.core.request import AdapterRef
@@ -62,9 +62,9 @@ class LiveSequences:
 
     def views(self) -> tuple[RequestView, ...]:
         """All live requests in the order in which they are served."""
-        if not len(self.waiting):  # as it is most often, and merging costs more than views do
+        if not len(self.waiting):  # as it is most often
             return tuple([sequence.view() for sequence in self.running])
-        order = heapq.merge(self.running, self.waiting, key=lambda sequence: sequence.key)
+        order = sorted([*self.running, *self.waiting], key=attrgetter("key"))  # which merges what is in order
         return tuple([self._waiting_view(each) if each.seat is None else each.view() for each in order])
 
     def _waiting_view(self, sequence: Sequence) -> RequestView:
@@ -218,17 +218,19 @@ class LiveSequences:
         self._renew_keys(sequence)
         if sequence.prefix is None:
             return 0
-        pool, most = self._cache.pool, self._num_matchable(sequence)
+        holds, most = self._cache.pool.holds, self._num_matchable(sequence)
         found = min(sequence.num_matched, most)
-        while True:
-            keys = sequence.prefix.keys(sequence.tokens, min(most, found + _KEYS_AT_ONCE))
-            while found and not pool.holds(keys[found - 1]):
-                found -= 1
-            while found < len(keys) and pool.holds(keys[found]):
-                found += 1
-            if found < len(keys) or found == most:
-                sequence.num_matched = found
-                return found
+        keys = sequence.prefix.known(sequence.tokens, found)
+        while found and not holds(keys[found - 1]):
+            found -= 1
+        while found < most:
+            if found == len(keys):
+                sequence.prefix.known(sequence.tokens, min(most, found + _KEYS_AT_ONCE))
+            if not holds(keys[found]):
+                break
+            found += 1
+        sequence.num_matched = found
+        return found
 
     def _num_matchable(self, sequence: Sequence) -> int:
         """Pages of a waiting sequence that may be cached."""

@@ -35,7 +35,12 @@ class PrefixKeys:
         self._keys: list[bytes] = []
 
     def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        """The keys of the first ``count`` pages of ``tokens``, all of them full.
+        """The keys of the first ``count`` pages of ``tokens``, all of them full. See ``known``."""
+        return self.known(tokens, count)[:count]
+
+    def known(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """The keys of ``count`` pages at least: all that are known, in a list that grows with them and is not to be
+        changed.
 
         ``tokens`` may have grown since the last call; those of pages that were asked for have not changed. Raises
         OverflowError when a page holds a token that is not known yet (``PENDING``).
@@ -51,4 +56,4 @@ class PrefixKeys:
             for start in range(0, len(data), page_bytes):
                 key = blake2b(key + data[start : start + page_bytes], digest_size=KEY_BYTES).digest()
                 self._keys.append(key)
-        return self._keys[:count]
+        return self._keys

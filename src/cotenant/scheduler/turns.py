@@ -136,22 +136,20 @@ class _Judge(NamedTuple):
         late: list[str] = []
         for place, request in enumerate(requests):
             num_left, arrival_s = request.num_prompt_tokens_left, request.arrival_s
-            takes_s = num_left * token_s
-            free_s += takes_s
+            end_s, due_s = free_s + num_left * token_s, arrival_s + target_s
             # Who had its first token, and is computed again, has its others to give.
             if arrival_s < patient_since_s or request.first_token_s is not None:
-                continue
-            due_s = arrival_s + target_s
-            if free_s <= due_s:
+                free_s = end_s
+            elif end_s <= due_s:
+                free_s = end_s
                 heapq.heappush(taken, (-num_left, -place, request.request_id))
                 longest = -taken[0][0]
             # Behind one that must not wait it may be late even so: then nobody is put off for it.
-            elif longest > num_left and free_s - longest * token_s <= due_s:
-                free_s -= longest * token_s
+            elif longest > num_left and end_s - longest * token_s <= due_s:
+                free_s = end_s - longest * token_s
                 late.append(heapq.heapreplace(taken, (-num_left, -place, request.request_id))[-1])
                 longest = -taken[0][0]
             else:
-                free_s -= takes_s
                 late.append(request.request_id)
         return late
 
