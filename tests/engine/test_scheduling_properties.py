@@ -55,6 +55,10 @@ def test_every_request_ends_with_its_own_tokens(
         engine.check_integrity()
         assert engine.next_shape() == expected
         assert (engine.kv_cache_usage, engine.num_preemptions) == (usage, preemptions), "next_shape changed something"
+        views = engine.views()
+        assert list(views) == sorted(views, key=lambda view: (view.priority, view.arrival_s)), "not as they are served"
+        have_prompts = [view for view in views if view.num_prompt_tokens_left > 0]
+        assert len(have_prompts) >= engine.num_waiting, "who waits computes its last token at least"
         scheduled = engine.schedule()
         engine.check_integrity()
         assert (scheduled is not None) == engine.has_work, "live requests, and nothing to run"

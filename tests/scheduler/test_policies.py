@@ -264,6 +264,17 @@ def test_who_has_its_first_token_with_the_batch_in_flight_waits_no_longer(policy
         assert (decided.num_tasklets > 0) == trains
 
 
+def test_adaptive_trains_behind_prompts_only_if_all_of_them_end_with_the_batch() -> None:
+    prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)
+    two = (RUNNING, WAITING, msgspec.structs.replace(WAITING, request_id="another"))
+    for num_ending in range(3):
+        snapshot = Snapshot(
+            100.0, Slo(100.0, 20.0), prefill, two, JOB, margin=0.9, partitions=IN_SPACE, num_ending=num_ending
+        )
+        decided = create_policy("adaptive", taught_predictor(2.0, 1.0, 2.0)).plan(snapshot)
+        assert (decided.num_tasklets > 0) == (num_ending == 2)
+
+
 def test_adaptive_trains_behind_prompts_that_end_with_the_batch() -> None:
     """As long as the tokens after the first ones allow, which nobody has time saved up for."""
     prefill = BatchShape(num_decode=4, context_tokens=400, prefill_tokens=64, prefill_context_tokens=64)

@@ -225,7 +225,7 @@ class LiveSequences:
             found -= 1
         while found < most:
             if found == len(keys):
-                sequence.prefix.known(sequence.tokens, min(most, found + _KEYS_AT_ONCE))
+                keys = sequence.prefix.known(sequence.tokens, min(most, found + _KEYS_AT_ONCE))
             if not holds(keys[found]):
                 break
             found += 1

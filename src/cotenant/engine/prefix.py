@@ -45,9 +45,9 @@ class PrefixKeys:
         ``tokens`` may have grown since the last call; those of pages that were asked for have not changed. Raises
         OverflowError when a page holds a token that is not known yet (``PENDING``).
         """
-        known = len(self._keys)
-        if count > known:
-            first, stop = known * self._page_tokens, count * self._page_tokens
+        num_keys = len(self._keys)
+        if count > num_keys:
+            first, stop = num_keys * self._page_tokens, count * self._page_tokens
             assert stop <= len(tokens), f"{count} pages of {self._page_tokens} are not full with {len(tokens)} tokens"
             ids = array("I", tokens[first:stop])
             page_bytes = self._page_tokens * ids.itemsize

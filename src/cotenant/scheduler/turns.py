@@ -154,11 +154,11 @@ class _Judge(NamedTuple):
         return late
 
     def budget(
-        self, order: Iterator[RequestView], put_off: frozenset[str], lowest: int, num_decode: int, most: int
+        self, order: Iterator[RequestView], put_off: frozenset[str], last_priority: int, num_decode: int, most: int
     ) -> int:
         """Tokens of the next batch, which takes prompts in this order: as many as leave those in time that end with it,
         and ``most`` at most. In whole tiles, for a batch that ends within one takes as long as one that fills it.
-        ``lowest``: the priority of the last class."""
+        ``last_priority``: of the last class."""
         begin_s, token_s, target_s, patient_since_s = self
         num_tokens = num_decode
         for request in order:
@@ -170,6 +170,6 @@ class _Judge(NamedTuple):
                 time_s = request.arrival_s + target_s - begin_s
                 tokens = num_decode + int(min(most + TILE, time_s / token_s))  # a target may be any number
                 most = min(most, max(num_tokens, tokens // TILE * TILE or tokens))
-                if request.priority == lowest:
+                if request.priority == last_priority:
                     break  # those behind it have come and end no earlier: they take nothing off
         return most
