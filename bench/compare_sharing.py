@@ -14,7 +14,8 @@ Training is PEFT with Liger's kernels (bench/peft_finetune.py) at the batch size
 harvest is its speed beside the load as a share of its own speed alone, measured in the same run. Targets change nothing
 of what these do, so each load is measured once and judged for each target. Requests come over HTTP here, and without it
 in `bench colocate`. ``--append-to F`` adds the cells to those of F, in place of earlier ones of the same policy and
-place. Logs of the daemon, the servers and the training are kept in ``--logs``.
+place; servers read compressed weights where F is of such. Logs of the daemon, the servers and the training are kept in
+``--logs``.
 """
 
 from __future__ import annotations
@@ -166,6 +167,8 @@ class Sharing:
         log.unlink(missing_ok=True)
         command = [sys.executable, "-m", "cotenant", "serve", str(self.folder), "--load-format", "dummy"]
         command += ["--policy", "inference-only", "--device", arguments.device, "--dtype", arguments.dtype]
+        # By itself each would go by its memory.
+        command += ["--compress-weights", "on" if self.report["compressed"] else "off"]
         command += ["--max-model-len", str(self.max_model_len), "--max-queue", "1000000", "--port", str(port), *flags]
         # They change nothing of this policy; without them a server on a CPU measures its own first.
         command += ["--slo-ttft-ms", str(arguments.slo_ttft_ms), "--slo-tpot-ms", str(max(arguments.slo_tpot_ms))]
@@ -270,7 +273,9 @@ def measure(arguments: argparse.Namespace) -> list[str]:
         check_peers(arguments)
         folder = Path(work) / config_name(arguments)
         make_model_folder(folder, config)
-        report = new_report(folder.name, arguments, peer_label(arguments))
+        report = new_report(
+            folder.name, arguments, peer_label(arguments), compressed=is_compressed(arguments.append_to)
+        )
         sharing = Sharing(arguments, folder, loads, slos, longest, report)
         batch_size = sharing.train_alone()
         for policy, share in policies.items():
@@ -289,6 +294,11 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     for text in comparison_lines(shown["comparison"]) if shown.get("comparison") else ():
         say(text)
     return problems
+
+
+def is_compressed(base: Path | None) -> bool:
+    """Whether the file that the cells are added to, if there is one, is of steps that read compressed weights."""
+    return base is not None and bool(json.loads(base.read_text()).get("compressed"))
 
 
 def planned_loads(arguments: argparse.Namespace, limit: int) -> tuple[list[SharedLoad], int]:

@@ -13,14 +13,16 @@ from cotenant.bench.machine import command_line, machine
 from cotenant.core.plan import Slo
 
 
-def new_report(model: str, arguments: argparse.Namespace, peer: str) -> dict[str, Any]:
-    """Without figures as yet. ``sharing`` is what `bench colocate` has not."""
+def new_report(model: str, arguments: argparse.Namespace, peer: str, *, compressed: bool) -> dict[str, Any]:
+    """Without figures as yet. ``sharing`` is what `bench colocate` has not. ``compressed``: servers read compressed
+    copies of the weights."""
     command = command_line(["python", *sys.argv])
     job = {"seq_len": arguments.seq_len, "tokens_per_step": arguments.tokens_per_step, "tasklet_tokens": 0}
     return {
         "kind": "colocate",
         "label": peer,
         "model": model,
+        "compressed": compressed,
         "training": {**job, "r": arguments.r, "gradient_checkpointing": False},
         "machine": machine(),
         "command": command,

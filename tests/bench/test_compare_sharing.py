@@ -93,6 +93,7 @@ def test_two_processes_stand_beside_the_policies(tmp_path: Path) -> None:
 
     until_undisturbed(shared, num_runs=2)
     report, mine = json.loads(grid.read_text()), json.loads(own.read_text())
+    assert (mine["compressed"], theirs["compressed"]) == (False, False), "servers read the weights as that file's do"
     assert report["train_alone_tokens_per_s"] == theirs["train_alone_tokens_per_s"]
     assert report["sharing"]["train_alone_tokens_per_s"] == mine["train_alone_tokens_per_s"]
     cells = [cell for cell in report["cells"] if not cell.get("window_s")]

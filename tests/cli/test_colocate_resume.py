@@ -134,3 +134,7 @@ def test_a_run_does_not_go_on_with_what_was_measured_otherwise(tmp_path: Path) -
     assert path.read_bytes() == before
     for dtype in ("float32", "float", "auto"):
         assert bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume", "--dtype", dtype).returncode == 0
+    # What this device would do by itself is not asked: weights are read as they were.
+    path.write_text(json.dumps({**json.loads(before), "compressed": True, "cells": []}))
+    refused = bench_colocate(*flags, str(tmp_path / "short.csv"), "--resume")
+    assert (refused.returncode, "--compress-weights on: needs an NVIDIA GPU" in refused.stderr) == (2, True)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cotenant.config import ModelConfig
+from cotenant.config import CacheConfig, ModelConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.models.loading import load_decoder
 from cotenant.models.lora import MODULE_GROUPS
-from cotenant.models.registry import ARCHITECTURES, resolve_model
+from cotenant.models.registry import ARCHITECTURES, ResolvedModel, resolve_model
 from cotenant.models.spec import ModelSpec
 from cotenant.runtime import compression
 from cotenant.runtime.compression import compresses, copies_bytes, tell
 
 SPEC = ARCHITECTURES["llama-3.1-8b"]
-MUCH = 120 << 30  # as an H200 has for weights, caches and training
+MUCH = 140 << 30  # as an H200 has
+CACHE = CacheConfig()
 
 
 def _asked(
@@ -30,13 +32,16 @@ def _asked(
     quantization: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
     spec: ModelSpec = SPEC,
-    memory_bytes: float = MUCH,
+    total_memory: float = MUCH,
+    cache: CacheConfig = CACHE,
 ) -> bool:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    properties = SimpleNamespace(total_memory=total_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(compression, "has_triton", lambda: True)
     config = ModelConfig("m", quantization=quantization, compress_weights=how)
-    return compresses(config, torch.device(device), spec, dtype, memory_bytes)
+    return compresses(config, cache, torch.device(device), spec, dtype)
 
 
 @pytest.mark.parametrize(("how", "expected"), [("on", True), ("off", False), ("auto", True)])
@@ -64,11 +69,24 @@ def test_where_it_cannot_be_that_is_said_to_whom_asks(
     assert caught.value.param == "compress-weights"
 
 
-def test_nobody_who_has_not_asked_gives_much_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    an_eighth = 8 * copies_bytes(SPEC)
-    assert not _asked("auto", monkeypatch, memory_bytes=an_eighth)
-    assert _asked("on", monkeypatch, memory_bytes=an_eighth)
-    assert _asked("auto", monkeypatch, memory_bytes=11 * copies_bytes(SPEC))
+def test_nobody_who_has_not_asked_gives_much_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tenth of what the server may use at most, which is told."""
+    caplog.set_level("INFO")
+    most = 10 * copies_bytes(SPEC) / CACHE.gpu_memory_utilization
+    assert not _asked("auto", monkeypatch, total_memory=0.99 * most)
+    (record,) = caplog.records
+    assert record.getMessage() == "--compress-weights auto: not done, copies take 10.5 GiB, more than 0.1 of 103.8"
+    assert _asked("on", monkeypatch, total_memory=0.99 * most)
+    assert _asked("auto", monkeypatch, total_memory=1.01 * most)
+    assert not _asked("auto", monkeypatch, cache=CacheConfig(gpu_memory_utilization=0.7))
+
+
+def test_pages_that_were_asked_for_lose_nothing_to_copies_that_were_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = CacheConfig(num_pages=58_000)
+    assert not _asked("auto", monkeypatch, cache=cache)
+    assert _asked("on", monkeypatch, cache=cache)
 
 
 @pytest.mark.parametrize(("how", "expected"), [("auto", False), ("on", True)])
@@ -87,5 +105,18 @@ def test_copies_take_three_quarters_of_the_matrices() -> None:
 @pytest.mark.parametrize(("how", "warned"), [("on", True), ("auto", False)])
 def test_who_asked_is_told_that_nothing_gets_smaller(how: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
     decoder = load_decoder(resolve_model(ModelConfig("tiny")), torch.device("cpu"), torch.float32, 0, compress=True)
-    tell(ModelConfig("tiny", compress_weights=how), decoder, decoder.spec)
+    tell(ModelConfig("tiny", compress_weights=how), decoder)
     assert ("none of the model's matrices gets smaller" in caplog.text) == warned
+
+
+def test_what_copies_take_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    small = {"num_layers": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "num_kv_heads": 1}
+    spec = replace(SPEC, **small, head_dim=64, vocab_size=1000)  # which leaves the head without
+    resolved = ResolvedModel("m", None, spec, random_weights=True)
+    decoder = load_decoder(resolved, torch.device("cpu"), torch.bfloat16, 0, compress=True)
+    layers = sum(math.prod(spec.group_shape(modules)) for modules in MODULE_GROUPS) * spec.num_layers
+    lists = decoder.weights.copies_bytes - 1.5 * layers
+    assert 0 < lists < 0.1 * layers
+    tell(ModelConfig("m"), decoder)
+    assert caplog.messages == ["decode steps read compressed copies of the weights: 0.0 GiB (--compress-weights)"]

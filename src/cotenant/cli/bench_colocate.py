@@ -270,6 +270,8 @@ def colocate(
     ]
     longest = max(plan.wished if isinstance(plan, SteadyPlan) else plan.longest for plan in plans)
     chosen = replace(chosen, max_model_len=max_model_len or min(limit, longest))
+    if before is not None and compress_weights == "auto":  # an earlier version may not have had it
+        chosen = replace(chosen, compress_weights="on" if before["compressed"] else "off")
     config = _config(chosen, tasklet_tokens, names, trace_file, fuse=fuse)
     workload = Workload(seq_len, tokens_per_step, tasklet_tokens, r, gradient_checkpointing=False)
     settings = {
@@ -278,8 +280,9 @@ def colocate(
         "traces": {path.stem: trace_digest(path) for path in trace or []},
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known: dict[str, Any] = {} if chosen.dtype == "auto" else {"dtype": chosen.dtype}
-        known |= {} if compress_weights == "auto" else {"compressed": compress_weights == "on"}
+        known = {"compressed": chosen.compress_weights == "on"} | (
+            {"dtype": chosen.dtype} if chosen.dtype != "auto" else {}
+        )
         check_continues({"model": chosen.name, "training": asdict(workload), **known, **settings}, before)
     if tpots_ms is None:  # those to be measured are as in the run before, or nothing of it would be gone on with
         tpots_ms = targets_in(before) if usual.slo_tpot_ms is None else targets_of(usual.slo_tpot_ms)

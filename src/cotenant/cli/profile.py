@@ -13,7 +13,14 @@ import typer
 from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE, sigterm_as_interrupt
 from cotenant.cli.options import MOST_ALONE_S, folder_of_data, model_to_measure, whole_numbers
 from cotenant.cli.output import check_folder, counted, fail
-from cotenant.config import COMPRESS_WEIGHTS, DEFAULT_DATA_DIR, BatchConfig, CoExecutionConfig, ServerConfig
+from cotenant.config import (
+    COMPRESS_WEIGHTS,
+    DEFAULT_DATA_DIR,
+    BatchConfig,
+    CacheConfig,
+    CoExecutionConfig,
+    ServerConfig,
+)
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -43,6 +50,9 @@ def profile(
     dtype: Annotated[str, typer.Option()] = "auto",
     quantization: Annotated[str | None, typer.Option(help="fp8, or none.", show_default=False)] = None,
     compress_weights: Annotated[str, typer.Option(help=", ".join(COMPRESS_WEIGHTS) + ".")] = "auto",
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="As for `cotenant serve`.")
+    ] = CacheConfig().gpu_memory_utilization,
     device: Annotated[str, typer.Option()] = "auto",
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="As for `cotenant serve`.")] = False,
     data_dir: Annotated[str, typer.Option(help="Where a server with this folder finds them.")] = str(DEFAULT_DATA_DIR),
@@ -75,6 +85,7 @@ def profile(
     folder = folder_of_data(data_dir)
     config = ServerConfig(
         model=replace(chosen, max_model_len=max(map(longest, shapes))),
+        cache=CacheConfig(gpu_memory_utilization=gpu_memory_utilization),
         batch=BatchConfig(max_queue=1_000_000, enforce_eager=enforce_eager),
         coexecution=coexecution,
         data_dir=str(folder),

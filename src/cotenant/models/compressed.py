@@ -40,6 +40,10 @@ class CompressedWeight(NamedTuple):
     values: torch.Tensor  # bfloat16 [out / 128, listed]
 
     @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.blocks, self.places, self.values))
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(out, in) of the matrix."""
         return self.blocks.shape[0] * BLOCK_COLUMNS, self.blocks.shape[1] * BLOCK_DEPTH

@@ -50,6 +50,13 @@ class DecoderWeights:
         return any(base.compressed is not None for layer in self.layers for base in layer.matrices)
 
     @property
+    def copies_bytes(self) -> int:
+        """What the compressed copies take."""
+        bases = (base for layer in self.layers for base in layer.matrices)
+        copies = [*(base.compressed for base in bases), self.compressed_head]
+        return sum(copy.num_bytes for copy in copies if copy is not None)
+
+    @property
     def share_read(self) -> float:
         """Of the layers' bytes, those that a decode step reads."""
         return 0.75 if self.is_compressed else 1.0

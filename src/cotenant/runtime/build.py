@@ -92,7 +92,8 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | N
         torch.cuda.empty_cache()  # the KV cache's size follows from what is free
     max_model_len = config.model.max_model_len or resolved.spec.max_position_embeddings
     tasklet_tokens = config.coexecution.tasklet_tokens or TASKLET_TOKENS[device.torch_device.type]
-    pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens)
+    less = " or give --compress-weights off" if decoder.weights.is_compressed else ""  # which nobody may have asked for
+    pages, max_pages = num_pages(config, device, resolved.spec, dtype, max_model_len, tasklet_tokens, less)
     try:
         with ThreadPoolExecutor(1, "meanwhile") as thread, device.online():
             other = thread.submit(meanwhile or (lambda decoder: None), decoder)
@@ -114,7 +115,7 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | N
     except torch.OutOfMemoryError as error:
         raise InvalidInputError(
             f"the KV cache and what serving needs beside it do not fit into the device's memory: lower "
-            f"--gpu-memory-utilization or --num-pages ({error})",
+            f"--gpu-memory-utilization or --num-pages{less} ({error})",
             param="gpu-memory-utilization",
         ) from error
     num_bytes = batch_bytes(resolved.spec, config.batch.resolved(device.torch_device.type), decoder.dtype)
@@ -125,12 +126,10 @@ def build_serving(config: ServerConfig, meanwhile: Callable[[Decoder], None] | N
 
 
 def _load(config: ServerConfig, resolved: ResolvedModel, device: Device, dtype: torch.dtype) -> Decoder:
-    free, total = device.memory_bytes()
-    memory_bytes = config.cache.gpu_memory_utilization * total - (total - free)
-    compress = compresses(config.model, device.torch_device, resolved.spec, dtype, memory_bytes)
+    compress = compresses(config.model, config.cache, device.torch_device, resolved.spec, dtype)
     method = config.model.quantization
     decoder = load_decoder(resolved, device.torch_device, dtype, config.model.seed, method, compress=compress)
-    tell(config.model, decoder, resolved.spec)
+    tell(config.model, decoder)
     return decoder
 
 

@@ -1,7 +1,8 @@
 """`cotenant bench engine`: how fast batches run in this process, beside what the device could do at best.
 
-The floor of a step is the larger of two times: the bytes it must read (weights once, each sequence's keys and values)
-at the bandwidth measured here, and its arithmetic at the matrix rate measured here.
+The floor of a step is the larger of two times: the bytes it must read (weights once, where they are compressed three
+quarters of their bytes, and each sequence's keys and values) at the bandwidth measured here, and its arithmetic at the
+matrix rate measured here.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cotenant.core.job import LINEAR_MODULES
 from cotenant.core.request import AdapterRef, Request, SamplingParams
 from cotenant.engine.flight import Collected
 from cotenant.models.lora import LoraAdapter
+from cotenant.models.skinny_tiling import MAX_ROWS
 from cotenant.models.spec import ModelSpec
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.sizing import page_bytes
@@ -88,6 +90,7 @@ class EngineBench:
         return {
             "model": self._serving.resolved.name,
             "dtype": str(self._serving.decoder.dtype).removeprefix("torch."),
+            "compressed": self._serving.decoder.weights.is_compressed,
             "device": self._serving.device.name,
             "ceilings": asdict(self._ceilings),
         }
@@ -176,7 +179,9 @@ class EngineBench:
         and a key (by default each query attends to its share of the context)."""
         spec, dtype = self._serving.resolved.spec, self._serving.decoder.dtype
         layers, head = layer_parameters(spec), spec.vocab_size * spec.hidden_size
-        num_bytes = layers * self._weight_bytes + head * dtype.itemsize + context_tokens * page_bytes(spec, 1, dtype)
+        share_read = self._serving.decoder.weights.share_read if num_tokens <= MAX_ROWS else 1.0
+        num_bytes = share_read * (layers * self._weight_bytes + head * dtype.itemsize)
+        num_bytes += context_tokens * page_bytes(spec, 1, dtype)
         pairs = context_tokens if attended is None else attended
         operations = 2.0 * layers * num_tokens + 2.0 * head * num_sampled
         operations += 4 * pairs * spec.num_heads * spec.head_dim * spec.num_layers

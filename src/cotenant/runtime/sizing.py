@@ -44,9 +44,16 @@ def training_bytes(spec: ModelSpec, tasklet_tokens: int, dtype: torch.dtype) -> 
 
 
 def num_pages(
-    config: ServerConfig, device: Device, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, tasklet_tokens: int
+    config: ServerConfig,
+    device: Device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    max_model_len: int,
+    tasklet_tokens: int,
+    way_out: str = "",
 ) -> tuple[int, int]:
-    """(pages at the start, pages that the cache may grow to). Call with the weights loaded.
+    """(pages at the start, pages that the cache may grow to). Call with the weights loaded. ``way_out``: what else
+    leaves more memory, for whom there is too little.
 
     At the start: ``--num-pages``, or as many as memory allows and the batch can ever use. Raises InvalidInputError when
     not even one request of full length fits.
@@ -75,7 +82,11 @@ def num_pages(
         count = cache.num_pages
     if count < pages_per_request:
         goes_by_pages = cache.num_pages is not None or device.torch_device.type == "cpu"
-        more = f"give --num-pages {pages_per_request} or more" if goes_by_pages else "raise --gpu-memory-utilization"
+        more = (
+            f"give --num-pages {pages_per_request} or more"
+            if goes_by_pages
+            else f"raise --gpu-memory-utilization{way_out}"
+        )
         raise InvalidInputError(
             f"the KV cache would have {max(count, 0)} pages of {cache.page_tokens} tokens, but one request of "
             f"{max_model_len} tokens needs {pages_per_request}: lower --max-model-len or {more}",
