@@ -22,7 +22,7 @@ _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, 
 # The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
 _OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these
-_HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, by the newest version
+_HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, later still
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
@@ -176,10 +176,18 @@ def _own_rate_rows(runs: Sequence[Result]) -> Iterator[Target]:
     text = f"TTFT p99 {max(ttfts):.0f} ms, TPOT p99 {max(tpots):.1f} ms at most"
     yield name, "TTFT p99 500 ms, TPOT p99 40 ms", text, max(ttfts) <= 500 and max(tpots) <= 40, _PROMPTS
     harvests = [cell["harvest"] for cell in cells]
-    free = sorted(shares[_WITHOUT_DECODE] for run in runs for cell, shares in loss_rows(run["cells"]) if cell in cells)
-    why = _PROMPTS + _WITHOUT_DECODES.format(least=free[0], most=free[-1])
-    text = ", ".join(f"{harvest:.1%}" for harvest in harvests)
+    free = [shares[_WITHOUT_DECODE] for run in runs for cell, shares in loss_rows(run["cells"]) if cell in cells]
+    why = _PROMPTS + _WITHOUT_DECODES.format(least=min(free, key=_number), most=max(free, key=_number))
+    with_copies = [run.get("compressed") for run in runs for cell in run["cells"] if cell in cells]
+    text = ", ".join(
+        f"{harvest:.1%}{' from compressed weights' if each else ''}"
+        for harvest, each in zip(harvests, with_copies, strict=True)
+    )
     yield name, "harvest 75%", text, min(harvests) >= 0.75, why
+
+
+def _number(percent: str) -> float:
+    return float(percent.removesuffix("%"))
 
 
 def _grid_rows(grid: Result) -> Iterator[Target]:
@@ -212,7 +220,7 @@ def _between_rows(between: Result) -> Iterator[Target]:
 
 
 def _halves_rows(halves: Result) -> Iterator[Target]:
-    where = "[at half the traces' rates](#on-a-gpu-half-of-a-trace-for-each-of-two-gpus), by the newest version"
+    where = "[at half the traces' rates](#on-a-gpu-half-of-a-trace-for-each-of-two-gpus), from compressed weights"
     yield _two_gpus_row(f"the same {where}", halves["comparison"])
     yield from newest_rows(f"errors of prediction beside a job {where}", halves)
 

@@ -195,27 +195,28 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
         ]
         return found
 
-    halves, newest_version = json.loads((tmp_path / "colocate_two_gpus_h200.json").read_text()), "the newest version"
-    (two_gpus,) = [name for name in aims() if newest_version in name and "two GPUs that share" in name]
+    halves, whose = json.loads((tmp_path / "colocate_two_gpus_h200.json").read_text()), "at half the traces' rates"
+    (two_gpus,) = [name for name in aims() if whose in name and "two GPUs that share" in name]
     assert aims()[two_gpus][:2] == ["1.540", "met"]
-    assert of_errors("mean 3% alone", newest_version)[:2] == ["2.9% (in cells up to 3.8%)", "met"]
+    assert of_errors("mean 3% alone", whose)[:2] == ["2.9% (in cells up to 3.8%)", "met"]
     aim = "p95 10% with training, in each cell"
-    assert of_errors(aim, newest_version)[:2] == ["8 of 8 cells of 1034 batches or more, 8.2% at most", "met"]
+    assert of_errors(aim, whose)[:2] == ["8 of 8 cells of 1034 batches or more, 8.2% at most", "met"]
     halves["cells"][0]["prediction_error"]["co_run"]["p95"] = 0.101
     (tmp_path / "colocate_two_gpus_h200.json").write_text(json.dumps(halves))
     told = ["7 of 8 cells of 1034 batches or more, 10.1% at most", "**missed**"]
-    assert of_errors(aim, newest_version)[:2] == told
+    assert of_errors(aim, whose)[:2] == told
 
     own_rate = json.loads((tmp_path / "colocate_own_rate_h200.json").read_text())
     later = f"{load}, [by a later version](#on-a-gpu-the-conversation-at-its-own-rate)"
     measured, verdict, why = aims()[f"{later}: harvest 75%"]
-    assert (measured, verdict) == ("69.5%, 68.0%, 67.6%", "**missed**")
+    assert (measured, verdict) == ("69.5%, 68.0%, 67.6% from compressed weights", "**missed**")
     assert why.endswith("If decode steps cost nothing it would be 82.9% to 83.0%.")
     in_time = f"{later}: TTFT p99 500 ms, TPOT p99 40 ms"
     assert aims()[in_time][:2] == ["TTFT p99 172 ms, TPOT p99 38.2 ms at most", "met"]
     for cell in (cell for run in own_rate for cell in run["cells"] if cell["policy"] == "adaptive"):
         cell["harvest"] = 0.75
-    cell["tpot_ms"]["p99"] = 41.0  # at 10 ms
+        if cell["slo"]["tpot_ms"] == 10:
+            cell["tpot_ms"]["p99"] = 41.0
     (tmp_path / "colocate_own_rate_h200.json").write_text(json.dumps(own_rate))
     assert (aims()[f"{later}: harvest 75%"][1], aims()[in_time][1]) == ("met", "met")
     own_rate[0]["cells"][1]["tpot_ms"]["p99"] = 40.1

@@ -18,7 +18,7 @@ GRIDS = (
         "colocate_steady_h200.json",
         "On a GPU: steady sequences again",
         "Sequences decode steadily, without HTTP, and are timed from 832 tokens on, when `adaptive`'s margin has come "
-        "to rest; each run is on another card, alone on its machine unless another is named. [Earlier "
+        "to rest; each run is on another card, alone on its machine where nothing else is said. [Earlier "
         "ones](#on-a-gpu-steady-sequences-by-earlier-versions) are on a page of their own. The first was cut off "
         "before its last cell; it counts the training of a cell's first iteration, which those before lack: one of "
         "384. The second is of the version whose decode steps have [attention of their "
@@ -33,7 +33,7 @@ GRIDS = (
         "card with clocks and watts like the third's: serving alone takes 3% less time a token, and training has 0.4 "
         "points less at 10 ms, where 0.02 ms are left to spare, and 0.1 more at 40. A step takes less time, but hardly "
         "less of the board's power. The next two have the same steps on cards that draw 682 and 687 W for decoding "
-        "alone, and were measured at 10 ms, the first with the conversation on the host's other card; the second reads "
+        "alone: the first was cut off at 40 ms and had the conversation on the host's other card; the second reads "
         "[compressed copies](serving.md#compressed-weights): serving alone takes 7% less time a token than in the one "
         "before, and training has 0.8 points more, on another card. The last does so, too, as it is the default since, "
         "on a card that draws 645 W for decoding alone, while the host's second one had [half of a "

@@ -40,8 +40,9 @@ ONE_TENANT = (
     Section(
         "engine_compressed_h200.json",
         "On a GPU: steps that read compressed weights",
-        "`--compress-weights off` beside `on`, which was measured first, on one H200. The floor counts the bytes of "
-        "the weights as they are, so a step that reads fewer can be faster than it.",
+        "`--compress-weights off` beside `on`, which was measured first, on one H200 that had trained until just "
+        "before. A prompt's batch reads the weights as they are in both. So does what the floor counts, and a step "
+        "that reads fewer bytes can be faster than it.",
     ),
     Section(
         "engine_compressed_h100.json",

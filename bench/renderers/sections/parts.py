@@ -167,8 +167,7 @@ PARTS = (
         "planner_turns_h200.txt",
         "On an eighth GPU's host: what a plan costs, in rounds",
         "The version whose turns look no further than they have to, and which asks its models of as many features as "
-        "there are; on one machine, one behind the other, its plan for 64 prompts takes 44 µs where the version before "
-        "took 67. Intel(R) Xeon(R) Processor, 32 cores, nothing else running.",
+        "there are. Intel(R) Xeon(R) Processor, 32 cores, nothing else running.",
         "python bench/planner_cost.py --calls 300",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
