@@ -41,6 +41,22 @@ def test_parts_of_a_grid_become_one(tmp_path: Path) -> None:
     assert whole["comparison"]["averages"] == pytest.approx(averages, abs=0.02), "as if training alone were as fast"
 
 
+def test_of_a_cell_in_several_files_that_of_the_most_rounds_counts(tmp_path: Path) -> None:
+    twice = {**cell("adaptive", 10.0, 40.0), "harvest_of_runs": [0.3, 0.5]}
+    first, second = part(100.0, twice, rounds=2), part(100.0, cell("adaptive", 10.0, 20.0), rounds=1)
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for order in (paths, paths[::-1]):
+        for path, report in zip(paths, (first, second), strict=True):
+            path.write_text(json.dumps(report))
+        result = bench("colocate-report", *map(str, order), "--json", str(paths[1]))
+        assert result.returncode == 0, result.stderr
+        assert "1 cell in several files: that of the most rounds counts, or else the last file's" in result.stderr
+        (kept,) = json.loads(paths[1].read_text())["cells"]
+        assert kept["train_tokens_per_s"] == 40.0
+        assert json.loads((tmp_path / "second.json.old").read_text()) == second, "what was read is kept"
+        assert "adaptive" in result.stdout
+
+
 def test_what_cannot_be_compared_is_not_put_together(tmp_path: Path) -> None:
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     paths[0].write_text(json.dumps(part(100.0)))

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from cotenant.bench.colocate_report import report_page
-from cotenant.bench.colocate_text import comparison_lines, with_parts
+from cotenant.bench.colocate_text import with_parts
 from cotenant.bench.comparison import compare
-from cotenant.cli.colocate_parts import joined, read_report, unlike_rounds
-from cotenant.cli.output import check_apart, check_outputs, say_phase, write_json, write_text
+from cotenant.cli.colocate_output import tell
+from cotenant.cli.colocate_parts import joined, num_repeated, read_report, unlike_rounds
+from cotenant.cli.output import check_apart, check_outputs, counted, say_phase
+from cotenant.core.output_file import make_way
 
 
 def colocate_report(
@@ -38,11 +39,11 @@ def colocate_report(
     report = joined(parts)
     if rounds := unlike_rounds(parts):
         say_phase(f"warning: cells are of unlike numbers of rounds, and a mean of more is the surer: {rounds}")
+    if count := num_repeated(parts):
+        told = f"{counted(count, 'cell')} in several files: that of the most rounds counts, or else the last file's"
+        say_phase(f"warning: {told}")
     report["cells"] = with_parts(report["cells"])
     report["comparison"] = compare(report, slo_attainment or report["slo_attainment"])
-    if json_path is not None:
-        write_json(json_path, report, is_compact=True)
-    if html_path is not None:
-        write_text("html", html_path, report_page(report))
-    for line in comparison_lines(report["comparison"]):
-        typer.echo(line)
+    if json_path is not None and json_path.resolve() in {file.resolve() for file in files}:
+        make_way(json_path)
+    tell(report, json_path, html_path)

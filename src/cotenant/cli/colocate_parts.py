@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,8 @@ def go_on_with(report: Report, before: Report) -> Report:
     _check_same(report, before)
     traces = {**before.get("traces", {}), **report.get("traces", {})}
     runs = [*_runs(before), *_runs(report)]
-    return {**before, **report, "traces": traces, "runs": runs, "cells": list(before["cells"])}
+    both = {"traces": traces, "runs": runs, "notes": _notes(before, report)}
+    return {**before, **report, **both, "cells": list(before["cells"])}
 
 
 def check_continues(settings: Report, before: Report) -> None:
@@ -117,15 +119,20 @@ def check_continues(settings: Report, before: Report) -> None:
 
 
 def joined(parts: Mapping[str, Report]) -> Report:
-    """One report of all cells, of files by their names; of cells that are in several the last. What training reaches
-    alone is the mean of theirs. Raises InvalidInputError where they could not be compared."""
+    """One report of all cells, of files by their names; of cells that are in several that of the most rounds, or else
+    the last. What training reaches alone is the mean of theirs. Raises InvalidInputError where they could not be
+    compared."""
     first = next(iter(parts.values()))
     for name, part in parts.items():
         check_alike(first, part, name)
     for (name, part), (other_name, other) in itertools.combinations(parts.items(), 2):
         _check_same_requests(part, other, name, other_name)
     traces = {name: digest for part in parts.values() for name, digest in part.get("traces", {}).items()}
-    cells = {cell_key(cell): cell for part in parts.values() for cell in part["cells"]}
+    cells: dict[object, dict[str, Any]] = {}
+    for cell in (cell for part in parts.values() for cell in part["cells"]):
+        known = cells.get(key := cell_key(cell))
+        if known is None or _num_rounds(cell) >= _num_rounds(known):
+            cells[key] = cell
     alone = sum(part["train_alone_tokens_per_s"] for part in parts.values()) / len(parts)
     runs = [run for part in parts.values() for run in _runs(part)]
     return {
@@ -133,6 +140,7 @@ def joined(parts: Mapping[str, Report]) -> Report:
         "train_alone_tokens_per_s": round(alone, 2),
         **({"traces": traces} if traces else {}),
         **({"runs": runs} if len(runs) > 1 else {}),
+        "notes": _notes(*parts.values()),
         "cells": [cell for place in by_place(list(cells.values())) for cell in place],
     }
 
@@ -144,6 +152,21 @@ def check_alike(report: Report, other: Report, what: str) -> None:
             raise InvalidInputError(
                 f"{what} has {name} {other.get(name)!r}, not {report[name]!r}: they cannot be compared", param=name
             )
+
+
+def num_repeated(parts: Mapping[str, Report]) -> int:
+    """Cells that are in more than one of several files."""
+    counts = Counter(cell_key(cell) for part in parts.values() for cell in part["cells"])
+    return sum(count > 1 for count in counts.values())
+
+
+def _num_rounds(cell: Mapping[str, Any]) -> int:
+    return len(cell.get("harvest_of_runs") or ()) or 1
+
+
+def _notes(*reports: Report) -> list[str]:
+    """Of all of them, each once."""
+    return list(dict.fromkeys(note for report in reports for note in report.get("notes", ())))
 
 
 def unlike_rounds(parts: Mapping[str, Report]) -> str:
