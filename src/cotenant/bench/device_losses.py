@@ -91,6 +91,6 @@ def loss_rows(cells: Sequence[Cell]) -> list[tuple[Cell, list[str]]]:
             if lost is not None:
                 shares = [cell["harvest"], *lost.values(), bound(alone), prompts_at_its_clocks(cell, alone)]
                 times = [step_cost_ms(cell), step_ms]
-                texts = ["-" if share is None else f"{share:.1%}" for share in shares]
+                texts = ["-" if share is None else f"{share:.1%}".replace("-0.0%", "0.0%") for share in shares]
                 rows.append((cell, [*texts, *("-" if time_ms is None else f"{time_ms:.1f}" for time_ms in times)]))
     return rows
