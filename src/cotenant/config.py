@@ -30,6 +30,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}  # vLLM's, on the command line
 LOAD_FORMATS = ("auto", "dummy")
 MAX_LORA_RANK = 512
+LEAST_MODEL_LEN = 16
 COMPRESS_WEIGHTS = ("auto", "off", "on")
 QUANTIZATIONS = ("fp8",)
 DEVICES = ("auto", "cpu", "cuda")
@@ -105,7 +106,8 @@ class ModelConfig:
             f"must be one of {', '.join(COMPRESS_WEIGHTS)}",
         )
         _require(self.device in DEVICES, "device", f"must be one of {', '.join(DEVICES)}")
-        _require(self.max_model_len is None or self.max_model_len >= 16, "max-model-len", "must be at least 16")
+        is_enough = self.max_model_len is None or self.max_model_len >= LEAST_MODEL_LEN
+        _require(is_enough, "max-model-len", f"must be at least {LEAST_MODEL_LEN}")
         _require(abs(self.seed) < 1 << 63, "seed", "must be a number of 64 bits")
 
     @property

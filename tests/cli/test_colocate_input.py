@@ -82,7 +82,10 @@ def test_requests_that_all_come_at_once_leave_no_time_to_measure_in(tmp_path: Pa
             ["--batch-sizes", "32", "--context", "1000", "--num-tokens", "400"],
             "error: --context: 400 tokens of 32 sequences around 1000 take up to 1536 with those before the timing, ",
         ),
-        (["--batch-sizes", "64"], "error: --batch-sizes: 8 tokens of 64 sequences around 2 take up to "),
+        (
+            ["--batch-sizes", "64"],
+            "error: --batch-sizes: 64 sequences have up to 1049 tokens with those before the timing",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], complaint: str) -> None:

@@ -30,6 +30,7 @@ def _body(report: Mapping[str, Any]) -> str:
     charts = ColocateCharts(report["cells"], comparison["slo_attainment"], report.get("num_sms"))
     parts = ["<h1>A fine-tuning job beside requests, policy by policy</h1>", *_setting(report)]
     parts += ["<h2>How the policies compare</h2>", *_comparison(comparison)]
+    parts += [f"<p>{html.escape(note)}</p>" for note in report.get("notes", ())]
     parts += _section("Training throughput against the TPOT target", _MARKS, charts.against_target())
     parts += _section("Training throughput against the rate of requests", _MARKS, charts.against_rate())
     place, timelines = charts.timelines()

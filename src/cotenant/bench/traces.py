@@ -39,7 +39,8 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival. ``num_skipped`` rows of the file had no prompt or no answer.
+    """Requests in the order of their arrival. ``num_skipped`` rows of the file had no prompt or no answer;
+    ``num_too_long`` more do not fit the model, and are left out.
 
     ``window_s`` is the part of the file's time that was chosen; None: all of it. ``num_runs``: how many times over the
     requests are there.
@@ -48,6 +49,7 @@ class Trace:
     format: str
     requests: list[TraceRequest]
     num_skipped: int = 0
+    num_too_long: int = 0
     window_s: tuple[float, float] | None = None
     num_runs: int = 1
 

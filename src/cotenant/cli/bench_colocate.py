@@ -39,6 +39,7 @@ from cotenant.cli.colocate_loads import (
     read_traces,
     trace_digest,
 )
+from cotenant.cli.colocate_notes import notes_on, warn, who_trains_little
 from cotenant.cli.colocate_output import tell
 from cotenant.cli.colocate_parts import KIND, check_continues, go_on_with, read_report
 from cotenant.cli.interruption import INTERRUPTED_EXIT_CODE, sigterm_as_interrupt
@@ -52,6 +53,8 @@ from cotenant.cli.output import (
 )
 from cotenant.config import (
     COMPRESS_WEIGHTS,
+    LEAST_MODEL_LEN,
+    MAX_LORA_RANK,
     BatchConfig,
     CoExecutionConfig,
     LoraConfig,
@@ -62,15 +65,13 @@ from cotenant.config import (
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.output_file import check_trace_file, make_way
 from cotenant.core.plan import Slo
-from cotenant.scheduler.base import STEP_BY_STEP
-from cotenant.scheduler.space import NEED_PARTITIONS, sm_shares
+from cotenant.scheduler.space import sm_shares
 
 if TYPE_CHECKING:
     from cotenant.runtime.colocate_bench import ColocateBench
 
 _TTFT_SLO_MS = 500.0
 _TIME_SCALE = "1"
-_LONG_TASKLET = 0.7  # of a TPOT target: one beside a step is too much
 
 
 @sigterm_as_interrupt()
@@ -196,7 +197,9 @@ def colocate(
             "--fuse/--no-fuse", help="Run forward tasklets inside batches. Default: on CUDA.", show_default=False
         ),
     ] = None,
-    r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter that is trained.")] = 16,
+    r: Annotated[
+        int, typer.Option("--r", min=1, max=MAX_LORA_RANK, help="Rank of the LoRA adapter that is trained.")
+    ] = 16,
     alone_seconds: Annotated[
         float, typer.Option(min=0.1, max=MOST_ALONE_S, help="How long training is timed by itself.")
     ] = 10.0,
@@ -254,6 +257,8 @@ def colocate(
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
     traces = read_traces(trace or [], busiest, max_model_len or limit, window)
+    notes = notes_on(traces, max_model_len or limit)
+    warn(notes)
     # Here and not above: torch takes seconds to import, and `cotenant --help` has no use for it.
     from cotenant.runtime.colocate_bench import ColocateBench
     from cotenant.runtime.finetune_workload import Workload
@@ -269,6 +274,7 @@ def colocate(
         for name, scale in itertools.product(traces, scales)
     ]
     longest = max(plan.wished if isinstance(plan, SteadyPlan) else plan.longest for plan in plans)
+    longest = max(longest, LEAST_MODEL_LEN)
     chosen = replace(chosen, max_model_len=max_model_len or min(limit, longest))
     if before is not None and compress_weights == "auto":  # an earlier version may not have had it
         chosen = replace(chosen, compress_weights="on" if before["compressed"] else "off")
@@ -296,9 +302,8 @@ def colocate(
                 tpot_ms = measured_target(bench.default_slo)
                 say_phase(f"TPOT target: {tpot_ms:g} ms, four times what a step took; --slo-tpot-ms sets others")
                 grid = replace(grid, slos=[Slo(slo_ttft_ms, tpot_ms, slo_itl_ms, slo_attainment)])
-            report, was_interrupted = _measured(
-                bench, plans, grid, {**_report(bench, label), **settings}, before, json_path, alone_seconds
-            )
+            settings = {**_report(bench, label), **settings, "notes": notes}
+            report, was_interrupted = _measured(bench, plans, grid, settings, before, json_path, alone_seconds)
     if was_interrupted and not report["cells"]:
         fail("interrupted before anything was measured", exit_code=INTERRUPTED_EXIT_CODE)
     report["cells"] = with_parts(report["cells"])
@@ -325,9 +330,9 @@ def _measured(
     bench.wait_for_kernels()
     say_phase("timing training alone")
     alone = round(bench.alone(alone_seconds), 2)
-    _warn_who_trains_little(bench, grid)
+    warn(little := who_trains_little(bench, grid))
     measured = {"train_alone_tokens_per_s": alone, "train_alone_utilisation": bench.alone_utilisation}
-    report = {**settings, **measured, "cells": []}
+    report = {**settings, **measured, "notes": [*settings["notes"], *little], "cells": []}
     if before is not None:
         report = go_on_with(report, before)
     elif json_path is not None:
@@ -339,26 +344,6 @@ def _measured(
     except KeyboardInterrupt:
         return report, True
     return report, False
-
-
-def _warn_who_trains_little(bench: ColocateBench, grid: Grid) -> None:
-    """Whatever the load, so that nobody takes it for the policy's doing."""
-    tpot_ms = min(slo.tpot_ms for slo in grid.slos)
-    divided = [] if bench.has_partitions else [name for name in grid.policies if name in NEED_PARTITIONS]
-    if divided:
-        say_phase(
-            f"warning: {', '.join(divided)}: no multiprocessors are divided here, so training runs only while nobody "
-            "asks"
-        )
-    longest_ms = bench.longest_tasklet_ms
-    hurried = [name for name in grid.policies if name in STEP_BY_STEP]
-    if hurried and longest_ms > _LONG_TASKLET * tpot_ms:
-        say_phase(
-            f"warning: {', '.join(hurried)}: training will get little or nothing beside requests where the TPOT target "
-            f"is {tpot_ms:g} ms: a piece of training (a tasklet) takes up to {longest_ms:.1f} ms, and there each "
-            "decode step has to end within the target together with its piece. A smaller --tasklet-tokens or --seq-len "
-            "makes pieces shorter"
-        )
 
 
 def _config(

@@ -11,6 +11,7 @@ import typer
 from cotenant.cli.options import model_to_measure
 from cotenant.cli.output import check_outputs, counted, say_phase, write_json
 from cotenant.cli.tables import new_table, open_console
+from cotenant.config import MAX_LORA_RANK
 from cotenant.core.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def finetune(
             min=0, help="Tokens of a micro-batch; a longer sequence is one by itself. 0: as the server chooses."
         ),
     ] = 0,
-    r: Annotated[int, typer.Option("--r", min=1, help="Rank of the LoRA adapter, on all linear modules.")] = 16,
+    r: Annotated[
+        int, typer.Option("--r", min=1, max=MAX_LORA_RANK, help="Rank of the LoRA adapter, on all linear modules.")
+    ] = 16,
     dropout: Annotated[float, typer.Option("--lora-dropout", min=0.0, max=0.99, help="Of the adapter's inputs.")] = 0.0,
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Compute activations again in the backward pass.")

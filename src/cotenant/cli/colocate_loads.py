@@ -47,8 +47,7 @@ def read_traces(
         fitting = [each for each in trace.requests if each.input_len + each.output_len <= limit]
         if not fitting:
             raise InvalidInputError(f"--trace: no request of {path} fits {limit} tokens", param="trace")
-        num_skipped = trace.num_skipped + len(trace.requests) - len(fitting)
-        traces[path.stem] = replace(trace, requests=fitting, num_skipped=num_skipped)
+        traces[path.stem] = replace(trace, requests=fitting, num_too_long=len(trace.requests) - len(fitting))
     return traces
 
 
@@ -121,6 +120,12 @@ def plan_steady(sizes: Sequence[int], context: int | None, num_tokens: int | Non
     context, num_tokens = steady_lengths(context, num_tokens, largest, limit)
     plans = [SteadyPlan(size, context, num_tokens) for size in sizes]
     longest = max(plan.longest for plan in plans)
+    if longest > limit and flag == "batch-sizes":
+        raise InvalidInputError(
+            f"--batch-sizes: {largest} sequences have up to {longest} tokens with those before the timing, while "
+            f"latencies are learned, more for more sequences, and the model takes {limit}; ask for fewer",
+            param=flag,
+        )
     if longest > limit:
         raise InvalidInputError(
             f"--{flag}: {num_tokens} tokens of {largest} sequences around {context} take up to {longest} with those "

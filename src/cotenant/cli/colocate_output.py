@@ -37,7 +37,7 @@ def _print(report: dict[str, Any]) -> None:
     for policy, value in report["comparison"]["averages"].items():
         averages.add_row(policy, "-" if value is None else f"{value:.0f}")
     console.print(averages)
-    for text in comparison_lines(report["comparison"]):
+    for text in (*comparison_lines(report["comparison"]), *report.get("notes", ())):
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
