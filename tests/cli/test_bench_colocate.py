@@ -234,6 +234,7 @@ def test_where_serving_alone_misses_the_slo_nothing_else_is_measured(tmp_path: P
     assert "training will get little or nothing" not in result.stderr, "multitask counts what is left of each request"
     numbers = re.findall(r"measuring cell (\d) of 8", result.stderr)
     assert numbers == list("134578"), "two are needless"
+    assert result.stderr.count("serving alone misses the SLO there, so nothing else is measured") == 2
     report = json.loads(path.read_text())
     found = [(cell["time_scale"], cell["slo"]["tpot_ms"], cell["policy"]) for cell in report["cells"]]
     assert found == [

@@ -62,6 +62,7 @@ def test_requests_that_the_model_is_too_short_for_are_told_in_the_report(tmp_pat
     for note in report["notes"]:
         assert f"warning: {note}" in measured.stderr
         assert html.escape(note) in paths["html"].read_text()
+    assert "is not there yet" not in measured.stderr
     again = bench("colocate-report", str(paths["json"]))
     assert again.returncode == 0
     assert left_out in again.stdout

@@ -22,12 +22,15 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "grid.json"
     arguments = [*small_model(tmp_path), *TRAINING, "--batch-sizes", "2", "--context", "40", "--num-tokens", "16"]
     arguments += ["--slo-tpot-ms", "10000", "--policies", "inference-only,whole-step", "--json", str(path)]
-    assert bench_colocate(*arguments).returncode == 0
+    first = bench_colocate(*arguments, "--resume")
+    assert first.returncode == 0
+    assert f"--resume: {path} is not there yet, so all is measured" in first.stderr
     whole = json.loads(path.read_text())
     kept, lost = whole["cells"]
     path.write_text(json.dumps({**whole, "cells": [kept]}))
     again = bench_colocate(*arguments, "--resume")
     assert again.returncode == 0, again.stderr
+    assert "is not there yet" not in again.stderr
     resumed = json.loads(path.read_text())
     assert resumed["cells"][0] == kept
     assert resumed["cells"][1]["policy"] == lost["policy"]

@@ -7,12 +7,13 @@ import os
 import resource
 import time
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cotenant.config import BatchConfig, LoraConfig
+from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.plan import Mode, Plan, Slo
 from cotenant.device import create_device
@@ -20,6 +21,7 @@ from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
 from cotenant.runtime.executor import Executor
 from cotenant.runtime.loop import WorkerLoop
+from cotenant.runtime.tenants import build_tenants
 from cotenant.runtime.trace import Trace, Track
 from cotenant.runtime.training import TrainingTenant
 from cotenant.scheduler import create_policy
@@ -117,6 +119,19 @@ def test_the_traces_of_the_last_four_workers_are_kept(tmp_path: Path) -> None:
     kept = ["trace.json", *(f"trace.json.old{number}" for number in ("", ".2", ".3", ".4"))]
     assert sorted(each.name for each in tmp_path.iterdir()) == kept
     assert [_events(tmp_path / name)[-2]["name"] for name in kept] == [f"worker {number}" for number in (6, 5, 4, 3, 2)]
+
+
+def test_a_servers_says_which_model_and_policy_it_is_of_and_since_when(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    model, targets = ModelConfig("tiny", device="cpu"), CoExecutionConfig(slo_ttft_ms=1e4, slo_tpot_ms=1e3)
+    config = ServerConfig(model, coexecution=targets, trace_file=str(path), data_dir=str(tmp_path / "data"))
+    trace = build_tenants(config, lambda message: None).trace
+    assert trace is not None
+    trace.close()
+    (name,) = [event["args"]["name"] for event in _events(path) if event["name"] == "process_name"]
+    about, _, since = name.partition(", since ")
+    assert about == "cotenant worker: tiny, policy adaptive"
+    assert abs(datetime.strptime(since, "%Y-%m-%d %H:%M:%S %z").timestamp() - time.time()) < 120
 
 
 def test_a_folder_that_is_missing_is_made(tmp_path: Path) -> None:

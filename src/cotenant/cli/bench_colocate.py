@@ -256,6 +256,8 @@ def colocate(
     if resume and json_path is None:
         raise InvalidInputError("--resume goes on with the file of --json: give it", param="resume")
     before = read_report(json_path) if resume and json_path is not None and json_path.exists() else None
+    if resume and before is None:
+        say_phase(f"--resume: {json_path} is not there yet, so all is measured")
     traces = read_traces(trace or [], busiest, max_model_len or limit, window)
     notes = notes_on(traces, max_model_len or limit)
     warn(notes)

@@ -58,6 +58,8 @@ class Grid:
             say_phase(self._what_is_next(together, len(missing)))
             measured = [cell_figures(self.loads[index], cell, alone) for cell in self._in_turn(together, loads[index])]
             cells += measured
+            if self.skip_hopeless and any(_is_hopeless(cell, report) for cell in measured):
+                say_phase("serving alone misses the SLO there, so nothing else is measured")
             if json_path is not None:
                 write_json(json_path, report, is_compact=True)
             for cell in with_parts(cells)[-len(measured) :]:  # after that: whoever reads it may be gone

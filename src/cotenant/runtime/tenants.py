@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from cotenant.config import ServerConfig
@@ -100,10 +101,16 @@ def _timed_model(serving: Serving, quantization: str | None, *, enforce_eager: b
     return " ".join(filter(None, (f"{spec.family}-{digest}", dtype, quantization, compressed, eager)))
 
 
+def _about(config: ServerConfig) -> str:
+    """What a trace is of. Of several policies its marks tell."""
+    policy = "" if config.coexecution.policies else f", policy {config.coexecution.policy}"
+    return f": {config.model.name}{policy}, since {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+
+
 def build_tenants(config: ServerConfig, send: Callable[[FromWorker], None]) -> Tenants:
     """Load everything. ``send``: what the training tenant has to say. Raises CotenantError for what cannot be served,
     and torch.OutOfMemoryError."""
-    trace = None if config.trace_file is None else Trace(Path(config.trace_file))
+    trace = None if config.trace_file is None else Trace(Path(config.trace_file), _about(config))
     trains = config.coexecution.trains
     serving = build_serving(config, meanwhile=warm_up if trains else None)
     device, decoder, engine, spec = serving.device, serving.decoder, serving.engine, serving.resolved.spec

@@ -46,8 +46,9 @@ class Trace:
     """Begins a file anew, and makes its folder; a trace that is there is renamed, with ``.old`` behind its name, and so
     are some from before. Times are seconds on time.perf_counter's clock."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises InvalidInputError if the file cannot be written, or something else is there."""
+    def __init__(self, path: Path, about: str = "") -> None:
+        """``about``: by what it is told from others. Raises InvalidInputError if the file cannot be written, or
+        something else is there."""
         check_trace_file(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ class Trace:
         self._encoder = msgspec.json.Encoder()
         self._buffer = bytearray(BEGINNING)
         self._start_s = self._flushed_s = time.perf_counter()
-        self._add({"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": "cotenant worker"}})
+        self._add({"ph": "M", "pid": _PROCESS, "name": "process_name", "args": {"name": f"cotenant worker{about}"}})
         self._named: set[int] = set()
         for track, name in _NAMES.items():
             self._name_row(track, name)
