@@ -6,7 +6,7 @@ import pytest
 
 from cotenant.config import BatchConfig, ModelConfig, ServerConfig
 from cotenant.runtime.build import build_serving
-from cotenant.runtime.engine_bench import Ceilings, EngineBench, layer_parameters
+from cotenant.runtime.engine_bench import Ceilings, EngineBench
 
 
 def test_weights_of_layers_count_as_they_are_stored() -> None:
@@ -14,5 +14,5 @@ def test_weights_of_layers_count_as_they_are_stored() -> None:
     serving = build_serving(ServerConfig(model=ModelConfig("tiny", device="cpu"), batch=BatchConfig()))
     by_bytes = Ceilings(copy_gb_s=1.0, matmul_tflop_s=1e9)
     whole_ms, fp8_ms = (EngineBench(serving, by_bytes, each).floor_ms(1, 48, 1) for each in (4, 1))
-    num_weights = layer_parameters(serving.resolved.spec)
+    num_weights = serving.resolved.spec.layer_parameters
     assert whole_ms - fp8_ms == pytest.approx(3 * num_weights / 1e6)

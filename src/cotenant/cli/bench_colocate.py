@@ -275,8 +275,8 @@ def colocate(
         plan_trace(name, traces[name], scale, min_requests, cell_seconds)
         for name, scale in itertools.product(traces, scales)
     ]
-    longest = max(plan.wished if isinstance(plan, SteadyPlan) else plan.longest for plan in plans)
-    longest = max(longest, LEAST_MODEL_LEN)
+    lengths = (plan.wished if isinstance(plan, SteadyPlan) else plan.longest for plan in plans)
+    longest = max(LEAST_MODEL_LEN, *lengths)
     chosen = replace(chosen, max_model_len=max_model_len or min(limit, longest))
     if before is not None and compress_weights == "auto":  # an earlier version may not have had it
         chosen = replace(chosen, compress_weights="on" if before["compressed"] else "off")
@@ -288,9 +288,9 @@ def colocate(
         "traces": {path.stem: trace_digest(path) for path in trace or []},
     }  # fmt: skip
     if before is not None:  # what is known without the model, which takes a while to load
-        known = {"compressed": chosen.compress_weights == "on"} | (
-            {"dtype": chosen.dtype} if chosen.dtype != "auto" else {}
-        )
+        known: dict[str, Any] = {"compressed": chosen.compress_weights == "on"}
+        if chosen.dtype != "auto":
+            known["dtype"] = chosen.dtype
         check_continues({"model": chosen.name, "training": asdict(workload), **known, **settings}, before)
     if tpots_ms is None:  # those to be measured are as in the run before, or nothing of it would be gone on with
         tpots_ms = targets_in(before) if usual.slo_tpot_ms is None else targets_of(usual.slo_tpot_ms)

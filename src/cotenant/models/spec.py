@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotenant.core.errors import InvalidInputError
+from cotenant.core.job import LINEAR_MODULES
 
 FAMILY_OF_ARCHITECTURE = {
     "LlamaForCausalLM": "llama",
@@ -75,6 +76,11 @@ class ModelSpec:
             "up_proj": (self.intermediate_size, self.hidden_size),
             "down_proj": (self.hidden_size, self.intermediate_size),
         }[module]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers' linear modules."""
+        return self.num_layers * sum(num_out * num_in for num_out, num_in in map(self.module_shape, LINEAR_MODULES))
 
     def group_shape(self, modules: Sequence[str]) -> tuple[int, int]:
         """(out, in) features of modules that read the same input, as one matrix."""

@@ -56,8 +56,7 @@ def _pays(cache: CacheConfig, device: torch.device, spec: ModelSpec) -> bool:
 
 def copies_bytes(spec: ModelSpec) -> float:
     """What copies of all matrices that decode steps read take."""
-    each_layer = sum(num_out * num_in for num_out, num_in in map(spec.group_shape, MODULE_GROUPS))
-    return _COPY_BYTES * (spec.num_layers * each_layer + spec.vocab_size * spec.hidden_size)
+    return _COPY_BYTES * (spec.layer_parameters + spec.vocab_size * spec.hidden_size)
 
 
 def tell(config: ModelConfig, decoder: Decoder) -> None:

@@ -23,7 +23,6 @@ from cotenant.core.request import AdapterRef, Request, SamplingParams
 from cotenant.engine.flight import Collected
 from cotenant.models.lora import LoraAdapter
 from cotenant.models.skinny_tiling import MAX_ROWS
-from cotenant.models.spec import ModelSpec
 from cotenant.runtime.build import Serving, build_serving
 from cotenant.runtime.sizing import page_bytes
 
@@ -178,7 +177,7 @@ class EngineBench:
         """The least time for ``num_tokens`` tokens over ``context_tokens`` cached ones; ``attended``: pairs of a query
         and a key (by default each query attends to its share of the context)."""
         spec, dtype = self._serving.resolved.spec, self._serving.decoder.dtype
-        layers, head = layer_parameters(spec), spec.vocab_size * spec.hidden_size
+        layers, head = spec.layer_parameters, spec.vocab_size * spec.hidden_size
         share_read = self._serving.decoder.weights.share_read if num_tokens <= MAX_ROWS else 1.0
         num_bytes = share_read * (layers * self._weight_bytes + head * dtype.itemsize)
         num_bytes += context_tokens * page_bytes(spec, 1, dtype)
@@ -205,13 +204,6 @@ class EngineBench:
         self._engine.abort([view.request_id for view in self._engine.views()])
         while self._engine.has_work:
             self._iterate()
-
-
-def layer_parameters(spec: ModelSpec) -> int:
-    """Weights of all layers' linear modules."""
-    modules = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    shapes = [spec.module_shape(module) for module in modules]
-    return spec.num_layers * sum(num_out * num_in for num_out, num_in in shapes)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

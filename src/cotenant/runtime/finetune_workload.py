@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 from cotenant.core.job import Hyperparameters
 from cotenant.finetune.dataset import Dataset
 from cotenant.models.spec import ModelSpec
-from cotenant.runtime.engine_bench import layer_parameters
 
 _STEPS_PER_EPOCH = 64
 
@@ -58,7 +57,7 @@ def flop_per_token(spec: ModelSpec, *, only_multiplied: bool = False) -> int:
     """
     embedding = spec.vocab_size * spec.hidden_size
     has_own_embedding = not spec.tie_word_embeddings and not only_multiplied
-    return 4 * (layer_parameters(spec) + (2 if has_own_embedding else 1) * embedding)
+    return 4 * (spec.layer_parameters + (2 if has_own_embedding else 1) * embedding)
 
 
 def random_dataset(workload: Workload, vocab_size: int) -> Dataset:
