@@ -15,10 +15,10 @@ from cotenant.predictor.prior import Prior
 from cotenant.predictor.records import Group, RecordCache
 from cotenant.predictor.shapes import TILE, BatchKey, batch_key
 
-# What a prompt token costs depends on how many there are. It is asked first of so many tiles of them and the decodes,
-# the first of these that the models tell of; then of about as many as there is room for, in whole tiles, some times: a
-# token more costs from half to four times what those do on average. A guess says at most twice what it would be by the
-# tokens first asked of.
+# What a prompt token costs depends on how many there are. It is asked first of as many tiles of them and the decodes as
+# were found last, or of so many, the first of these that the models tell of; then of about as many as there is room
+# for, in whole tiles, some times: a token more costs from half to four times what those do on average. A guess says at
+# most twice what it would be by the tokens first asked of.
 _FIRST_TILES, _MOST_ASKED = (8, 3, 1), 3
 _LEAST_OF_MEAN, _MOST_OF_MEAN, _MOST_GUESSED = 0.5, 4.0, 2.0
 ALONE, _BEHIND = "batch", "batch behind tasklets"  # records
@@ -46,6 +46,7 @@ class BatchTimes:
         # The same, since the last measurement.
         self._last_reached: tuple[BatchShape, float | None] | None = None
         self._last_start: tuple[BatchShape, int, _Start] | None = None
+        self._first_tiles: tuple[int, ...] = _FIRST_TILES
 
     def keys(self, batch: BatchShape) -> tuple[Group, BatchKey]:
         """Of a batch's records: their group, and what they share of their shape."""
@@ -85,6 +86,7 @@ class BatchTimes:
         whose time is known it is corrected ``_MOST_ASKED`` times at most. Of more than ``most`` nobody is asked:
         attention grows with their square, and from far beyond all batches the way back would end below those that
         fit."""
+        before = self._last_start
         found = self._start_by_models(decodes, num_computed) or self._start_by_guess(decodes, num_computed)
         if found is None:
             return None
@@ -103,6 +105,8 @@ class BatchTimes:
             token_ms = min(max(token_ms, _LEAST_OF_MEAN * mean_ms), _MOST_OF_MEAN * mean_ms)
             asked, taken_ms = around, around_ms
             tokens = min(most, around + int(min(most, (limit_ms - around_ms) / token_ms)))
+        if self._last_start is not before:  # the first question about these decodes: the next one is about others
+            self._first_tiles = ((decodes.num_decode % TILE + asked) // TILE, *_FIRST_TILES)
         return tokens
 
     def _start_by_models(self, decodes: BatchShape, num_computed: int) -> _Start | None:
@@ -113,7 +117,7 @@ class BatchTimes:
         alone_ms = self._reached_ms(decodes)
         if alone_ms is None:
             return None
-        for tiles in _FIRST_TILES:
+        for tiles in self._first_tiles:
             asked = tiles * TILE - decodes.num_decode % TILE
             taken_ms = self.models.reached_ms(_with_prompt(decodes, asked, num_computed))
             if taken_ms is not None and taken_ms > alone_ms:
