@@ -309,19 +309,23 @@ def test_of_a_prompt_that_is_half_done_a_token_costs_more(
 
 def test_what_was_asked_before_of_other_decodes_makes_chunks_no_longer(predictor: LatencyPredictor) -> None:
     """The search begins where the last one ended, however far that is."""
-    rng, asked = random.Random(17), deepcopy(predictor)
-    beyond: list[float] = []  # the share of the limit that a chunk takes more or less than by one who was asked nothing
+    rng, fresh = random.Random(17), LatencyPredictor("h", "m")
+    fresh.restore(predictor.export())
+    asked = deepcopy(fresh)
+    beyond: list[list[float]] = [[], []]  # by what share of the limit chunks take longer or, negative, less than that
     for _ in range(200):
         num_decode, num_computed = rng.choice((1, 8, 20, 40)), rng.choice((0, 0, 1000, 3000))
-        decodes, fresh = BatchShape(num_decode, num_decode * rng.randint(500, 2000)), deepcopy(predictor)
+        decodes, unasked = BatchShape(num_decode, num_decode * rng.randint(500, 2000)), deepcopy(fresh)
         for limit_ms in sorted(rng.uniform(20.0, 115.0) for _ in range(2)):
-            found = [each.prompt_tokens_within(decodes, limit_ms, num_computed, most=8192) for each in (asked, fresh)]
-            batches = [with_prompts(decodes, (tokens or 0, num_computed)) for tokens in found]
-            took_ms, otherwise_ms = (predictor.batch_ms(batch) or 0.0 for batch in batches)
-            beyond.append(abs(took_ms - otherwise_ms) / limit_ms)
-    beyond.sort()
-    assert beyond[len(beyond) * 95 // 100] < 0.02
-    assert 0.0 < beyond[-1] < 0.1
+            for each, shares in zip((asked, unasked), beyond, strict=True):
+                tokens = each.prompt_tokens_within(decodes, limit_ms, num_computed, most=8192)
+                took_ms = predictor.batch_ms(with_prompts(decodes, (tokens or 0, num_computed)))
+                assert took_ms is not None
+                shares.append(took_ms / limit_ms - 1)
+    assert beyond[0] != beyond[1]
+    longer, shorter = ([sum(max(0.0, sign * each) for each in shares) for shares in beyond] for sign in (1, -1))
+    assert longer[0] < 1.02 * longer[1]
+    assert shorter[0] < shorter[1] + 0.002 * len(beyond[0])
 
 
 def after_training(rng: random.Random, num_since: int) -> float:
