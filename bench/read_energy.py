@@ -69,9 +69,7 @@ def main() -> None:
     made = split_multiprocessors(device, [arguments.sms])
     lanes = {partition.online_sms: streams.online for partition, streams in made.items()}
     lanes[torch.cuda.get_device_properties(device).multi_processor_count] = torch.cuda.Stream()
-    layers = [
-        [torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02 for shape in _LAYER] for _ in range(NUM_LAYERS)
-    ]
+    layers = random_layers()
     plain = [[FusedLinear((), (), weight) for weight in layer] for layer in layers]
     compressed = [[FusedLinear((), (), weight, None, compress(weight)) for weight in layer] for layer in layers]
     num_bytes = sum(weight.numel() * weight.element_size() for layer in layers for weight in layer)
@@ -82,8 +80,8 @@ def main() -> None:
     for num_sms, stream in sorted(lanes.items()):
         for name, launch in (
             ("read", lambda: _read(layers)),
-            (f"products of {arguments.rows} rows", lambda: _decode(plain, arguments.rows)),
-            ("the same, compressed", lambda: _decode(compressed, arguments.rows)),
+            (f"products of {arguments.rows} rows", lambda: decode_products(plain, arguments.rows)),
+            ("the same, compressed", lambda: decode_products(compressed, arguments.rows)),
         ):
             with sms_at_hand(num_sms):
                 found = meter.measure(launch, stream)
@@ -98,6 +96,13 @@ def main() -> None:
         f"{f'products of {_TRAINED_ROWS} rows':32} {found.watts:6.0f} W {found.run_ms:7.2f} ms {found.joules:6.2f} J, "
         f"{each * 1e3:.1f} mJ a token; forward and backward to the input about twice that"
     )
+
+
+def random_layers() -> list[list[torch.Tensor]]:
+    """A model's weights."""
+    return [
+        [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02 for shape in _LAYER] for _ in range(NUM_LAYERS)
+    ]
 
 
 class Meter:
@@ -138,7 +143,8 @@ def _read(layers: list[list[torch.Tensor]]) -> None:
         _read_kernel[(num_programs,)](words, found, PER_PROGRAM=_PER_PROGRAM, WIDTH=_WIDTH, num_warps=8)
 
 
-def _decode(layers: list[list[FusedLinear]], num_rows: int) -> None:
+def decode_products(layers: list[list[FusedLinear]], num_rows: int) -> None:
+    """Of a step of so many sequences."""
     for base in itertools.chain.from_iterable(layers):
         skinny.unfinished_product(_inputs(num_rows, base.weight.shape[1]), base, None)
 

@@ -19,6 +19,7 @@ _PLANNING = (
     "planner_rounds_again_h200.txt",
     "planner_objects_h200.txt",
     "planner_turns_h200.txt",
+    "planner_found_h200.txt",
 )
 _PROFILE, _PROFILE_S = "profile_h200.txt", 180  # measured by an earlier version
 _ALL_OF_IT = "AdaptivePolicy, records, all of it for 64 prompts"

@@ -23,6 +23,7 @@ _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, 
 _LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
 _OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these
 _HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, later still
+_TWICE = "colocate_code_twice_h200.json"  # where ``_AGAIN`` is late, by a later version, with serving alone
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
 _ABOVE = (
@@ -38,8 +39,9 @@ _POWER = (
     "[The board's power](#on-a-gpu-steady-sequences-again), at its limit all the time: of the {allowed:.2f} J that "
     "{limit:.0f} W allow in {tpot_ms:g} ms both took {drawn:.2f}, at lower clocks than each by itself, where a step "
     "takes {step:.2f} J and {aim:.0%} of training's speed {training:.2f}. [Most of a step's brings weights "
-    "in](#on-a-gpu-what-reading-the-weights-costs-in-energy). Steps that take less, fewer bits a weight, more watts, "
-    "or a card that does more with them."
+    "in](#on-a-gpu-what-reading-the-weights-costs-in-energy). Steps that take less, if only by what [decoding and "
+    "multiplying](#on-a-gpu-what-a-job-has-beside-a-steps-products) draw, fewer bits a weight, more watts, or a card "
+    "that does more with them."
 )
 _OVER = (
     "The sequences that were timed took {over:.1f} us a token more than the target: a stretch of a long answer that "
@@ -66,8 +68,8 @@ _TIGHT = (
 )
 _LATE = (
     "Late: {late}. Serving alone was not measured in that run; in the grid it is in time there, but its TPOT p99 is "
-    "not far below the target, either: prompts' chunks are as large as targets allow, whoever trains. What would tell: "
-    "the same on several hosts, with serving alone."
+    "not far below the target, either: prompts' chunks are as large as targets allow, whoever trains. By [a later "
+    "version](#on-a-gpu-the-code-trace-at-twice-its-rate-by-a-later-version) both are in time there."
 )
 _TESTED = (
     (
@@ -87,14 +89,16 @@ _TESTED = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, *_LATER)]
+    paths = [
+        results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, _TWICE, *_LATER)
+    ]
     if not all(path.exists() for path in paths):
         return []
     read = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    grid, steady, predicted, again, between, own_rate, halves, *later = read
+    grid, steady, predicted, again, between, own_rate, halves, twice, *later = read
     whole = joined(dict(zip(_LATER, later, strict=True)))
     rows = [*_steady_rows(steady), *_conversation_rows(grid), *_own_rate_rows(own_rate)]
-    rows += [*_grid_rows(grid), *_again_rows(grid, again)]
+    rows += [*_grid_rows(grid), *_again_rows(grid, again), *_twice_rows(twice)]
     rows += [*_later_rows(whole), *_between_rows(between), *prediction_rows(grid, predicted, again, whole, between)]
     rows += [*_halves_rows(halves), *planning_rows(results)]
     told = [*(_row(*row) for row in rows), *([*row, "tested", ""] for row in _TESTED)]
@@ -286,6 +290,14 @@ def _again_rows(grid: Result, again: Result) -> Iterator[Target]:
     yield name, f"in time at all {len(places)} places", text, not late, _LATE.format(late=whose)
     for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
         yield _ratio_row(name, comparison, key, aim)
+
+
+def _twice_rows(twice: Result) -> Iterator[Target]:
+    where = (
+        "[by a later version](#on-a-gpu-the-code-trace-at-twice-its-rate-by-a-later-version), from compressed weights"
+    )
+    places = " and ".join(f"{tpot_ms:g}" for tpot_ms in sorted({cell["slo"]["tpot_ms"] for cell in twice["cells"]}))
+    yield _in_time_row(f"of these, code x 2 at {places} ms {where}", twice["comparison"])
 
 
 def _late(place: Result, alone: Result) -> str:

@@ -106,6 +106,7 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
         "between",
         "own_rate",
         "two_gpus",
+        "code_twice",
     ):
         name = f"colocate_{kind}_h200.json"
         (tmp_path / name).write_text(
@@ -160,6 +161,14 @@ def test_what_was_aimed_at_is_met_or_missed_by_what_was_measured(
     (tmp_path / "colocate_again_h200.json").write_text(json.dumps(again))
     assert aims()[in_time] == ["19", "met", ""]
     assert float(aims()[by][0].partition(",")[0]) > before, "one of the two places has all policies"
+    twice = json.loads((tmp_path / "colocate_code_twice_h200.json").read_text())
+    (there,) = [name for name in aims() if name.startswith("of these, code x 2 at 15 and 25 ms [by a later version]")]
+    assert aims()[there] == ["2", "met", ""]
+    (one,) = [c for c in twice["cells"] if (c["policy"], c["slo"]["tpot_ms"]) == ("adaptive", 15.0)]
+    one["attainment"] = 0.98
+    twice["comparison"] = compare(twice, 0.99)
+    (tmp_path / "colocate_code_twice_h200.json").write_text(json.dumps(twice))
+    assert aims()[there][:2] == ["1", "**missed**"]
     half = json.loads((tmp_path / "colocate_half_h200.json").read_text())
     name = "[these places by later versions](#on-a-gpu-half-of-the-grid-by-a-later-version), on three hosts"
     in_time = f"{name}: in time at all 24 places"

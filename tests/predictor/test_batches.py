@@ -313,7 +313,7 @@ def test_what_was_asked_before_of_other_decodes_makes_chunks_no_longer(predictor
     fresh.restore(predictor.export())
     asked = deepcopy(fresh)
     beyond: list[list[float]] = [[], []]  # by what share of the limit chunks take longer or, negative, less than that
-    for _ in range(200):
+    for _ in range(80):
         num_decode, num_computed = rng.choice((1, 8, 20, 40)), rng.choice((0, 0, 1000, 3000))
         decodes, unasked = BatchShape(num_decode, num_decode * rng.randint(500, 2000)), deepcopy(fresh)
         for limit_ms in sorted(rng.uniform(20.0, 115.0) for _ in range(2)):

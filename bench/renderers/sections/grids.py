@@ -78,6 +78,18 @@ GRIDS = (
         "python bench/read_energy.py",
     ),
     Section(
+        "beside_steps_h200.txt",
+        "On a GPU: what a job has beside a step's products",
+        "What a perfect kernel for a decode step's products could give a job at most. Each 10 ms some SMs bring the "
+        "weights in, by orders to the memory's own engine and without doing anything with them, or multiply with them "
+        "for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside products "
+        "with compressed weights, 58% beside those with the weights themselves. If weights were only brought in it "
+        "would have 68 and 65%: from what decoding and multiplying draw there are 5 to 7 points to be had, from the "
+        "bytes that compression saves 3. On 100 SMs it has more, but then a step's products take most of the 10 ms, "
+        "and attention is still to come.",
+        "python bench/beside_steps.py",
+    ),
+    Section(
         "read_energy_h100.txt",
         "On a GPU: what reading the weights costs in energy on an H100",
         "What a decode step's products draw beyond a board that waits is for two thirds to bring the matrices in on "
@@ -131,6 +143,13 @@ GRIDS = (
         "By the version whose decode steps read compressed copies, `adaptive` alone, at half the traces' rates, a "
         "trace on each of a host's two cards. From this follows what two GPUs train that each serve half of a trace "
         "at its own rate, against one that serves all of it and one that trains alone.",
+    ),
+    Section(
+        "colocate_code_twice_h200.json",
+        "On a GPU: the code trace at twice its rate, by a later version",
+        "Where `adaptive` is late in [the grid again](#on-a-gpu-the-grid-again-llmstation-in-partitions), with serving "
+        "alone, by the version whose decode steps read compressed copies: of 101 requests none is late beside the job "
+        "at 15 and 25 ms, and one where nothing trains.",
     ),
     Section(
         "colocate_conv_h200.json",

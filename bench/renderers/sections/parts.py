@@ -169,6 +169,14 @@ PARTS = (
         "The version whose turns look no further than they have to, and which asks its models of as many features as "
         "there are. Intel(R) Xeon(R) Processor, 32 cores, nothing else running.",
         "python bench/planner_cost.py --calls 300",
+        is_earlier=True,
+    ),
+    Section(
+        "planner_found_h200.txt",
+        "On a ninth GPU's host: what a plan costs, in rounds",
+        "The version that looks for a chunk's size where the last one was found. Intel(R) Xeon(R) Processor, 16 "
+        "cores, nothing else running.",
+        "python bench/planner_cost.py",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),
     Section(
