@@ -133,8 +133,9 @@ class _Judge(NamedTuple):
         _, token_s, target_s, patient_since_s = self
         taken: list[tuple[int, int, str]] = []  # a heap of those in time: the longest first, of equal ones the last
         longest = 0  # tokens of its first
+        place = 0  # of the last one that came into it: less than all before it had
         late: list[str] = []
-        for place, request in enumerate(requests):
+        for request in requests:
             num_left, arrival_s = request.num_prompt_tokens_left, request.arrival_s
             end_s, due_s = free_s + num_left * token_s, arrival_s + target_s
             # Who had its first token, and is computed again, has its others to give.
@@ -142,12 +143,14 @@ class _Judge(NamedTuple):
                 free_s = end_s
             elif end_s <= due_s:
                 free_s = end_s
-                heapq.heappush(taken, (-num_left, -place, request.request_id))
+                place -= 1
+                heapq.heappush(taken, (-num_left, place, request.request_id))
                 longest = -taken[0][0]
             # Behind one that must not wait it may be late even so: then nobody is put off for it.
             elif longest > num_left and end_s - longest * token_s <= due_s:
                 free_s = end_s - longest * token_s
-                late.append(heapq.heapreplace(taken, (-num_left, -place, request.request_id))[-1])
+                place -= 1
+                late.append(heapq.heapreplace(taken, (-num_left, place, request.request_id))[-1])
                 longest = -taken[0][0]
             else:
                 late.append(request.request_id)
