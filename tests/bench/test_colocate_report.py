@@ -159,6 +159,19 @@ def test_what_a_gpu_counts_of_its_sms_and_bandwidth_is_told_where_it_does(
     assert "75%" in "".join(written(tmp_path / "report.html", report).itertext())
 
 
+@pytest.mark.parametrize("measured", [None, {}, {"sm": 0.9}])
+def test_columns_of_what_no_cell_has_are_left_out(
+    measured: dict[str, float] | None, tmp_path: Path, report: dict[str, Any]
+) -> None:
+    """A CPU has none of them."""
+    for one in report["cells"]:
+        one["utilisation"] = None
+    report["cells"][0]["utilisation"] = measured
+    root = written(tmp_path / "report.html", report)
+    header = [heading.text for heading in list(root.iter("table"))[-1].iter("th")]
+    assert header[-2:] == (["requests", "GPU busy"] if measured else [header[-2], "requests"])
+
+
 def test_a_grid_of_several_runs_names_them(tmp_path: Path, report: dict[str, Any]) -> None:
     runs = [{"command": f"bench part {number}", "train_alone_tokens_per_s": 1000.0 + number} for number in (1, 2, 1)]
     root = written(tmp_path / "page.html", {**report, "runs": runs})

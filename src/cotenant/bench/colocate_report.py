@@ -162,12 +162,13 @@ def _grid(charts: Sequence[str]) -> str:
 def _cells(report: Mapping[str, Any]) -> str:
     attainment = report["comparison"]["slo_attainment"]
     rows, classes = [], []
-    for cell in report["cells"]:
-        busy = cell.get("utilisation")
-        rows.append([*table_row(cell), str(cell["num_requests"]), *(_percent(busy, name) for name in _BUSY)])
+    busy = [cell.get("utilisation") or {} for cell in report["cells"]]
+    told = [name for name in _BUSY if any(name in each for each in busy)]  # none of a CPU
+    for cell, each in zip(report["cells"], busy, strict=True):
+        rows.append([*table_row(cell), str(cell["num_requests"]), *(_percent(each, name) for name in told)])
         classes.append("" if cell["attainment"] is None or cell["attainment"] >= attainment else "missed")
-    return table((*HEADER, "requests", *_BUSY.values()), rows, classes)
+    return table((*HEADER, "requests", *(_BUSY[name] for name in told)), rows, classes)
 
 
-def _percent(busy: Mapping[str, float] | None, name: str) -> str:
-    return "-" if busy is None or name not in busy else f"{busy[name]:.0%}"
+def _percent(busy: Mapping[str, float], name: str) -> str:
+    return f"{busy[name]:.0%}" if name in busy else "-"
