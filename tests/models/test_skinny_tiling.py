@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cotenant.models.skinny_tiling import (
     MAX_ROWS,
+    CompressedTiling,
     Multiprocessors,
     choose_compressed_tiling,
     choose_tiling,
@@ -99,7 +100,7 @@ def test_where_each_program_has_an_sm_there_is_room_for_another(num_out: int, nu
 def test_parts_of_a_compressed_product_follow_from_the_shape(
     num_rows: int, num_out: int, num_in: int, count: int, device: Multiprocessors
 ) -> None:
-    """Of the matrix and not of the rows, nor of the SMs, so that all have the same bits."""
+    """Of the matrix and not of the rows, so that all have the same bits; each part gets a part of the list."""
     sms = device._replace(num=min(count, device.total))
     tiling = choose_compressed_tiling(num_rows, num_out, num_in, sms)
     assert tiling.splits == choose_compressed_tiling(1, num_out, num_in, H200).splits
@@ -107,20 +108,28 @@ def test_parts_of_a_compressed_product_follow_from_the_shape(
     assert tiling.splits == 1 or num_in >= 512 * tiling.splits
     assert choose_compressed_tiling(num_rows, num_out, num_in, sms, is_finished=True).splits == 1
     assert tiling.rows >= num_rows
-    assert tiling.num_programs(num_out) == num_out // 128 * tiling.splits
+    assert 3 <= tiling.num_stages <= 5
+    assert tiling.leaving_room(num_out, sms) == tiling._replace(num_stages=min(4, tiling.num_stages))
 
 
 @pytest.mark.parametrize("num_sms", [48, 64, 132])
 @pytest.mark.parametrize("num_rows", [16, 32, 64])
-def test_programs_of_a_compressed_product_fill_an_sm(num_rows: int, num_sms: int) -> None:
-    """No more of them find room on one than are to share it."""
-    for num_out, num_in in ((6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096)):
+def test_a_compressed_product_finds_room(num_rows: int, num_sms: int) -> None:
+    """All programs of a small one at once; beside one of them on an SM of a whole GPU one that shrinks, of 64 KiB."""
+    for num_out, num_in in ((6144, 4096), (4096, 4096), (4096, 14336)):
         tiling = choose_compressed_tiling(num_rows, num_out, num_in, H200._replace(num=num_sms))
-        assert tiling.splits == (1 if num_out == 28672 else 4)
-        assert tiling.num_stages * tiling.stage_bytes_of(tiling.rows) + 1024 <= tiling.shared_bytes
-        assert tiling.num_stages >= 3
-        assert tiling.per_sm * (tiling.shared_bytes + 1024) <= H200.shared_bytes + 1024
-        assert (tiling.per_sm + 1) * (tiling.shared_bytes + 1024) > H200.shared_bytes + 1024
+        assert tiling.runs_at_once(num_out, H200)
+        assert tiling.splits == (2 if num_out == 6144 else 4)
+        each = -(-num_out // 128 * tiling.splits // num_sms)
+        if num_rows < 64:
+            assert each * (_shared_bytes(tiling) + 1024) <= H200.shared_bytes + 1024
+        if num_sms == 132:
+            assert _shared_bytes(tiling.leaving_room(num_out, H200)) + 64 * 1024 + 1024 <= H200.shared_bytes
+    assert not choose_compressed_tiling(num_rows, 28672, 4096, H200).runs_at_once(28672, H200)
+
+
+def _shared_bytes(tiling: CompressedTiling) -> int:
+    return (tiling.num_stages - 1) * tiling.stage_bytes + tiling.sums_bytes
 
 
 def test_sms_at_hand_are_said_for_what_is_inside() -> None:

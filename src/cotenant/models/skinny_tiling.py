@@ -17,19 +17,14 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import NamedTuple
 
-from cotenant.models.compressed import BLOCK_COLUMNS, BLOCK_DEPTH, MAX_LIST_BYTES
+from cotenant.models.compressed import BLOCK_BYTES, BLOCK_COLUMNS, BLOCK_DEPTH, BLOCK_WARPS, MAX_SPLITS
 
 MAX_ROWS = 64
 # The most programs that a product is split into: two on each multiprocessor of a Hopper GPU.
 _MAX_SPLIT_PROGRAMS = 264
 _MIN_SPLIT_DEPTH = 512
 _HOPPER_SMS = 132
-# Of products with compressed matrices. Fewer rows are multiplied, and kept, in no less than the first number.
-_COMPRESSED_ROWS = (16, 32, MAX_ROWS)
-_MAX_SPLITS, _MAX_COMPRESSED_STAGES = 4, 6
-# Programs on an SM: on a few SMs it is what decodes and multiplies that counts, on more what is on its way.
-_COMPRESSED_ON_FEW, _COMPRESSED_ON_MANY = 3, 2
-_ALIGNMENT_BYTES, _LEFT_BYTES = 1024, 4096  # of shared memory; for others' programs
+_MAX_COMPRESSED_STAGES = 5
 _SMALL_OUT = 8192
 # So many programs of 64 columns are enough for a Hopper GPU's SMs if each is halved; fewer are of fewer columns.
 _ENOUGH_PROGRAMS = 64
@@ -100,22 +95,37 @@ class Tiling(NamedTuple):
 
 
 class CompressedTiling(NamedTuple):
-    """The same of a product with a compressed matrix: by programs for 128 columns, of which ``per_sm`` find room on an
-    SM."""
+    """The same of a product with a compressed matrix, which a program takes by blocks. One stage fewer than
+    ``num_stages`` is read ahead."""
 
     rows: int
     splits: int
     num_stages: int
-    per_sm: int
-    shared_bytes: int  # of each program
+    columns: int = BLOCK_COLUMNS
+    depth: int = BLOCK_DEPTH
+    num_warps: int = BLOCK_WARPS
 
-    @staticmethod
-    def stage_bytes_of(rows: int) -> int:
-        """Shared memory of a block, with its list, what it is multiplied with, and two barriers."""
-        return rows * BLOCK_DEPTH * 2 + BLOCK_COLUMNS * BLOCK_DEPTH * 3 // 2 + MAX_LIST_BYTES + 16
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of what a turn reads."""
+        return self.rows * BLOCK_DEPTH * 2 + BLOCK_BYTES
+
+    @property
+    def sums_bytes(self) -> int:
+        """Shared memory that sums pass through in the end."""
+        return self.rows * BLOCK_COLUMNS * 2
 
     def num_programs(self, num_out: int) -> int:
         return num_out // BLOCK_COLUMNS * self.splits
+
+    def runs_at_once(self, num_out: int, _: Multiprocessors) -> bool:
+        """Whether each program has an SM of a Hopper GPU to itself. Follows from the shape."""
+        return self.num_programs(num_out) <= _HOPPER_SMS
+
+    def leaving_room(self, num_out: int, _: Multiprocessors) -> CompressedTiling:
+        """For a launch that has programs of other work behind the product's: beside one of the product's on an SM there
+        is room for one of them."""
+        return self._replace(num_stages=min(self.num_stages, 4))
 
 
 class Multiprocessors(NamedTuple):
@@ -213,23 +223,22 @@ def _on_many(rows: int, num_out: int, num_in: int, splits: int, sms: Multiproces
 def choose_compressed_tiling(
     num_rows: int, num_out: int, num_in: int, sms: Multiprocessors, *, is_finished: bool = False
 ) -> CompressedTiling:
-    """For a matrix that ``compressed.compress`` took; ``is_finished``: not in parts. There are as many programs as a
-    Hopper GPU has at once, where the shape allows."""
-    rows = next(each for each in _COMPRESSED_ROWS if num_rows <= each)
+    """For a matrix that ``compressed.compress`` took; ``is_finished``: not in parts. A program is slower to decode than
+    memory is to bring, so there are as many as a Hopper GPU has SMs, where the shape allows."""
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else MAX_ROWS
     num_blocks, splits = num_out // BLOCK_COLUMNS, 1
     while (
         not is_finished
-        and splits < _MAX_SPLITS
-        and 2 * splits * num_blocks <= _MAX_SPLIT_PROGRAMS
+        and splits < MAX_SPLITS
+        and 2 * splits * num_blocks <= _HOPPER_SMS
         and num_in >= 2 * splits * _MIN_SPLIT_DEPTH
     ):
         splits *= 2
-    # All the room there is: else more of a kernel's programs than its share would be on SMs that the kernel before has
-    # left early.
-    per_sm = _COMPRESSED_ON_FEW if sms.are_few else _COMPRESSED_ON_MANY
-    room = (sms.shared_bytes + _RESERVED_BYTES - _LEFT_BYTES) // per_sm - _RESERVED_BYTES
-    stages = min(_MAX_COMPRESSED_STAGES, (room - _ALIGNMENT_BYTES) // CompressedTiling.stage_bytes_of(rows))
-    return CompressedTiling(rows, splits, stages, per_sm, room)
+    tiling = CompressedTiling(rows, splits, _MAX_COMPRESSED_STAGES)
+    most_each = -(-num_blocks * splits // sms.num)
+    each_bytes = (sms.shared_bytes + _RESERVED_BYTES) // most_each - _RESERVED_BYTES
+    stages = (each_bytes - tiling.sums_bytes) // tiling.stage_bytes + 1
+    return tiling._replace(num_stages=max(3, min(_MAX_COMPRESSED_STAGES, stages)))
 
 
 def _split(rows: int, num_out: int, num_in: int) -> Tiling | None:

@@ -8,7 +8,7 @@ import torch
 
 from cotenant.config import CacheConfig, ModelConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.models.compressed import BLOCK_COLUMNS, BLOCK_DEPTH, is_compressible
+from cotenant.models.compressed import BLOCK_COLUMNS, is_compressible
 from cotenant.models.decoder import Decoder
 from cotenant.models.lora import MODULE_GROUPS
 from cotenant.models.products import has_triton
@@ -16,7 +16,8 @@ from cotenant.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-_HOPPER_MAJOR = 9  # of the compute capability: whose tensor cores the kernel is written for
+_MIN_CAPABILITY = (9, 0)  # whose tensor cores take what was decoded from registers
+_MEASURED_MAJOR = 9  # Hopper: the GPUs on which steps are known to be shorter
 _COPY_BYTES = 1.5  # of each weight
 # What "auto" takes for the copies at most, of the memory that the server may use.
 _MOST_SHARE = 0.1
@@ -40,10 +41,10 @@ def compresses(
 
 
 def _pays(cache: CacheConfig, device: torch.device, spec: ModelSpec) -> bool:
-    """Whether steps get shorter by what can be told from noise, and nobody misses the memory: of pages that were asked
-    for none is taken."""
+    """Whether steps are known to be shorter, and nobody misses the memory: of pages that were asked for none is
+    taken."""
     needed = copies_bytes(spec)
-    if needed < _LEAST_BYTES:
+    if torch.cuda.get_device_capability(device)[0] != _MEASURED_MAJOR or needed < _LEAST_BYTES:
         return False
     usable = cache.gpu_memory_utilization * torch.cuda.get_device_properties(device).total_memory
     is_little = needed <= _MOST_SHARE * usable
@@ -71,9 +72,9 @@ def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: 
     if device.type != "cuda" or not has_triton():
         return f"needs an NVIDIA GPU and Triton, not the device {device}"
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] != _HOPPER_MAJOR:
-        found = ".".join(map(str, capability))
-        return f"needs a Hopper GPU (compute capability 9.0), but {torch.cuda.get_device_name(device)} has {found}"
+    if capability < _MIN_CAPABILITY:
+        found, needed = (".".join(map(str, each)) for each in (capability, _MIN_CAPABILITY))
+        return f"needs compute capability {needed} or more, but {torch.cuda.get_device_name(device)} has {found}"
     if config.quantization is not None:
         return f"weights in {config.quantization} are smaller already"
     if dtype != torch.bfloat16:
@@ -82,7 +83,7 @@ def _problem(config: ModelConfig, device: torch.device, spec: ModelSpec, dtype: 
         num_out, num_in = spec.group_shape(modules)
         if not is_compressible(num_out, num_in):
             return (
-                f"needs matrices whose sizes are multiples of {BLOCK_COLUMNS} and {BLOCK_DEPTH}, but that of "
-                f"{' and '.join(modules)} is {num_out} by {num_in}"
+                f"needs matrices whose sizes are multiples of {BLOCK_COLUMNS}, but that of {' and '.join(modules)} is "
+                f"{num_out} by {num_in}"
             )
     return None

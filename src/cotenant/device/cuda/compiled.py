@@ -20,20 +20,15 @@ Argument = tuple[Any, Any]
 
 class CompiledKernel:
     """The ``extern "C"`` kernel ``name`` of ``source``, which includes nothing. ``constants``: macros that it is
-    compiled with. ``shared_bytes``: that each of its programs takes besides what it declares. ``is_specific``: it uses
-    what later generations of the device do not have."""
+    compiled with. ``shared_bytes``: that each of its programs takes besides what it declares."""
 
-    def __init__(
-        self, source: str, name: str, constants: Mapping[str, int], shared_bytes: int, *, is_specific: bool = False
-    ) -> None:
+    def __init__(self, source: str, name: str, constants: Mapping[str, int], shared_bytes: int) -> None:
         """Raises InvalidInputError without an NVRTC for the device, RuntimeError for a source that does not compile."""
         self._driver = Driver()
         self._shared_bytes = shared_bytes
         options = [f"-D{key}={value}" for key, value in constants.items()]
         torch.cuda.current_stream().synchronize()  # this thread has the device's context from here on
-        self._module = self._driver.call(
-            "cuModuleLoadData", _compile(source, name, options, "a" if is_specific else "")
-        )
+        self._module = self._driver.call("cuModuleLoadData", _compile(source, name, options))
         self._function = self._driver.call("cuModuleGetFunction", self._module, name.encode())
         attribute = self._driver.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._driver.call("cuFuncSetAttribute", self._function, attribute, shared_bytes)
@@ -61,33 +56,10 @@ def pointer(tensor: torch.Tensor) -> Argument:
     return tensor.data_ptr(), ctypes.c_void_p
 
 
-def rows_as_copied(matrix: torch.Tensor, width: int, num_rows: int) -> Argument:
-    """A CUtensorMap of ``matrix`` [rows, columns], of two bytes an element and contiguous, for copies of ``width``
-    columns, 64 at most, of ``num_rows`` rows, those that there are not as zeros: rows lie 128 bytes apart, swizzled."""
-    driver = Driver()
-    api = driver.api
-    sizes = [api.cuuint64_t(size) for size in reversed(matrix.shape)]
-    found = driver.call(
-        "cuTensorMapEncodeTiled",
-        api.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
-        matrix.dim(),
-        matrix.data_ptr(),
-        sizes,
-        [api.cuuint64_t(matrix.stride(0) * matrix.element_size())],
-        [api.cuuint32_t(size) for size in (width, num_rows)],
-        [api.cuuint32_t(1)] * matrix.dim(),
-        api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-        api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return found, None
-
-
-def _compile(source: str, name: str, options: Sequence[str], kind: str) -> bytes:
-    """Machine code. ``kind``: of the architecture."""
+def _compile(source: str, name: str, options: Sequence[str]) -> bytes:
+    """Machine code."""
     nvrtc = _nvrtc()
-    options = [f"-arch=sm_{_architecture(nvrtc)}{kind}", *options]
+    options = [f"-arch=sm_{_architecture(nvrtc)}", *options]
     succeeded = nvrtc.nvrtcResult.NVRTC_SUCCESS
     _, program = nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from cotenant.models.kernels.lora import Delta
-from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
+from cotenant.models.kernels.overlap import wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
 
 _PIECE = 8
@@ -70,44 +70,6 @@ def shrink_arguments(shrink: Shrink | None) -> tuple[object, ...]:
         return None, None, 0, 0, None
     adapters, sums = shrink.delta
     return adapters.pieces, adapters.stack, adapters.stack.stride(0), adapters.a_offset, sums
-
-
-def launch_shrink(x: torch.Tensor, shrink: Shrink) -> None:
-    """By a launch of its own, before the product's, whose programs begin beside it."""
-    num_rows, num_in = x.shape
-    _shrink_kernel[(shrink.num_programs,)](
-        x, *shrink_arguments(shrink), num_rows, num_in, **shrink.constants, num_warps=4, **overlap(x.device)
-    )
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _shrink_kernel(
-    x,
-    pieces,
-    stack,
-    slot_stride,
-    offset,
-    sums,
-    num_rows,
-    num_in,
-    H_SPLITS: tl.constexpr,
-    H_WIDTH: tl.constexpr,
-    H_MODULES: tl.constexpr,
-    H_RANKS: tl.constexpr,
-    H_DEPTH: tl.constexpr,
-    H_SPAN: tl.constexpr,
-    H_STAGES: tl.constexpr,
-    H_PIECE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    start_next(OVERLAP)
-    program = tl.program_id(0)
-    if program == 0:
-        wait_for_previous(OVERLAP)  # in each kernel at least one program does
-    shrink_part(
-        x, pieces, stack, slot_stride, offset, sums, num_rows, num_in, program, H_SPLITS, H_WIDTH, H_MODULES, H_RANKS,
-        H_DEPTH, H_SPAN, H_STAGES, H_PIECE, OVERLAP,
-    )  # fmt: skip
 
 
 def find_pieces(slots: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:

@@ -18,20 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cotenant.models.compressed import CompressedWeight
 from cotenant.models.fused_linear import FusedLinear
-from cotenant.models.kernels.compressed_product import compressed_product
+from cotenant.models.kernels.compressed import NO_LIST, compressed_part, list_arguments, list_constants
 from cotenant.models.kernels.lora import Delta
-from cotenant.models.kernels.lora_shrink import (
-    NO_SHRINK,
-    Shrink,
-    launch_shrink,
-    plan_shrink,
-    shrink_arguments,
-    shrink_part,
-)
+from cotenant.models.kernels.lora_shrink import NO_SHRINK, Shrink, plan_shrink, shrink_arguments, shrink_part
 from cotenant.models.kernels.overlap import overlap, start_next, wait_for_previous
 from cotenant.models.lora_stacks import GroupAdapters
 from cotenant.models.skinny_tiling import (
     MAX_ROWS,
+    CompressedTiling,
     Multiprocessors,
     Tiling,
     choose_compressed_tiling,
@@ -83,13 +77,7 @@ def skinny_product(
     are."""
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    if isinstance(weight, CompressedWeight):
-        sms = multiprocessors(x.device)
-        compressed = choose_compressed_tiling(x.shape[0], *weight.shape, sms, is_finished=True)
-        compressed_product(x, weight, bias, out, compressed)
-        return out
-    tiling = _choose_tiling(x, weight, is_finished=True)
-    assert tiling is not None
+    tiling = _tiling_of(x, weight, is_finished=True)
     assert tiling.splits == 1, "parts of a product have no room in a finished one"
     _launch(x, weight, bias, out, tiling, None)
     return out
@@ -101,38 +89,28 @@ def unfinished_product(x: torch.Tensor, base: FusedLinear, adapters: GroupAdapte
     those of a compressed matrix do not.
     """
     assert adapters is None or len(adapters.slots) == len(x), f"{len(adapters.slots)} slots for {len(x)} rows"
-    if base.compressed is not None:
-        return _unfinished_compressed(x, base.compressed, base.bias, adapters)
-    weight, num_out, sms = base.weight, base.weight.shape[0], multiprocessors(x.device)
-    tiling = _choose_tiling(x, weight)
-    assert tiling is not None
-    sums = _room_for_sums(x, tiling.splits, num_out)
+    weight = base.weight if base.compressed is None else base.compressed
+    tiling, num_out = _tiling_of(x, weight), weight.shape[0]
+    shape = (tiling.splits, x.shape[0], num_out)
+    sums = torch.empty(shape, dtype=x.dtype if tiling.splits == 1 else torch.float32, device=x.device)
     shrink = None
     if adapters is not None:
+        sms = multiprocessors(x.device)
         shrink = plan_shrink(x, adapters, all_at_once=tiling.runs_at_once(num_out, sms))
         tiling = tiling.leaving_room(num_out, sms)
     _launch(x, weight, base.bias, sums, tiling, shrink)
     return Unfinished(sums, x.dtype, None if shrink is None else shrink.delta)
 
 
-def _unfinished_compressed(
-    x: torch.Tensor, weight: CompressedWeight, bias: torch.Tensor | None, adapters: GroupAdapters | None
-) -> Unfinished:
-    tiling = choose_compressed_tiling(x.shape[0], *weight.shape, multiprocessors(x.device))
-    sums = _room_for_sums(x, tiling.splits, weight.shape[0])
-    delta = None
-    if adapters is not None:
-        shrink = plan_shrink(x, adapters, all_at_once=True)
-        launch_shrink(x, shrink)
-        delta = shrink.delta
-    compressed_product(x, weight, bias, sums, tiling)
-    return Unfinished(sums, x.dtype, delta)
-
-
-def _room_for_sums(x: torch.Tensor, splits: int, num_out: int) -> torch.Tensor:
-    """[splits, rows, out]"""
-    dtype = x.dtype if splits == 1 else torch.float32
-    return torch.empty((splits, x.shape[0], num_out), dtype=dtype, device=x.device)
+def _tiling_of(
+    x: torch.Tensor, weight: torch.Tensor | CompressedWeight, *, is_finished: bool = False
+) -> Tiling | CompressedTiling:
+    if isinstance(weight, CompressedWeight):
+        sms = multiprocessors(x.device)
+        return choose_compressed_tiling(x.shape[0], *weight.shape, sms, is_finished=is_finished)
+    tiling = _choose_tiling(x, weight, is_finished=is_finished)
+    assert tiling is not None
+    return tiling
 
 
 def _choose_tiling(x: torch.Tensor, weight: torch.Tensor, *, is_finished: bool = False) -> Tiling | None:
@@ -142,22 +120,24 @@ def _choose_tiling(x: torch.Tensor, weight: torch.Tensor, *, is_finished: bool =
 
 def _launch(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | CompressedWeight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    tiling: Tiling,
+    tiling: Tiling | CompressedTiling,
     shrink: Shrink | None,
 ) -> None:
     """Write the product to ``out`` [splits, rows, out], and what ``shrink`` is of."""
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
+    compressed = weight if isinstance(weight, CompressedWeight) else None
+    matrix = weight if compressed is None else compressed.blocks
     num_programs = tiling.num_programs(num_out)
     x_tiles, tiles = None, None
-    if tiling.by_tma:
+    if isinstance(tiling, Tiling) and tiling.by_tma:
         x_tiles = TensorDescriptor.from_tensor(x, [tiling.rows, tiling.depth])
-        tiles = TensorDescriptor.from_tensor(weight, [tiling.columns, tiling.depth])
+        tiles = TensorDescriptor.from_tensor(matrix, [tiling.columns, tiling.depth])
     _skinny_kernel[(num_programs + (0 if shrink is None else shrink.num_programs),)](
         x,
-        weight,
+        matrix,
         x_tiles,
         tiles,
         x if bias is None else bias,
@@ -165,12 +145,14 @@ def _launch(
         num_rows,
         num_out,
         num_in,
+        *list_arguments(compressed),
         *shrink_arguments(shrink),
         HAS_BIAS=bias is not None,
         ROWS=tiling.rows,
         COLUMNS=tiling.columns,
         DEPTH=tiling.depth,
         SPLITS=tiling.splits,
+        **(NO_LIST if compressed is None else list_constants(compressed, tiling.rows, tiling.splits)),
         **(NO_SHRINK if shrink is None else shrink.constants),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -193,7 +175,7 @@ def _all_multiprocessors(device: torch.device) -> Multiprocessors:
     return Multiprocessors(count, count, shared_bytes)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "base"])
 def _skinny_kernel(
     x,
     weight,
@@ -204,6 +186,9 @@ def _skinny_kernel(
     num_rows,
     num_out,
     num_in,
+    base,
+    places,
+    values,
     pieces,
     stack,
     slot_stride,
@@ -214,6 +199,8 @@ def _skinny_kernel(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    LISTED: tl.constexpr,
+    TURNS: tl.constexpr,
     H_SPLITS: tl.constexpr,
     H_WIDTH: tl.constexpr,
     H_MODULES: tl.constexpr,
@@ -228,11 +215,17 @@ def _skinny_kernel(
     program = tl.program_id(0)
     num_programs = (num_out // COLUMNS) * SPLITS
     if H_SPLITS == 0 or program < num_programs:
-        wait_for_previous(OVERLAP)
-        _product(
-            x, weight, x_tiles, tiles, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS, DEPTH,
-            SPLITS,
-        )  # fmt: skip
+        if LISTED == 0:
+            wait_for_previous(OVERLAP)
+            _product(
+                x, weight, x_tiles, tiles, bias, out, num_rows, num_out, num_in, program, HAS_BIAS, ROWS, COLUMNS,
+                DEPTH, SPLITS,
+            )  # fmt: skip
+        else:
+            compressed_part(
+                x, weight, bias, out, num_rows, num_out, num_in, base, places, values, program, HAS_BIAS, ROWS, SPLITS,
+                LISTED, TURNS, OVERLAP,
+            )  # fmt: skip
     else:
         shrink_part(
             x, pieces, stack, slot_stride, offset, h_sums, num_rows, num_in, program - num_programs, H_SPLITS,
