@@ -74,19 +74,21 @@ GRIDS = (
         "well, and 700 W are 7 J in 10 ms, which training shares: a step that computed for nothing would take a large "
         "part of them. At the lower clocks of both tenants together all costs less. What would move it are fewer bits "
         "a weight, but not those that compression saves (--compress-weights): on all SMs it takes 9% less time and as "
-        "many joules, for decoding draws what the memory no longer does, and on 48 it takes 13% more time.",
+        "many joules, for decoding draws what the memory no longer does, and on 48 it takes 13% more time. That is "
+        "alone; [beside a job](#on-a-gpu-what-a-job-has-beside-a-steps-products) it takes as long, and leaves the job "
+        "more.",
         "python bench/read_energy.py",
     ),
     Section(
         "beside_steps_h200.txt",
         "On a GPU: what a job has beside a step's products",
         "What a perfect kernel for a decode step's products could give a job at most. Each 10 ms some SMs bring the "
-        "weights in, by orders to the memory's own engine and without doing anything with them, or multiply with them "
-        "for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside products "
-        "with compressed weights, 58% beside those with the weights themselves. If weights were only brought in it "
-        "would have 68 and 65%: from what decoding and multiplying draw there are 5 to 7 points to be had, from the "
-        "bytes that compression saves 3. On 100 SMs it has more, but then a step's products take most of the 10 ms, "
-        "and attention is still to come.",
+        "weights in, by orders to the memory's own engine and without doing anything with them, or multiply with them"
+        " for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside products"
+        " with compressed weights, and 58% beside those with the weights themselves, which take as long here. If "
+        "weights were only brought in it would have 68 and 65%: from what decoding and multiplying draw there are 5 "
+        "to 7 points to be had, from the bytes that compression saves 3. On 100 SMs it has more, but then a step's "
+        "products take most of the 10 ms, and attention is still to come.",
         "python bench/beside_steps.py",
     ),
     Section(
