@@ -82,13 +82,15 @@ GRIDS = (
     Section(
         "beside_steps_h200.txt",
         "On a GPU: what a job has beside a step's products",
-        "What a perfect kernel for a decode step's products could give a job at most. Each 10 ms some SMs bring the "
-        "weights in, by orders to the memory's own engine and without doing anything with them, or multiply with them"
-        " for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside products"
-        " with compressed weights, and 58% beside those with the weights themselves, which take as long here. If "
-        "weights were only brought in it would have 68 and 65%: from what decoding and multiplying draw there are 5 "
-        "to 7 points to be had, from the bytes that compression saves 3. On 100 SMs it has more, but then a step's "
-        "products take most of the 10 ms, and attention is still to come.",
+        "What a job could have at most from a better kernel for a decode step's products. Each 10 ms some SMs bring "
+        "the weights in, by orders to the memory's own engine and without doing anything with them, or multiply with "
+        "them for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside "
+        "products with compressed weights, and 58% beside those with the weights themselves, which take as long here."
+        " If weights were only brought in it would have 68 and 65%. So what decoding and multiplying draw are 5 to 7 "
+        "points, 0.4 to 0.5 of the 7 J that 700 W are in 10 ms. That is what multiplying takes in any case: at the "
+        "14.8 mJ a token of [products of 2,048 rows](#on-a-gpu-what-reading-the-weights-costs-in-energy), 32 tokens "
+        "are 0.47 J. No kernel has much to gain there; what compression saves in bytes is 3 points. On 100 SMs a job "
+        "has more, but then a step's products take most of the 10 ms, and attention is still to come.",
         "python bench/beside_steps.py",
     ),
     Section(
