@@ -39,9 +39,9 @@ _POWER = (
     "[The board's power](#on-a-gpu-steady-sequences-again), at its limit all the time: of the {allowed:.2f} J that "
     "{limit:.0f} W allow in {tpot_ms:g} ms both took {drawn:.2f}, at lower clocks than each by itself, where a step "
     "takes {step:.2f} J and {aim:.0%} of training's speed {training:.2f}. [Most of a step's brings weights "
-    "in](#on-a-gpu-what-reading-the-weights-costs-in-energy), and what [multiplying with "
-    "them](#on-a-gpu-what-a-job-has-beside-a-steps-products) draws no kernel saves. Fewer bits a weight, more watts, "
-    "or a card that does more with them."
+    "in](#on-a-gpu-what-reading-the-weights-costs-in-energy); [the "
+    "rest](#on-a-gpu-what-a-job-has-beside-a-steps-products) is about what multiplying with them takes by any kernel. "
+    "Fewer bits a weight, more watts, or a card that does more with them."
 )
 _OVER = (
     "The sequences that were timed took {over:.1f} us a token more than the target: a stretch of a long answer that "

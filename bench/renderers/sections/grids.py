@@ -86,11 +86,12 @@ GRIDS = (
         "the weights in, by orders to the memory's own engine and without doing anything with them, or multiply with "
         "them for 32 sequences; a job has the other SMs. On 84 of them it has 76% of its speed alone, 62% beside "
         "products with compressed weights, and 58% beside those with the weights themselves, which take as long here."
-        " If weights were only brought in it would have 68 and 65%. So what decoding and multiplying draw are 5 to 7 "
-        "points, 0.4 to 0.5 of the 7 J that 700 W are in 10 ms. That is what multiplying takes in any case: at the "
-        "14.8 mJ a token of [products of 2,048 rows](#on-a-gpu-what-reading-the-weights-costs-in-energy), 32 tokens "
-        "are 0.47 J. No kernel has much to gain there; what compression saves in bytes is 3 points. On 100 SMs a job "
-        "has more, but then a step's products take most of the 10 ms, and attention is still to come.",
+        " If weights were only brought in it would have 68 and 65%. So decoding and multiplying cost it 5 to 7 "
+        "points, or 0.4 to 0.5 of the 7 J that 700 W are in 10 ms. That is about what multiplying takes in any case: "
+        "at the 14.8 mJ a token of [products of 2,048 rows](#on-a-gpu-what-reading-the-weights-costs-in-energy), 32 "
+        "tokens are 0.47 J. So a better kernel has little to gain there; what compression saves in bytes is 3 points."
+        " On 100 SMs a job has more, but then a step's products take most of the 10 ms, and attention is still to "
+        "come.",
         "python bench/beside_steps.py",
     ),
     Section(
