@@ -6,7 +6,8 @@ is read in another way than what is new. Products take all rows alike, decodes' 
 part costs as much as a whole one, and each of the first few less than each of the rest. And what no line follows is
 learned as a ratio by size: captured batches are padded, and which tiles there are depends on the size. Another ratio is
 by how many batches with prompts there were since training: the first shares SMs with the tasklet in flight, and clocks
-that training has lowered rise again in some tenths of a second.
+that training has lowered rise again in some tenths of a second. For as long one tells of the next: what it took too
+long, or too short, that will, too, for a part.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _FORGETTING_PROMPTS, _WEIGHT_OF_SIZES_NEWEST = 0.95, 0.2
 # does, so that what all sizes have in common becomes the line's in time: other sizes go by it alone.
 _LEFT_TO_RATIOS = 0.9
 _NUM_AFTER = 2  # batches after training that are told from those that follow
+# Measured / expected of a batch with prompts, as this power, is that of the one right behind it, which has the same
+# clocks: for so many since training, and not beyond so many times, which is a stall.
+_LIKE_THE_LAST, _NUM_ALIKE, _MOST_ALIKE = 0.4, 16, 1.25
 
 
 class BatchStates(NamedTuple):
@@ -57,15 +61,16 @@ class BatchModels:
         self._prompts = OnlineLinearModel(_PROMPT_SCALES, _TYPICAL_MS, _FORGETTING_PROMPTS)
         self._ratios: dict[int, Ratio] = {}
         self._after_training = [Ratio() for _ in range(_NUM_AFTER)]
-        self._num_since = _NUM_AFTER  # batches with prompts since training, as far as they are told apart
+        self._num_since = _NUM_ALIKE  # batches with prompts since training, as far as it matters
         self._num_behind = 0
+        self._like_the_last = 1.0  # what the batch with prompts before, since training, tells of the next one
 
     def reached_ms(self, batch: BatchShape, *, behind_tasklets: bool = False) -> float | None:
         """What a model says, if it rests on what was measured."""
         if behind_tasklets and self._num_behind < _ENOUGH_BEHIND:
             return None
         model_ms = self._model_of(batch).reached(batch_features(batch, behind_tasklets))
-        return None if model_ms is None else model_ms * self._both_ratios(batch)
+        return None if model_ms is None else model_ms * self._all_ratios(batch)
 
     def _size_ratio(self, batch: BatchShape) -> float:
         """What is particular to its size, as times what the line says; 1 where nobody knows."""
@@ -79,13 +84,13 @@ class BatchModels:
 
     def trained(self) -> None:
         """Tasklets have run."""
-        self._num_since = 0
+        self._num_since, self._like_the_last = 0, 1.0
 
     def guessed_ms(self, batch: BatchShape) -> float | None:
         """What a model says that has at least more measurements than weights. Without one of prompts, their tokens
         count as if they decoded."""
         if self._model_of(batch).ready:
-            return self._model_of(batch).predict(batch_features(batch)) * self._both_ratios(batch)
+            return self._model_of(batch).predict(batch_features(batch)) * self._all_ratios(batch)
         if not self._decodes.ready:
             return None
         decodes = replace(batch, num_decode=batch.num_decode + batch.prefill_tokens, prefill_tokens=0)
@@ -103,11 +108,13 @@ class BatchModels:
             measured_ms = min(measured_ms, _MOST_TIMES * model_ms)
             if batch.prefill_tokens:
                 self._observe_ratios(batch, measured_ms, model_ms, is_disturbed=is_disturbed)
+                times = 1.0 if is_disturbed or self._num_since == _NUM_ALIKE else measured_ms / (model_ms * ratio)
+                self._like_the_last = min(max(times, 1 / _MOST_ALIKE), _MOST_ALIKE) ** _LIKE_THE_LAST
         if not is_disturbed:
             model.update(features, measured_ms / ratio**_LEFT_TO_RATIOS)
         self._num_behind += behind_tasklets
         if batch.prefill_tokens:
-            self._num_since = min(self._num_since + 1, _NUM_AFTER)
+            self._num_since = min(self._num_since + 1, _NUM_ALIKE)
         return measured_ms
 
     def _observe_ratios(self, batch: BatchShape, measured_ms: float, model_ms: float, *, is_disturbed: bool) -> None:
@@ -140,8 +147,12 @@ class BatchModels:
             self._after_training = [ratio.less_trusted(trusted) for ratio in states.after_training]
 
     def _both_ratios(self, batch: BatchShape) -> float:
-        """Of all that a line does not tell."""
+        """Of what a line does not tell, as far as it comes again."""
         return self._size_ratio(batch) * self._training_ratio() if batch.prefill_tokens else 1.0
+
+    def _all_ratios(self, batch: BatchShape) -> float:
+        """Of all that a line does not tell."""
+        return self._both_ratios(batch) * self._like_the_last if batch.prefill_tokens else 1.0
 
     def _model_of(self, batch: BatchShape) -> OnlineLinearModel:
         return self._prompts if batch.prefill_tokens else self._decodes
