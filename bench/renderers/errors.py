@@ -5,82 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cotenant.bench.comparison import REFERENCE, SUBJECT, pooled_errors
-from renderers.planning import Target
-from renderers.text import Result
+from renderers.target import Measured, Target
+from renderers.text import Result, beside
 
 _EARLY_S = 2.0  # of a cell
-_ERRORS = (
-    "errors of prediction beside a job, by versions in turn: [over the "
-    "grid](#on-a-gpu-errors-of-prediction-over-the-grid), [in the grid "
-    "again](#on-a-gpu-the-grid-again-llmstation-in-partitions), [by later "
-    "ones](#on-a-gpu-half-of-the-grid-by-a-later-version), and [beside training between "
-    "requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
-)
+_ERRORS = "errors of prediction"
+_NOTHING_TRAINS = "where nothing trains, in the grid"
 _MEANS = "As where the p95 is missed in cells, below."
 _ABOVE_TENTH = "In the cells above it {least:.0%} to {most:.0%} of the batches are, of {num} or more. "
-_NEWEST_ABOVE = "As in the runs above."
 _SHARED_ABOVE = (
     "Above it: {place}, where {share:.1%} of the {num} batches with training are. Of its {worst} worst {late} took "
     "longer than expected, and {spatial} were steps in a partition. More of them to learn from."
 )
 _WORST = (
-    "Of the ten worst of each cell of the last two runs {last[num]} are more than 10% off, {last[decodes]} of them "
-    "decode steps, where it was {before[decodes]} of {before[num]} in the grid again, whose version took steps behind "
-    "tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind earlier ones "
-    "of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} seconds of a "
-    "cell. Nor is it what the model has forgotten: on average it errs on prompts about as much as [the best "
-    "line](#on-a-gpu-iterations-replayed) of the same features that is fitted to the very same batches afterwards. "
-    "Perhaps the clocks, which at the power limit are not the same for each: if they were read, or more watts."
+    "Of the ten worst of each cell of the runs after the grid again {last[num]} are more than 10% off, {last[decodes]} "
+    "of them decode steps, where it was {before[decodes]} of {before[num]} in the grid again, whose version took steps "
+    "behind tasklets for steps alone, too. Of the {last[prompts]} with prompts {last[late]} have a chunk behind "
+    "earlier ones of the same prompt and took longer than expected, {last[early]} of them in the first {within:g} "
+    "seconds of a cell. Nor is it what the model has forgotten: on average it errs on prompts about as much as [the "
+    "best line](#on-a-gpu-iterations-replayed) of the same features that is fitted to the very same batches "
+    "afterwards. "
+    "Clocks differ from run to run at the power limit: since the newest grid, one batch [tells of the "
+    "next](#on-a-gpu-iterations-replayed-where-one-batch-tells-of-the-next)."
 )
 
 
-def prediction_rows(grid: Result, *runs: Result) -> Iterator[Target]:
-    """Serving alone as in the grid, beside a job as in each of ``runs``, in those of its places that are in the grid:
-    where serving alone is in time. A target is met where all of them meet it."""
+def prediction_rows(grid: Result, runs: Sequence[tuple[str, Result]]) -> Iterator[Target]:
+    """Where nothing trains, as in the grid, and beside a job as in each of ``runs``, by their names, the newest last:
+    in those of their places that are in the grid, where serving alone is in time."""
     counted = {spot(cell) for cell in grid["cells"] if cell["policy"] == SUBJECT}
-    beside = [[c for c in run["cells"] if c["policy"] == SUBJECT and spot(c) in counted] for run in runs]
-    serving = [each for c in grid["cells"] if c["policy"] == REFERENCE and (each := c["prediction_error"]["alone"])]
-    _, again, *later = beside
-    before, last = _worst(again), _worst([cell for cells in later for cell in cells])
-    worst = _WORST.format(last=last, before=before, within=_EARLY_S)
-    pooled = [pooled_errors(SUBJECT, cells) for cells in beside]
-    served = grid["comparison"]["prediction"][REFERENCE]["alone"]["mean"]
-    for kind, what, limit, rest in (
-        ("alone", "alone", 0.03, f"; where nothing trains, in the grid, {served:.1%}"),
-        ("co_run", "with training", 0.05, ""),
-    ):
-        means = [each[kind]["mean"] for each in pooled]
-        most = [max(each["mean"] for each in _errors(cells, kind)) for cells in beside]
-        text = (
-            ", ".join(f"{mean:.1%} (in cells up to {most:.1%})" for mean, most in zip(means, most, strict=True)) + rest
-        )
-        yield _ERRORS, f"mean {limit:.0%} {what}", text, max(means) <= limit, _MEANS
-    kinds = ("alone", "co_run")
-    shares = [[each[kind]["share_above_10_percent"] for each in pooled] for kind in kinds]
-    alone, shared = (", ".join(f"{share:.1%}" for share in each) for each in shares)
-    text = f"{alone} of those alone are above 10%, {shared} of those with training"
-    is_met = max(max(each) for each in shares) <= 0.05
-    yield _ERRORS, "p95 10%, of all batches (read so later): at most 5% above", text, is_met, worst
-    most = [max(each["p95"] for each in _errors(cells, "co_run")) for cells in beside]
-    text = ", ".join(f"{p95:.1%}" for p95 in most) + " at most"
-    why = " ".join(_shared_above(cell) for cells in beside for cell in cells)
-    yield _ERRORS, "p95 10% with training, in each cell", text, max(most) <= 0.1, why.strip()
-    each = "; ".join(_p95_text(_errors(cells, "alone")) for cells in beside)
-    text = f"{each}; where nothing trains, in the grid, {_p95_text(serving)}"
-    above = [cell for cells in beside for cell in cells if _p95_alone(cell) > 0.1]
-    is_met = not above and all(each["p95"] <= 0.1 for each in serving)
-    yield _ERRORS, "p95 10% alone, in each cell", text, is_met, _why_above(above) + worst if above else ""
+    serving = [cell for cell in grid["cells"] if cell["policy"] == REFERENCE]
+    shared = [
+        (where, [cell for cell in run["cells"] if cell["policy"] == SUBJECT and spot(cell) in counted])
+        for where, run in runs
+    ]
+    why = _why_above(shared)
+    alone = [(_NOTHING_TRAINS, serving), *shared]
+    yield Target(_ERRORS, "mean 3% alone", [_mean(where, cells, "alone", 0.03) for where, cells in alone])
+    yield Target(_ERRORS, "mean 5% with training", [_mean(where, cells, "co_run", 0.05) for where, cells in shared])
+    aim = "p95 10%, of all batches (read so later): at most 5% above"
+    yield Target(_ERRORS, aim, [_share_above(where, cells, why) for where, cells in shared])
+    versions = [_p95_of_cells(where, cells, "alone", why) for where, cells in alone]
+    yield Target(_ERRORS, "p95 10% alone, in each cell", versions)
+    versions = [_p95_of_cells(*each, "co_run", " ".join(filter(None, map(_shared_above, each[1])))) for each in shared]
+    yield Target(_ERRORS, "p95 10% with training, in each cell", versions)
 
 
-def newest_rows(name: str, run: Result) -> Iterator[Target]:
-    """Beside a job, in all places of a run."""
-    cells, pooled = [c for c in run["cells"] if c["policy"] == SUBJECT], pooled_errors(SUBJECT, run["cells"])
-    for kind, what, limit in (("alone", "alone", 0.03), ("co_run", "with training", 0.05)):
-        errors, mean = _errors(cells, kind), pooled[kind]["mean"]
-        text = f"{mean:.1%} (in cells up to {max(each['mean'] for each in errors):.1%})"
-        yield name, f"mean {limit:.0%} {what}", text, mean <= limit, _MEANS
-        is_met = all(each["p95"] <= 0.1 for each in errors)
-        yield name, f"p95 10% {what}, in each cell", _p95_text(errors), is_met, _NEWEST_ABOVE
+def _mean(where: str, cells: Sequence[Result], kind: str, limit: float) -> Measured:
+    mean = pooled_errors(cells[0]["policy"], cells)[kind]["mean"]
+    most = max(each["mean"] for each in _errors(cells, kind))
+    return Measured(f"{beside(mean, limit)} (in cells up to {most:.1%})", mean <= limit, _MEANS, where)
+
+
+def _share_above(where: str, cells: Sequence[Result], why: str) -> Measured:
+    pooled = pooled_errors(SUBJECT, cells)
+    alone, shared = (pooled[kind]["share_above_10_percent"] for kind in ("alone", "co_run"))
+    return Measured(f"{alone:.1%} of those alone, {shared:.1%} with training", max(alone, shared) <= 0.05, why, where)
+
+
+def _p95_of_cells(where: str, cells: Sequence[Result], kind: str, why: str) -> Measured:
+    errors = _errors(cells, kind)
+    p95s, least = [each["p95"] for each in errors], min(each["iterations"] for each in errors)
+    num_met = sum(p95 <= 0.1 for p95 in p95s)
+    text = f"{num_met} of {len(p95s)} cells of {least} batches or more, {max(p95s):.1%} at most"
+    return Measured(text, num_met == len(p95s), why, where)
 
 
 def _errors(cells: Sequence[Result], kind: str) -> list[Result]:
@@ -103,10 +91,17 @@ def _shared_above(cell: Result) -> str:
     )
 
 
-def _why_above(above: Sequence[Result]) -> str:
-    errors = _errors(above, "alone")
-    shares = [each["share_above_10_percent"] for each in errors]
-    return _ABOVE_TENTH.format(least=min(shares), most=max(shares), num=min(each["iterations"] for each in errors))
+def _why_above(runs: Sequence[tuple[str, Sequence[Result]]]) -> str:
+    """Why what is predicted alone is above the tenth in cells."""
+    by_run = [cells for _, cells in runs]
+    above = _errors([cell for cells in by_run for cell in cells if _p95_alone(cell) > 0.1], "alone")
+    if not above:
+        return ""
+    shares, num = [each["share_above_10_percent"] for each in above], min(each["iterations"] for each in above)
+    _, before, *later = by_run
+    last = _worst([cell for cells in later for cell in cells])
+    text = _ABOVE_TENTH.format(least=min(shares), most=max(shares), num=num)
+    return text + _WORST.format(last=last, before=_worst(before), within=_EARLY_S)
 
 
 def _worst(cells: Sequence[Result]) -> dict[str, int]:
@@ -131,9 +126,3 @@ def spot(cell: Result) -> tuple[str, float, float]:
 
 def place_text(cell: Result) -> str:
     return "{} x {:g} at {:g} ms".format(*spot(cell))
-
-
-def _p95_text(cells: Sequence[Result]) -> str:
-    p95s = [each["p95"] for each in cells]
-    least = min(each["iterations"] for each in cells)
-    return f"{sum(p95 <= 0.1 for p95 in p95s)} of {len(p95s)} cells of {least} batches or more, {max(p95s):.1%} at most"

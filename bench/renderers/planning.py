@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-Target = tuple[str, str, str, bool, str]
-"""Of what, what was aimed at, what was measured, whether that is met, and what stands in the way if not."""
+from renderers.target import Measured, Target
 
 # By versions, the newest last.
 _PLANNING = (
@@ -20,6 +19,7 @@ _PLANNING = (
     "planner_objects_h200.txt",
     "planner_turns_h200.txt",
     "planner_found_h200.txt",
+    "planner_heap_h200.txt",
 )
 _PROFILE, _PROFILE_S = "profile_h200.txt", 180  # measured by an earlier version
 _ALL_OF_IT = "AdaptivePolicy, records, all of it for 64 prompts"
@@ -51,26 +51,19 @@ def planning_rows(results: Path) -> Iterator[Target]:
 def _profile_rows(path: Path) -> Iterator[Target]:
     found = re.search(r"latencies in (\d+) s", path.read_text(encoding="utf-8")) if path.exists() else None
     if found is not None:
-        yield (
-            "`cotenant profile`",
-            f"{_PROFILE_S} s",
-            f"{found[1]} s, an earlier version",
-            int(found[1]) <= _PROFILE_S,
-            "",
-        )
+        measured = Measured(f"{found[1]} s, an earlier version", int(found[1]) <= _PROFILE_S)
+        yield Target("`cotenant profile`", f"{_PROFILE_S} s", [measured])
 
 
 def _cost_rows(files: Sequence[Path]) -> Iterator[Target]:
-    """By the newest version's figure, with those of the ones before, each on another host."""
+    """By versions, each on another host."""
     texts = [path.read_text(encoding="utf-8") for path in files]
     for load, ways, most_us in _PLANNING_ROWS:
         found = [us for text in texts if (us := _cost_us(text, ways)) is not None]
         if found:
-            *before, newest = found
-            measured = f"{newest:.1f} µs{_rounds(texts[-1], ways[0])}"
-            if before:
-                measured += "; earlier versions on other hosts " + ", ".join(f"{us:.1f}" for us in before)
-            yield f"the cost of {load}", f"{most_us} µs", measured, newest <= most_us, _SLOW
+            versions = [Measured(f"{us:.1f}", us <= most_us, _SLOW) for us in found]
+            versions[-1] = versions[-1]._replace(text=f"{found[-1]:.1f} µs{_rounds(texts[-1], ways[0])}")
+            yield Target(f"the cost of {load}", f"{most_us} µs", versions)
 
 
 def _cost_us(text: str, ways: Sequence[Sequence[str]]) -> float | None:

@@ -8,30 +8,37 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotenant.bench.comparison import REFERENCE, SUBJECT, compare, is_at
+from cotenant.bench.comparison import REFERENCE, SUBJECT, compare
 from cotenant.bench.device_losses import HEADER as LOSSES
 from cotenant.bench.device_losses import loss_rows
-from cotenant.cli.colocate_parts import joined
-from renderers.errors import newest_rows, place_text, prediction_rows, spot
-from renderers.planning import Target, planning_rows
-from renderers.text import Result, table
+from renderers.errors import place_text, prediction_rows, spot
+from renderers.planning import planning_rows
+from renderers.target import HEADER, Measured, Target, link
+from renderers.text import Result, beside, table
+from renderers.whole_grid import ATTAINMENT, WHERE, whole_grid
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
 _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a newer version
 _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, by a newer version of another policy
-# The grid's places with serving alone, by versions later than all of these: `static` in the first part alone.
-_LATER = ("colocate_half_h200.json", "colocate_rest_h200.json", "colocate_code_half_h200.json")
-_OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these
+_OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these and ``FILES``
 _HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, later still
 _TWICE = "colocate_code_twice_h200.json"  # where ``_AGAIN`` is late, by a later version, with serving alone
+_NEWEST = "colocate_newest_h200.json"  # the newest: all those places beside `chunked`
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
-_HEADER = ("", "aimed at", "measured", "", "what stands in the way, and what would move it")
+_IN_GRID = link("in the grid", "the-grid-of-targets-rates-and-traces")
+_UNDER_ONE = link("over the grid", "errors-of-prediction-over-the-grid")
+_IN_AGAIN = link("in the grid again", "the-grid-again-llmstation-in-partitions")
+_BESIDE = link("in them beside training between requests", "the-grids-places-beside-training-between-requests")
+_AT_OWN_RATE = link("in three runs", "the-conversation-at-its-own-rate")
+_AT_HALVES = link("at half the traces' rates, from compressed weights", "half-of-a-trace-for-each-of-two-gpus")
+_IN_NEWEST = link("in the newest grid", "the-grids-places-by-the-newest-version")
+_AT_TWICE = link("since", "the-code-trace-at-twice-its-rate-by-a-later-version")
 _ABOVE = (
-    "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what it came to. "
-    "Harvest is the job's speed as a share of what it has with the GPU to itself."
+    "What was aimed at before anything was measured, for Llama-3.1-8B in bf16 on one H200, and what the newest version "
+    "that was measured for it came to, with versions before, bold where they missed it. Harvest is the job's speed as "
+    "a share of what it has with the GPU to itself."
 )
 _STEADY_RUNS = 5  # the newest, whose sequences are timed alike
-_ATTAINMENT = 0.99
 _WITHOUT_DECODE = LOSSES.index("harvest if decode cost nothing")
 _TWO_GPUS_RATE = 1.0  # of the trace on two GPUs: each has half of it
 
@@ -67,9 +74,9 @@ _TIGHT = (
     "targets, fewer bits a weight, or more watts."
 )
 _LATE = (
-    "Late: {late}. Serving alone was not measured in that run; in the grid it is in time there, but its TPOT p99 is "
-    "not far below the target, either: prompts' chunks are as large as targets allow, whoever trains. By [a later "
-    "version](#on-a-gpu-the-code-trace-at-twice-its-rate-by-a-later-version) both are in time there."
+    "Late [in the grid again](#on-a-gpu-the-grid-again-llmstation-in-partitions): {late}. Serving alone was not "
+    "measured in that run; in the grid it is in time there, but its TPOT p99 is not far below the target, either: "
+    "prompts' chunks are as large as targets allow, whoever trains."
 )
 _TESTED = (
     (
@@ -89,24 +96,20 @@ _TESTED = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    paths = [
-        results / name for name in (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, _TWICE, *_LATER)
-    ]
-    if not all(path.exists() for path in paths):
+    names = (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, _TWICE, _NEWEST)
+    paths = [results / name for name in names]
+    whole = whole_grid(results)
+    if whole is None or not all(path.exists() for path in paths):
         return []
     read = (json.loads(path.read_text(encoding="utf-8")) for path in paths)
-    grid, steady, predicted, again, between, own_rate, halves, twice, *later = read
-    whole = joined(dict(zip(_LATER, later, strict=True)))
-    rows = [*_steady_rows(steady), *_conversation_rows(grid), *_own_rate_rows(own_rate)]
-    rows += [*_grid_rows(grid), *_again_rows(grid, again), *_twice_rows(twice)]
-    rows += [*_later_rows(whole), *_between_rows(between), *prediction_rows(grid, predicted, again, whole, between)]
-    rows += [*_halves_rows(halves), *planning_rows(results)]
-    told = [*(_row(*row) for row in rows), *([*row, "tested", ""] for row in _TESTED)]
-    return ["## What was aimed at", _ABOVE, table(_HEADER, told)]
-
-
-def _row(load: str, aim: str, measured: str, is_met: bool, why: str) -> list[str]:
-    return [load, aim, measured, "met" if is_met else "**missed**", "" if is_met else why]
+    grid, steady, predicted, again, between, own_rate, halves, twice, newest = read
+    runs = [(_UNDER_ONE, predicted), (_IN_AGAIN, again), (WHERE, whole), (_BESIDE, between), (_AT_HALVES, halves)]
+    runs.append((_IN_NEWEST, newest))
+    rows = [*_steady_rows(steady), *_conversation_rows(grid, own_rate, newest), *_crowded_rows(grid, whole)]
+    rows += [*_grid_rows(grid, again, twice, whole, between, halves, newest), *prediction_rows(grid, runs)]
+    rows += planning_rows(results)
+    tested = [[load, aim, how, "tested", "", ""] for load, aim, how in _TESTED]
+    return ["## What was aimed at", _ABOVE, table(HEADER, [*(row.row() for row in rows), *tested])]
 
 
 def _steady_rows(steady: Sequence[Result]) -> Iterator[Target]:
@@ -116,16 +119,12 @@ def _steady_rows(steady: Sequence[Result]) -> Iterator[Target]:
         name = f"32 sequences of about 1,024 tokens, TPOT {tpot_ms} ms"
         (newest_run, newest), before = runs[-1], [cell for _, cell in runs[:-1]]
         harvest, mean_ms = newest["harvest"], newest["tpot_ms"]["mean"]
-        is_met = harvest >= aim and newest["attainment"] >= _ATTAINMENT
+        is_met = harvest >= aim and newest["attainment"] >= ATTAINMENT
         over_ms = mean_ms - tpot_ms
-        text = f"{_beside(harvest, aim)}, TPOT {mean_ms:.{3 if over_ms > 0 else 1}f} ms, in one run; "
-        text += "earlier ones on other cards " + ", ".join(_beside(cell["harvest"], aim) for cell in before)
-        yield name, f"harvest {aim:.0%}", text, is_met, "" if is_met else _why_missed(newest_run, newest, aim)
-
-
-def _beside(share: float, aim: float) -> str:
-    """With as many digits as tell it from the aim."""
-    return f"{share:.{2 if share < aim and f'{share:.1%}' == f'{aim:.1%}' else 1}%}"
+        text = f"{beside(harvest, aim)}, TPOT {mean_ms:.{3 if over_ms > 0 else 1}f} ms"
+        why = "" if is_met else _why_missed(newest_run, newest, aim)
+        versions = [Measured(beside(cell["harvest"], aim), cell["harvest"] >= aim) for cell in before]
+        yield Target(name, f"harvest {aim:.0%}", [*versions, Measured(text, is_met, why)])
 
 
 def _steady_cell(run: Result, policy: str, tpot_ms: float) -> Result | None:
@@ -151,82 +150,87 @@ def _why_missed(run: Result, cell: Result, aim: float) -> str:
     )
 
 
-def _conversation_rows(grid: Result) -> Iterator[Target]:
-    places = {
-        place["place"]["time_scale"]: (place, cell)
-        for place in grid["comparison"]["places"]
-        for cell in grid["cells"]
-        if cell["policy"] == SUBJECT and is_at(cell, place["place"])
-        if cell["trace"] == "conv" and cell["slo"]["tpot_ms"] == 40.0
-    }
-    _, cell = places[1.0]
-    name, latencies = "conversation at its own rate, 40 ms", [cell[kind]["p99"] for kind in ("ttft_ms", "tpot_ms")]
-    text = "TTFT p99 {:.0f} ms, TPOT p99 {:.1f} ms".format(*latencies)
-    yield name, "TTFT p99 500 ms, TPOT p99 40 ms", text, latencies[0] <= 500 and latencies[1] <= 40, _PROMPTS
-    yield name, "harvest 75%", f"{cell['harvest']:.1%}", cell["harvest"] >= 0.75, _PROMPTS
-    for scale, times in ((2.0, "twice"), (4.0, "four times")):
-        place, cell = places[scale]
-        best = max(_others(place), key=lambda policy: policy[1])
-        is_met = cell["attainment"] >= grid["comparison"]["slo_attainment"] and cell["harvest"] >= best[1]
-        text = f"{cell['attainment']:.1%} in time; {cell['harvest']:.1%}, `{best[0]}` {best[1]:.1%}"
-        yield f"the same at {times} its rate", "99% in time, most harvest", text, is_met, _PROMPTS
+def _conversation_rows(grid: Result, runs: Sequence[Result], newest: Result) -> Iterator[Target]:
+    """At its own rate: of the grid, of the runs of it since, and of the newest grid."""
+    name, place = "conversation at its own rate, 40 ms", ("conv", 1.0, 40.0)
 
+    def ours(run: Result) -> list[Result]:
+        return [cell for cell in run["cells"] if cell["policy"] == SUBJECT and spot(cell) == place]
 
-def _own_rate_rows(runs: Sequence[Result]) -> Iterator[Target]:
-    cells = [cell for run in runs for cell in run["cells"] if cell["policy"] == SUBJECT]
-    cells = [cell for cell in cells if cell["slo"]["tpot_ms"] == 40.0]
-    name = "conversation at its own rate, 40 ms, [by a later version](#on-a-gpu-the-conversation-at-its-own-rate)"
-    ttfts, tpots = ([cell[kind]["p99"] for cell in cells] for kind in ("ttft_ms", "tpot_ms"))
-    text = f"TTFT p99 {max(ttfts):.0f} ms, TPOT p99 {max(tpots):.1f} ms at most"
-    yield name, "TTFT p99 500 ms, TPOT p99 40 ms", text, max(ttfts) <= 500 and max(tpots) <= 40, _PROMPTS
-    harvests = [cell["harvest"] for cell in cells]
-    free = [shares[_WITHOUT_DECODE] for run in runs for cell, shares in loss_rows(run["cells"]) if cell in cells]
+    (first,), (last,), cells = ours(grid), ours(newest), [cell for run in runs for cell in ours(run)]
+    versions = [_latencies([first], _IN_GRID), _latencies(cells, f"at most, {_AT_OWN_RATE}")]
+    yield Target(name, "TTFT p99 500 ms, TPOT p99 40 ms", [*versions, _latencies([last], _IN_NEWEST)])
+    free = [
+        shares[_WITHOUT_DECODE]
+        for run in (*runs, newest)
+        for cell, shares in loss_rows(run["cells"])
+        if cell in (*cells, last)
+    ]
     why = _PROMPTS + _WITHOUT_DECODES.format(least=min(free, key=_number), most=max(free, key=_number))
-    with_copies = [run.get("compressed") for run in runs for cell in run["cells"] if cell in cells]
-    text = ", ".join(
-        f"{harvest:.1%}{' from compressed weights' if each else ''}"
-        for harvest, each in zip(harvests, with_copies, strict=True)
-    )
-    yield name, "harvest 75%", text, min(harvests) >= 0.75, why
+    versions = [
+        Measured(
+            ", ".join(beside(cell["harvest"], 0.75) for cell in of_version),
+            all(cell["harvest"] >= 0.75 for cell in of_version),
+            why,
+            where,
+        )
+        for of_version, where in (([first], _IN_GRID), (cells, _AT_OWN_RATE), ([last], _IN_NEWEST))
+    ]
+    yield Target(name, "harvest 75%", versions)
+
+
+def _latencies(cells: Sequence[Result], where: str) -> Measured:
+    ttft_ms, tpot_ms = (max(cell[kind]["p99"] for cell in cells) for kind in ("ttft_ms", "tpot_ms"))
+    text = f"TTFT p99 {ttft_ms:.0f} ms, TPOT p99 {tpot_ms:.1f} ms"
+    return Measured(text, ttft_ms <= 500 and tpot_ms <= 40, _PROMPTS, where)
+
+
+def _crowded_rows(grid: Result, whole: Result) -> Iterator[Target]:
+    alone = _alone(whole)
+    for scale, times in ((2.0, "twice"), (4.0, "four times")):
+        versions = []
+        for comparison, where in ((grid["comparison"], _IN_GRID), (_compared(whole, alone), WHERE)):
+            (place,) = (each for each in comparison["places"] if spot(each["place"]) == ("conv", scale, 40.0))
+            best, ours = max(_others(place), key=lambda policy: policy[1]), place["policies"][SUBJECT]
+            text = f"{ours['attainment']:.1%} in time; {ours['harvest']:.1%}, `{best[0]}` {best[1]:.1%}"
+            is_met = ours["attainment"] >= ATTAINMENT and ours["harvest"] >= best[1]
+            versions.append(Measured(text, is_met, _PROMPTS, where))
+        yield Target(f"conversation at {times} its rate, 40 ms", "99% in time, most harvest", versions)
 
 
 def _number(percent: str) -> float:
     return float(percent.removesuffix("%"))
 
 
-def _grid_rows(grid: Result) -> Iterator[Target]:
-    comparison = grid["comparison"]
+def _grid_rows(
+    grid: Result, again: Result, twice: Result, whole: Result, between: Result, halves: Result, newest: Result
+) -> Iterator[Target]:
+    """Of the places where serving alone is in time, which `again` has not measured: it goes by the grid. In ``whole``
+    all that train were measured at each place, but for `static`: its average is over those that have it. In
+    ``between`` and ``newest`` those that come near ``SUBJECT`` were not, so they say nothing of the best other."""
     name = "the grid, where serving alone is in time"
-    yield from _place_rows(name, comparison)
-    yield _ratio_row(name, comparison, "static", 1.75)
-    yield _two_gpus_row("a trace at half its rate on each", comparison)
-
-
-def _later_rows(whole: Result) -> Iterator[Target]:
-    """All that train were measured at each place, but for `static`: its average is over those that have it."""
-    name = "[these places by later versions](#on-a-gpu-half-of-the-grid-by-a-later-version), on three hosts"
-    alone = _alone(whole)
+    first, alone = grid["comparison"], _alone(grid)
+    second = _compared(again, alone)
     without = {**whole, "cells": [cell for cell in whole["cells"] if cell["policy"] != "static"]}
-    comparison = _compared(without, alone)
-    yield from _place_rows(name, comparison)
-    yield _ratio_row(name, _compared(whole, alone), "static", 1.75)
-    yield _two_gpus_row("the same by later versions", comparison)
-
-
-def _between_rows(between: Result) -> Iterator[Target]:
-    """Those that come near ``SUBJECT`` were not measured there, so it says nothing of the best other."""
-    where = "[beside training between requests](#on-a-gpu-the-grids-places-beside-training-between-requests)"
-    name = f"these places {where}, on one more host"
-    comparison = between["comparison"]
-    yield _in_time_row(name, comparison)
-    yield _ratio_row(name, comparison, "static", 1.75)
-    yield _two_gpus_row(f"the same {where}, on one more host", comparison)
-
-
-def _halves_rows(halves: Result) -> Iterator[Target]:
-    where = "[at half the traces' rates](#on-a-gpu-half-of-a-trace-for-each-of-two-gpus), from compressed weights"
-    yield _two_gpus_row(f"the same {where}", halves["comparison"])
-    yield from newest_rows(f"errors of prediction beside a job {where}", halves)
+    third, with_static = _compared(without, _alone(whole)), _compared(whole, _alone(whole))
+    last, now = between["comparison"], _with_alone(newest, whole)
+    versions = [_in_time(first, _IN_GRID), _again_in_time(second, alone, twice), _in_time(third, WHERE)]
+    versions += [_in_time(last, _BESIDE), _in_time(now, _IN_NEWEST)]
+    yield Target(name, "in time at all places", versions)
+    aim = "at most 3% behind the best other in time, at all places"
+    yield Target(name, aim, [_close(first, _IN_GRID), _close(third, WHERE)])
+    compared = ((first, _IN_GRID), (second, _IN_AGAIN), (third, WHERE))
+    versions = [_ratio(comparison, "best_other", 1.15, where) for comparison, where in compared]
+    yield Target(name, "on average 1.15 times the best other", versions)
+    versions = [_ratio(comparison, "chunked", 1.38, where) for comparison, where in (*compared, (now, _IN_NEWEST))]
+    yield Target(name, "on average 1.38 times `chunked`", versions)
+    compared = ((first, _IN_GRID), (with_static, WHERE), (last, _BESIDE))
+    versions = [_ratio(comparison, "static", 1.75, where) for comparison, where in compared]
+    yield Target(name, "on average 1.75 times `static`", versions)
+    compared = ((first, _IN_GRID), (third, WHERE), (last, _BESIDE), (halves["comparison"], _AT_HALVES))
+    compared = (*compared, (now, _IN_NEWEST))
+    aim = "two GPUs that share train 1.5 times what one that serves and one that trains do"
+    yield Target("a trace at half its rate on each of two", aim, [_two_gpus(*each) for each in compared])
 
 
 def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
@@ -236,23 +240,37 @@ def _alone(run: Result) -> dict[tuple[str, float, float], Result]:
 
 def _compared(run: Result, alone: Mapping[tuple[str, float, float], Result]) -> Result:
     """Its policies where serving alone is in time."""
-    in_time = [cell for cell in run["cells"] if alone[spot(cell)]["attainment"] >= _ATTAINMENT]
-    return compare({**run, "cells": in_time}, _ATTAINMENT)
+    in_time = [cell for cell in run["cells"] if alone[spot(cell)]["attainment"] >= ATTAINMENT]
+    return compare({**run, "cells": in_time}, ATTAINMENT)
 
 
-def _place_rows(name: str, comparison: Result) -> Iterator[Target]:
-    yield _in_time_row(name, comparison)
+def _with_alone(newest: Result, whole: Result) -> Result:
+    """Its comparison, where it has not measured serving alone with what it came to there in ``whole``."""
+    measured = _alone(newest)
+    alone = [cell for place, cell in _alone(whole).items() if place not in measured]
+    return _compared({**newest, "cells": [*newest["cells"], *alone]}, {**_alone(whole), **measured})
+
+
+def _in_time(comparison: Result, where: str) -> Measured:
+    number, missed = _num_places(comparison), len(comparison["misses"])
+    return Measured(f"{number - missed} of {number}", not missed, "", where)
+
+
+def _again_in_time(comparison: Result, alone: Mapping[tuple[str, float, float], Result], twice: Result) -> Measured:
+    """``twice``: where it is late, by a later version."""
+    places = [place for place in comparison["places"] if SUBJECT in place["policies"]]
+    late = [place for place in places if not place["policies"][SUBJECT]["meets_slo"]]
+    since = _in_time(twice["comparison"], "").text
+    text = f"{len(places) - len(late)} of {len(places)}"
+    why = _LATE.format(late="; ".join(_late(place, alone[spot(place["place"])]) for place in late))
+    where = f"{_IN_AGAIN} ({since} of the others {_AT_TWICE})" if late else _IN_AGAIN
+    return Measured(text, not late, why, where)
+
+
+def _close(comparison: Result, where: str) -> Measured:
     number, behind = _num_places(comparison), comparison["behind"]
     num_short = len(behind) + len([place for place in comparison["misses"] if place not in behind])  # most are both
-    text = f"{number - num_short}"
-    yield name, f"at most 3% behind the best other in time, at all {number}", text, num_short == 0, ""
-    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
-        yield _ratio_row(name, comparison, key, aim)
-
-
-def _in_time_row(name: str, comparison: Result) -> Target:
-    number, missed = _num_places(comparison), len(comparison["misses"])
-    return name, f"in time at all {number} places", f"{number - missed}", not missed, ""
+    return Measured(f"{number - num_short} of {number}", num_short == 0, "", where)
 
 
 def _num_places(comparison: Result) -> int:
@@ -260,44 +278,21 @@ def _num_places(comparison: Result) -> int:
     return sum(place["policies"][REFERENCE]["meets_slo"] for place in comparison["places"])
 
 
-def _ratio_row(name: str, comparison: Result, key: str, aim: float) -> Target:
+def _ratio(comparison: Result, key: str, aim: float, where: str) -> Measured:
     """Of averages over the places where all policies of the comparison were measured."""
     found, trained = comparison["ratios"][key], comparison["averages"].keys()
     whole = [place for place in comparison["places"] if trained <= place["policies"].keys()]
-    other = f"the best other, `{found['policy']}`" if key == "best_other" else f"`{key}`"
     why = _OTHERS.format(**_ratios(whole, found["policy"]), policy=found["policy"])
     num_trained = sum(SUBJECT in place["policies"] for place in comparison["places"])
-    text = f"{found['ratio']:.2f}" + (f", of {len(whole)} places" if len(whole) < num_trained else "")
-    return name, f"on average {aim} times {other}", text, found["ratio"] >= aim, why
+    text = f"{found['ratio']:.2f}" + (f", `{found['policy']}`," if key == "best_other" else "")
+    text += f" of {len(whole)} places" if len(whole) < num_trained else ""
+    return Measured(text, found["ratio"] >= aim, why, where)
 
 
-def _two_gpus_row(name: str, comparison: Result) -> Target:
+def _two_gpus(comparison: Result, where: str) -> Measured:
     entries = [each["ratio"] for each in comparison["two_gpus"] if each["time_scale"] == _TWO_GPUS_RATE]
     mean, why = statistics.fmean(entries), _TIGHT.format(least=min(entries), most=max(entries))
-    aim = "two GPUs that share train 1.5 times what one that serves and one that trains do"
-    return name, aim, f"{mean:.3f}", mean >= 1.5, why
-
-
-def _again_rows(grid: Result, again: Result) -> Iterator[Target]:
-    """In those of its places where serving alone is in time in the grid; averages over those with all policies."""
-    alone = _alone(grid)
-    comparison = _compared(again, alone)
-    places = [place for place in comparison["places"] if SUBJECT in place["policies"]]
-    late = [place for place in places if not place["policies"][SUBJECT]["meets_slo"]]
-    name = "[the same again](#on-a-gpu-the-grid-again-llmstation-in-partitions), `llmstation` in partitions"
-    whose = "; ".join(_late(place, alone[spot(place["place"])]) for place in late)
-    text = f"{len(places) - len(late)}"
-    yield name, f"in time at all {len(places)} places", text, not late, _LATE.format(late=whose)
-    for key, aim in (("best_other", 1.15), ("chunked", 1.38)):
-        yield _ratio_row(name, comparison, key, aim)
-
-
-def _twice_rows(twice: Result) -> Iterator[Target]:
-    where = (
-        "[by a later version](#on-a-gpu-the-code-trace-at-twice-its-rate-by-a-later-version), from compressed weights"
-    )
-    places = " and ".join(f"{tpot_ms:g}" for tpot_ms in sorted({cell["slo"]["tpot_ms"] for cell in twice["cells"]}))
-    yield _in_time_row(f"of these, code x 2 at {places} ms {where}", twice["comparison"])
+    return Measured(f"{mean:.3f}", mean >= 1.5, why, where)
 
 
 def _late(place: Result, alone: Result) -> str:

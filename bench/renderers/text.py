@@ -30,3 +30,8 @@ def pair(low: float | None, high: float | None) -> str:
 def spread_text(spread: Result) -> str:
     """A median with the tenth and the ninetieth percentile."""
     return f"{spread['p50']:.2f} ({spread['p10']:.2f} to {spread['p90']:.2f})"
+
+
+def beside(share: float, aim: float) -> str:
+    """With as many digits as tell it from the aim."""
+    return f"{share:.{2 if share != aim and f'{share:.1%}' == f'{aim:.1%}' else 1}%}"
