@@ -155,6 +155,7 @@ GRIDS = (
         "Where `adaptive` is late in [the grid again](#on-a-gpu-the-grid-again-llmstation-in-partitions), with serving "
         "alone, by the version whose decode steps read compressed copies: of 101 requests none is late beside the job "
         "at 15 and 25 ms, and one where nothing trains.",
+        is_earlier=True,
     ),
     Section(
         "colocate_newest_h200.json",
@@ -239,6 +240,7 @@ GRIDS = (
         "and 25 ms, and so are the others that were measured, but for `llmstation` at 10, with one late request where "
         "`adaptive` has three. Serving alone is late there in the grid, so in what was aimed at, above, that place "
         "does not count; the averages below count it.",
+        is_earlier=True,
     ),
     Section(
         "colocate_half_h200.json",
@@ -315,6 +317,7 @@ GRIDS = (
         "By a later version, `adaptive` and `chunked`, one run behind the other on a card whose host had other "
         "measurements on its second one. Each wrote with --trace-file what the worker did: files of 1.2 to 2.1 MB "
         "compressed.",
+        is_earlier=True,
     ),
     Section(
         "replayed_h200.txt",
@@ -355,6 +358,7 @@ GRIDS = (
         "serving alone misses the SLO, which the grid leaves out: they count below, and not in what was aimed at, "
         "above. In one of these, the conversation at four times its rate and 25 ms, the p95 of what training shares "
         "is 11.6%.",
+        is_earlier=True,
     ),
     Section(
         "colocate_code_once_h200.json",

@@ -177,6 +177,7 @@ PARTS = (
         "The version that looks for a chunk's size where the last one was found. Intel(R) Xeon(R) Processor, 16 "
         "cores, nothing else running.",
         "python bench/planner_cost.py",
+        is_earlier=True,
     ),
     Section(
         "planner_heap_h200.txt",
