@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from collections.abc import Iterable
 
@@ -296,7 +297,7 @@ def test_of_an_export_that_is_refused_nothing_is_taken() -> None:
 
 
 def test_an_export_of_another_version_is_passed_over() -> None:
-    exported = taught_predictor(2.0, 1.0, 3.0).export().replace(b'"version":11', b'"version":9')
+    exported = re.sub(rb'"version":\d+', b'"version":9', taught_predictor(2.0, 1.0, 3.0).export())
     with pytest.raises(ValueError, match="version 9"):
         LatencyPredictor("test hardware", "test model").restore(exported)
 

@@ -126,11 +126,14 @@ def test_a_step_behind_tasklets_has_records_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("share_behind", [0.1, 0.9])
-def test_the_linear_model_knows_steps_behind_tasklets(share_behind: float) -> None:
+@pytest.mark.parametrize("less_ms_per_token", [0.0, 1 / 4_000])
+def test_the_linear_model_knows_steps_behind_tasklets(share_behind: float, less_ms_per_token: float) -> None:
+    """What they do beside the last of these is the more the longer they are. It takes nothing off steps alone."""
     rng, predictor = random.Random(0), LatencyPredictor("h", "m")
 
     def step_ms(batch: BatchShape, behind_tasklets: bool) -> float:
-        return true_ms(batch) - (0.5 if behind_tasklets else 0.0)
+        less_ms = 0.5 + batch.context_tokens * less_ms_per_token
+        return true_ms(batch) - (less_ms if behind_tasklets else 0.0)
 
     for _ in range(300):
         batch, behind_tasklets = decode(rng.randint(1, 32), rng.randint(100, 3000)), rng.random() < share_behind
@@ -138,7 +141,30 @@ def test_the_linear_model_knows_steps_behind_tasklets(share_behind: float) -> No
     unseen = decode(41, 5000)
     for behind_tasklets in (False, True):
         known_ms = predictor.batch_ms(unseen, behind_tasklets=behind_tasklets)
-        assert known_ms == pytest.approx(step_ms(unseen, behind_tasklets), rel=0.01)
+        assert known_ms == pytest.approx(step_ms(unseen, behind_tasklets), rel=0.03 if less_ms_per_token else 0.01)
+
+
+@pytest.mark.parametrize("partition", [None, Partition(48, 84)])
+def test_what_many_tasklets_take_together_is_right_where_the_first_of_a_run_take_longer(
+    partition: Partition | None,
+) -> None:
+    """Runs of a few are more often measured, and tell of fewer tasklets."""
+    predictor, shape = LatencyPredictor("h", "m"), TaskletShape(TaskletKind.BACKWARD_UP, 2048, 2048)
+    taken_ms = said_ms = 0.0
+    for number in range(120):
+        count = (1, 2, 12)[number % 3]
+        run_ms = 0.5 + count
+        runs = ((TaskletRun(shape, count), run_ms),)
+        if partition is None:
+            record = IterationRecord(BatchShape(), Mode.TEMPORAL, 0.0, run_ms, runs)
+        else:
+            record = IterationRecord(decode(4, 400), Mode.SPATIAL, 5.0, 5.0 + run_ms, (), None, partition, runs)
+        if number > 60:
+            each_ms = predictor.tasklet_ms(shape, partition=partition, cautious=False)
+            assert each_ms is not None
+            taken_ms, said_ms = taken_ms + run_ms, said_ms + count * each_ms
+        predictor.observe(record)
+    assert said_ms == pytest.approx(taken_ms, rel=0.05)
 
 
 @pytest.mark.parametrize("first_ms", [0.5, 60.0])

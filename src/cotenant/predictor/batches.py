@@ -23,7 +23,7 @@ from cotenant.predictor.shapes import TILE, adapter_features, size_of
 
 # What tasklets in flight take off a step is a millisecond or so: it is to have no share in what steps take in any case,
 # where all that were measured are behind tasklets.
-_DECODE_SCALES = (1.0, 8.0, 4096.0, 100.0, 1.0, 1.0)
+_DECODE_SCALES = (1.0, 8.0, 4096.0, 100.0, 409600.0, 1.0, 1.0)
 _ENOUGH_BEHIND = 3  # steps behind tasklets, after which the model tells of them
 _PROMPT_SCALES = (1.0, 256.0, 256.0, 256.0, 4096.0, 1e6, 4096.0, 1.0, 1.0)
 _FEW_ROWS = 3 * TILE  # up to about so many reading the weights bounds products, and a row more costs less
@@ -164,11 +164,12 @@ def _within(measured_ms: float, expected_ms: float) -> float:
 
 
 def batch_features(batch: BatchShape, behind_tasklets: bool = False) -> tuple[float, ...]:
-    """``behind_tasklets``: a decode step is by some time shorter then, however long it is."""
+    """``behind_tasklets``: a decode step is shorter then, the more so the more it reads of the cache: that it does
+    beside the last of them."""
     context, num_prompt = float(batch.context_tokens), batch.prefill_tokens
     features: tuple[float, ...]
     if not num_prompt:
-        features = (1.0, float(batch.num_decode), context, float(behind_tasklets))
+        features = (1.0, float(batch.num_decode), context, float(behind_tasklets), context * behind_tasklets)
     else:
         rows = batch.num_decode + num_prompt
         in_tiles = -(-rows // TILE) * TILE

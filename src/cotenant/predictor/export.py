@@ -11,7 +11,7 @@ from cotenant.predictor.batches import BatchStates
 from cotenant.predictor.linear import MOST_NUMBER, LinearState
 from cotenant.predictor.ratio import Ratio
 
-_VERSION = 11
+_VERSION = 12
 _MOST = MOST_NUMBER
 
 

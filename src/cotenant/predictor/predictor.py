@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cotenant.core.plan import BatchShape, IterationRecord, Mode, Partition
-from cotenant.core.tasklet import TaskletKind, TaskletShape
+from cotenant.core.tasklet import TaskletKind, TaskletRun, TaskletShape
 from cotenant.predictor.batch_times import ALONE, BatchTimes, stale_or_less
 from cotenant.predictor.export import Export, as_tuple, decode, encode_parts
 from cotenant.predictor.prior import Prior
@@ -234,7 +234,7 @@ class LatencyPredictor:
         # Behind a batch that had other SMs, tasklets are as alone as they can be.
         batch = record.batch if record.partition is None else BatchShape()
         for run, elapsed_ms in record.tasklets:
-            self._observe_tasklets(batch, run.shape, elapsed_ms / run.count)
+            self._observe_tasklets(batch, run, elapsed_ms / run.count)
         if record.num_tasklets:
             self._batches.trained()
 
@@ -270,12 +270,13 @@ class LatencyPredictor:
         expected_ms = sum(each_ms * count for each_ms, count in parts if each_ms is not None)
         return (expected_ms - measured_ms) / measured_ms
 
-    def _observe_tasklets(self, batch: BatchShape, shape: TaskletShape, each_ms: float) -> None:
+    def _observe_tasklets(self, batch: BatchShape, run: TaskletRun, each_ms: float) -> None:
+        shape = run.shape
         each_ms = self._tasklets.bounded_ms(shape, each_ms)
-        self._tasklets.observe(shape, each_ms)
+        self._tasklets.observe(shape, each_ms, run.count)
         if not batch.empty and not batch.prefill_tokens:  # with prompts, hardly a shape comes again
             group, batch_key = self._batches.keys(batch)
-            self._records.add(group, (_BEHIND_BATCH, batch_key, self._tasklets.key(shape)), each_ms)
+            self._records.add(group, (_BEHIND_BATCH, batch_key, self._tasklets.key(shape)), each_ms, run.count)
 
     def _observe_fused(self, record: IterationRecord) -> None:
         step_ms = self.batch_ms(record.batch, cautious=False)
@@ -301,10 +302,11 @@ class LatencyPredictor:
             if self._prior is not None:
                 self._prior.observe_batch(batch, online_ms, partition, beside_training=together)
         for run, elapsed_ms in record.beside:
-            self._observe_tasklet_on_partition(run.shape, elapsed_ms / run.count, partition)
+            self._observe_tasklet_on_partition(run, elapsed_ms / run.count, partition)
 
-    def _observe_tasklet_on_partition(self, shape: TaskletShape, each_ms: float, partition: Partition) -> None:
-        record = self._records.add(self._base_group, ("tasklet", self._tasklets.key(shape), partition), each_ms)
+    def _observe_tasklet_on_partition(self, run: TaskletRun, each_ms: float, partition: Partition) -> None:
+        shape, group = run.shape, self._base_group
+        record = self._records.add(group, ("tasklet", self._tasklets.key(shape), partition), each_ms, run.count)
         each_ms = record.bounded(each_ms)
         alone_ms = self._tasklets.alone_ms(shape, cautious=False)
         if alone_ms is not None:

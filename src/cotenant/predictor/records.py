@@ -17,6 +17,8 @@ Group = tuple[Hashable, ...]
 
 MIN_COUNT = 3  # measurements that a record has to rest on
 _WEIGHT_OF_NEWEST = 0.1
+_MOST_AT_ONCE = 8  # that a mean of several counts as, at most
+_WEIGHTS_OF_NEWEST = [1.0 - (1.0 - _WEIGHT_OF_NEWEST) ** num for num in range(_MOST_AT_ONCE + 1)]
 _MAX_SHAPES = 4096
 _OUTLIER_RATIO = 8.0
 _FEW = 5  # measurements, after which a mean is not doubted for one
@@ -33,13 +35,14 @@ class Record:
     count: int = 1
     iteration: int = 0
 
-    def add(self, latency_ms: float) -> None:
-        """Take one measurement in. A wild outlier (a paused process) moves the mean no further than a bad one does; if
+    def add(self, latency_ms: float, num: int = 1) -> None:
+        """Take one measurement in, the mean of ``num`` in a row, which weighs as much as they would: what many take
+        together is to be right. A wild outlier (a paused process) moves the mean no further than a bad one does; if
         the first one was it, the record begins anew."""
         if self.count < _FEW and latency_ms * _OUTLIER_RATIO < self.mean_ms:
             self.mean_ms, self.deviation_ms, self.count = latency_ms, 0.0, 1
             return
-        weight = max(_WEIGHT_OF_NEWEST, 1.0 / (self.count + 1))
+        weight = max(_WEIGHTS_OF_NEWEST[min(num, _MOST_AT_ONCE)], 1.0 / (self.count + 1))
         error = self.bounded(latency_ms) - self.mean_ms
         self.mean_ms += weight * error
         self.deviation_ms += weight * (abs(error) - self.deviation_ms)
@@ -80,9 +83,9 @@ class RecordCache:
             return None
         return record.mean_ms + record.deviation_ms if cautious else record.mean_ms
 
-    def add(self, group: Group, shape: Hashable, latency_ms: float) -> Record:
-        """Take one measurement in; the shape unused for longest goes when there are too many. Returns its record, a new
-        one where a stale one is contradicted."""
+    def add(self, group: Group, shape: Hashable, latency_ms: float, num: int = 1) -> Record:
+        """Take one measurement in (see ``Record.add``); the shape unused for longest goes when there are too many.
+        Returns its record, a new one where a stale one is contradicted."""
         shapes = self._groups.setdefault(group, OrderedDict())
         record = shapes.get(shape)
         if record is None or (self.is_stale(record) and record.contradicts(latency_ms)):
@@ -90,7 +93,7 @@ class RecordCache:
             if len(shapes) > _MAX_SHAPES:
                 shapes.popitem(last=False)
         else:
-            record.add(latency_ms)
+            record.add(latency_ms, num)
         shapes.move_to_end(shape)
         record.iteration = self.iteration
         return record

@@ -64,9 +64,9 @@ class TaskletTimes:
         known = self._records.find(self._base_group, ("tasklet", self.key(shape)))
         return each_ms if known is None else known.bounded(each_ms)
 
-    def observe(self, shape: TaskletShape, each_ms: float) -> None:
-        """Learn from a measurement as it is believed (``bounded_ms``)."""
-        record = self._records.add(self._base_group, ("tasklet", self.key(shape)), each_ms)
+    def observe(self, shape: TaskletShape, each_ms: float, num: int = 1) -> None:
+        """Learn from a measurement as it is believed (``bounded_ms``), the mean of ``num``."""
+        record = self._records.add(self._base_group, ("tasklet", self.key(shape)), each_ms, num)
         # The model is asked for shapes without a record alone.
         model, features = self.model(shape.kind), tasklet_features(shape)
         if guessed_ms := model.reached(features):
