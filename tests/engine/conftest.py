@@ -56,6 +56,8 @@ class SmallModel:
         clock: Callable[[], float] = time.monotonic,
         max_pages: int | None = None,
         device: Device | None = None,
+        *,
+        enable_prefix_caching: bool = True,
     ) -> OnlineEngine:
         return OnlineEngine(
             self.decoder,
@@ -67,6 +69,7 @@ class SmallModel:
             eos_token_ids,
             device=device,
             max_pages=max_pages,
+            enable_prefix_caching=enable_prefix_caching,
             clock=clock,
         )
 

@@ -70,6 +70,22 @@ def test_a_request_may_leave_the_prefix_cache_alone(small) -> None:
     assert engine.num_queried_tokens == 3 * 18
 
 
+def test_prompts_count_that_are_looked_up_and_once_each(small) -> None:
+    """None is without a cache, nor one that is scored, and what was preempted finds its own pages."""
+    prompt = small.prompt(18)
+    engine = small.engine(page_tokens=4, enable_prefix_caching=False)
+    small.run(engine, [small.request(prompt, 2), small.request(prompt, 2)])
+    assert (engine.num_queried_tokens, engine.num_hit_tokens) == (0, 0)
+    engine = small.engine(page_tokens=4)
+    for scored in (None, 1):
+        small.run(engine, [small.request(prompt, 2, prompt_logprobs=scored)])
+        assert (engine.num_queried_tokens, engine.num_hit_tokens) == (18, 0)
+    engine = small.engine(num_pages=16, page_tokens=4, max_num_seqs=4, max_model_len=60)
+    small.run(engine, [small.request(small.prompt(12, seed), 40) for seed in (1, 2)])
+    assert engine.num_preemptions > 0
+    assert (engine.num_queried_tokens, engine.num_hit_tokens) == (24, 0)
+
+
 def test_requests_share_pages_with_those_of_the_same_salt(small) -> None:
     engine = small.engine(page_tokens=4)
     prompt = small.prompt(18)

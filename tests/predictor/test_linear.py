@@ -107,6 +107,12 @@ def test_what_another_model_learned_can_be_taken_over() -> None:
         other.restore(model.state()._replace(weights=[1.0, float("nan"), 1.0]))
     with pytest.raises(ValueError, match="3 features"):
         other.restore(model.state()._replace(covariance=[0.0] * 9))
+    frozen = [-1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1e4]  # of which it would learn no more
+    lopsided = [1.0, 0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    indefinite = [1.0, 2.0, 0.0, 2.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    for covariance in (frozen, lopsided, indefinite):
+        with pytest.raises(ValueError):
+            other.restore(model.state()._replace(covariance=covariance))
 
 
 def test_after_hours_a_slope_that_changes_is_noticed_within_a_thousand_steps() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 
 from cotenant.config import BatchConfig, CoExecutionConfig, LoraConfig, ModelConfig, ServerConfig
 from cotenant.core.errors import InvalidInputError
-from cotenant.core.plan import Mode, Plan, Slo
+from cotenant.core.plan import Mode, Plan, Slo, Snapshot
 from cotenant.device import create_device
 from cotenant.engine.engine import OnlineEngine
 from cotenant.predictor.predictor import LatencyPredictor
@@ -69,6 +70,31 @@ def test_what_the_lanes_did_when(tmp_path: Path) -> None:
     # The record's figure of that name is the plan's.
     assert all(each["planned_ms"] == each["record"]["predicted_ms"] for each in iterations)
     assert any(each["planned_ms"] not in (None, each["predicted_ms"]) for each in iterations)
+
+
+def test_what_was_before_a_failure_is_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_llama(tmp_path / "model")
+    decoder, device = support.load(tmp_path / "model"), create_device("cpu")
+    channel = Channel(AddRequest(request("r", [5, 6, 7], 8)))
+    engine = OnlineEngine(decoder, 64, 4, BatchConfig(8, 64), 128, LoraConfig(), ())
+    training = TrainingTenant(device, decoder, None, support.TASKLET_TOKENS, channel.send)
+    predictor, trace = LatencyPredictor("test", "test"), Trace(tmp_path / "trace.json")
+    executor = Executor(device, decoder, engine, training, trace)
+    policy = create_policy("inference-only", predictor)
+    loop = WorkerLoop(channel, engine, training, policy, executor, predictor, Slo(1e4, 1e3), False, trace=trace)
+    plan, plans = policy.plan, itertools.count()
+
+    def fail_at_the_fifth(snapshot: Snapshot) -> Plan:
+        if next(plans) == 4:
+            raise RuntimeError("a policy that fails")
+        return plan(snapshot)
+
+    monkeypatch.setattr(policy, "plan", fail_at_the_fifth)
+    with pytest.raises(RuntimeError):
+        loop.run()
+    names = [event["name"] for event in _events(tmp_path / "trace.json")]
+    assert names.count("execute") == 4
+    assert names[-1] == "end"
 
 
 def test_what_shares_a_batch_and_where_is_told(tmp_path: Path) -> None:

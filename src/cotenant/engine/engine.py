@@ -147,7 +147,7 @@ class OnlineEngine:
 
     @property
     def num_queried_tokens(self) -> int:
-        """Tokens of admitted prompts, as vLLM counts them."""
+        """Tokens of prompts that were looked up in the cache as they were admitted; a preempted one's not again."""
         return self._live.num_queried_tokens
 
     @property

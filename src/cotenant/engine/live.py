@@ -43,7 +43,7 @@ class LiveSequences:
         self.running = SequenceQueue()
         self.waiting = SequenceQueue()
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # of admitted prompts, as vLLM counts them
+        self.num_queried_tokens = 0  # of prompts that were looked up in the cache as they were admitted
         self.num_hit_tokens = 0  # of those, found in the cache
         self._by_id: dict[str, Sequence] = {}
         self._cache = cache
@@ -124,10 +124,11 @@ class LiveSequences:
         sequence.num_computed = num_cached * page_tokens
         sequence.num_registered = num_cached
         self._sampler.open(sequence.seat, sequence.sampling_state, sequence.num_prompt, sequence.tokens)
-        self.num_queried_tokens += len(sequence.tokens) if request.uses_prefix_cache else 0
-        self.num_hit_tokens += sequence.num_computed
-        if not sequence.was_admitted:
+        if not sequence.was_admitted:  # one that was preempted finds its own pages again, if anything
             sequence.was_admitted = True
+            if sequence.prefix is not None:
+                self.num_queried_tokens += len(sequence.tokens)
+                self.num_hit_tokens += sequence.num_computed
             sequence.queue_s = max(0.0, self._clock() - request.arrival_s)
             sequence.num_cached = sequence.num_computed
         self.waiting.remove(sequence)

@@ -112,16 +112,16 @@ class OnlineLinearModel:
         """To go on with later; that of a model which has learned nothing if this one holds what cannot have been
         measured, as may come of what it was given: nobody would take that over, nor the rest that was learned."""
         covariance = [value for row in self._covariance for value in row]
-        if all(abs(number) < MOST_NUMBER for number in (*self._weights, *covariance)):
+        numbers = (*self._weights, *covariance)
+        if all(abs(number) < MOST_NUMBER for number in numbers) and _is_covariance(self._covariance):
             return LinearState(list(self._weights), covariance, self.num_samples)
         return OnlineLinearModel((1.0,) * len(self._weights)).state()
 
     def check(self, state: LinearState) -> None:
         """Raises ValueError for a state of another number of features, or with values that cannot be."""
-        size = len(self._weights)
-        numbers, trace = (*state.weights, *state.covariance), sum(state.covariance[:: size + 1])
+        size, numbers = len(self._weights), (*state.weights, *state.covariance)
         is_of_size = (len(state.weights), len(state.covariance)) == (size, size * size)
-        if not is_of_size or not all(map(math.isfinite, numbers)) or trace <= 0:
+        if not is_of_size or not all(map(math.isfinite, numbers)) or not _is_covariance(_rows(state, size)):
             raise ValueError(f"no state of a linear model of {size} features")
 
     def restore(self, state: LinearState) -> None:
@@ -129,7 +129,7 @@ class OnlineLinearModel:
         self.check(state)
         size = len(self._weights)
         self._weights = list(state.weights)
-        self._covariance = [state.covariance[start : start + size] for start in range(0, size * size, size)]
+        self._covariance = _rows(state, size)
         doubt = min(_RESTORED_DOUBT, max(1.0, size * _PRIOR_VARIANCE / sum(state.covariance[:: size + 1])))
         self._covariance = [[value * doubt for value in row] for row in self._covariance]
         self._forms.clear()
@@ -153,6 +153,27 @@ class OnlineLinearModel:
         if counts > _MOST_COUNTED:
             return _MOST_COUNTED
         return counts if counts > _LEAST_COUNTED else _LEAST_COUNTED
+
+
+def _rows(state: LinearState, size: int) -> list[list[float]]:
+    return [state.covariance[start : start + size] for start in range(0, size * size, size)]
+
+
+def _is_covariance(matrix: list[list[float]]) -> bool:
+    """Whether it is symmetric and positive definite, by Cholesky's decomposition: where variances came out below 0, a
+    model would learn no more and be trusted for ever."""
+    if any(row[place] != matrix[place][column] for column, row in enumerate(matrix) for place in range(column)):
+        return False
+    lower: list[list[float]] = []
+    for row in matrix:
+        left = list[float]()
+        for place, other in enumerate(lower):
+            left.append((row[place] - _dot(left, other)) / other[place])
+        rest = row[len(left)] - _dot(left, left)
+        if not rest > 0.0:
+            return False
+        lower.append([*left, math.sqrt(rest)])
+    return True
 
 
 def _dot(left: list[float], right: list[float]) -> float:

@@ -161,11 +161,13 @@ class WorkerLoop:
         return self._executor.begun is not None
 
     def run(self) -> None:
-        """Iterate until there is nothing more to serve."""
-        while not self._finished:
-            self.iterate()
-        if self._trace is not None:
-            self._trace.close()
+        """Iterate until there is nothing more to serve. Where that raises, the trace has what was before."""
+        try:
+            while not self._finished:
+                self.iterate()
+        finally:
+            if self._trace is not None:
+                self._trace.close()
 
     def iterate(self) -> IterationRecord:
         """One iteration, and what it did."""
