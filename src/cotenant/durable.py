@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 
 TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of a folder that holds what was at its name's place
+# As tempfile names what it makes, and ``remove_folder`` what goes.
+_IS_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}((replaced-)?[a-z0-9_]{{8}}|[0-9a-f]{{16}})").fullmatch
 # What is left of a disk belongs to the database: it has to say of whatever else did not fit that it did not.
 RESERVED_BYTES = 2 * 1024 * 1024
 
@@ -106,15 +109,17 @@ def write_atomically(target: Path, write: Callable[[Path], None], *, make_folder
         raise
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what a crash left half-written anywhere below ``folder``, and put back what was about to be replaced."""
-    for path in list(folder.rglob(f"{_REPLACED_PREFIX}*")):
+def remove_leftovers(folder: Path, *, is_ours: bool = True) -> None:
+    """Delete what a crash left half-written anywhere below ``folder``, and put back what was about to be replaced; not
+    ``is_ours``: in it alone, for there may be files of others in it. What was not named here stays in any case."""
+    names = folder.rglob if is_ours else folder.glob
+    for path in [each for each in names(f"{_REPLACED_PREFIX}*") if _IS_TEMPORARY(each.name) and each.is_dir()]:
         for old in path.iterdir():
             if not (path.parent / old.name).exists():
                 os.replace(old, path.parent / old.name)
                 fsync_path(path.parent)
-    for path in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
-        if path.is_dir():
+    for path in [each for each in names(f"{TEMPORARY_PREFIX}*") if _IS_TEMPORARY(each.name)]:
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import socket
@@ -20,6 +21,18 @@ from cotenant.config import ApiConfig
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
 
+LARGE = 30_000_000  # of which hardly a part is in the kernel's buffers
+
+
+async def answered(port: int) -> bool:
+    """Whether somebody else is served."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD + b"body")
+    async with asyncio.timeout(30):
+        is_answered = (await reader.readuntil(b"body")).startswith(b"HTTP/1.1 200")
+    writer.close()
+    return is_answered
+
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body, more = b"", True
@@ -28,6 +41,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
+    if scope["path"] == "/large":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(LARGE // 100_000):
+            await send({"type": "http.response.body", "body": bytes(100_000), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
     await send({"type": "http.response.body", "body": body[:4]})
 
@@ -103,6 +122,124 @@ def test_who_stops_in_the_middle_of_a_body_is_let_go_of(monkeypatch: pytest.Monk
                 assert (await waiting[0].readuntil(b"body")).startswith(b"HTTP/1.1 200")
             for _, writer in (stopped, slow, unread, waiting):
                 writer.close()
+
+    uvloop.run(run())
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [b"a:b\r\n" * 1000, b"x-long: " + b"y" * 4000 + b"\r\n", b"y" * 5000],
+    ids=["small lines", "large lines", "one line"],
+)
+@pytest.mark.parametrize("begun", [b"GET /x HTTP/1.1\r\nx: ", b"GET /"], ids=["a header", "the path"])
+def test_a_head_has_an_end(monkeypatch: pytest.MonkeyPatch, begun: bytes, piece: bytes) -> None:
+    """Nobody's key was asked for yet."""
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begun)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(100):
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+            async with asyncio.timeout(30):
+                with contextlib.suppress(ConnectionError):
+                    answer = await reader.read()
+                    if answer:  # reset, it may have been lost
+                        is_http = begun.endswith(b" ") or b"\r\n" not in piece
+                        assert answer.startswith(b"HTTP/1.1 431 " if is_http else b"HTTP/1.1 4")
+            writer.close()
+            assert await answered(port)
+
+    uvloop.run(run())
+
+
+def test_a_head_of_64_kib_is_answered_and_of_more_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            for num_lines, status in ((60, b"200"), (64, b"431")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(HEAD[:-2] + b"".join(b"x-%04d: %s\r\n" % (n, b"y" * 1000) for n in range(num_lines)))
+                writer.write(b"\r\nbody")
+                async with asyncio.timeout(30):
+                    assert (await reader.readline()).startswith(b"HTTP/1.1 " + status)
+                    if status == b"431":
+                        assert b'"code":"headers_too_large"' in await reader.read()
+                writer.close()
+
+    uvloop.run(run())
+
+
+def test_trailers_are_dropped_and_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            chunked = HEAD.replace(b"Content-Length: 4", b"Transfer-Encoding: chunked") + b"4\r\nbody\r\n0\r\n"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(chunked + b"x-trailer: y\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert (await reader.readuntil(b"body")).startswith(b"HTTP/1.1 200")
+            for piece in (b"x-trailer: " + b"y" * 1000 + b"\r\n", b"y" * 1000):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(chunked + b"x: ")
+                async with asyncio.timeout(30):
+                    with contextlib.suppress(ConnectionError):
+                        while not reader.at_eof():
+                            writer.write(piece)
+                            await writer.drain()
+                            await asyncio.sleep(0.001)
+                writer.close()
+
+    uvloop.run(run())
+
+
+def test_many_small_pieces_of_a_body_are_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more around them than a head may have."""
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD.replace(b"Content-Length: 4", b"Transfer-Encoding: chunked"))
+            for _ in range(400):
+                writer.write(b"1\r\nx\r\n" * 100)
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+            async with asyncio.timeout(30):
+                assert (await reader.readuntil(b"xxxx")).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    uvloop.run(run())
+
+
+def test_who_does_not_read_the_answer_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who reads slowly."""
+    monkeypatch.setattr(http_server, "ANSWER_SILENCE_S", 2.0)
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            loop = asyncio.get_running_loop()
+            with socket.socket() as unread, socket.socket() as slow:
+                for client in (unread, slow):
+                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                    client.setblocking(False)
+                    await loop.sock_connect(client, ("127.0.0.1", port))
+                    await loop.sock_sendall(client, HEAD.replace(b"/x", b"/large") + b"body")
+                num_read = 0
+                for _ in range(40):
+                    await asyncio.sleep(0.1)
+                    num_read += len(await loop.sock_recv(slow, 100_000))
+                assert 0 < num_read < LARGE / 2
+                async with asyncio.timeout(60):
+                    while num_read < LARGE:
+                        part = await loop.sock_recv(slow, 1_000_000)
+                        assert part
+                        num_read += len(part)
+                    num_unread = 0
+                    with contextlib.suppress(ConnectionError):
+                        while part := await loop.sock_recv(unread, 1_000_000):
+                            num_unread += len(part)
+                assert num_unread < LARGE
 
     uvloop.run(run())
 

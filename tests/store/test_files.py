@@ -9,6 +9,7 @@ import pytest
 from cotenant.core.errors import ConflictError, InvalidInputError, NotFoundError
 from cotenant.store import JobStatus, Store, open_store
 from cotenant.store.files import FileTooLargeError
+from cotenant.store.ids import new_id
 from store.rows import CONTENT, add_file, add_job
 
 
@@ -56,12 +57,34 @@ def test_what_a_crash_cut_short_is_removed_at_the_next_start(tmp_path: Path) -> 
 
 
 def test_files_of_others_in_the_data_folder_are_left_alone(tmp_path: Path) -> None:
-    for name in ("files/thesis.pdf", "files/file-notes", "src/.tmp-build/a.o"):
+    """Also where they are named a little like what a crash of ours leaves, which goes."""
+    job = new_id("ftjob-")
+    theirs = (
+        "files/thesis.pdf",
+        "files/file-notes",
+        "src/.tmp-build/a.o",
+        ".tmp-notes.txt",
+        "files/project/.tmp-build/x",
+        "files/project/.tmp-abcdefgh",
+        "files/.tmp-old/x",
+        "jobs/mine/.tmp-abcdefgh/x",
+        "jobs/.tmp-replaced-by-me/x",
+    )
+    ours = (
+        ".tmp-abc_efg1",
+        "files/.tmp-abcdefgh",
+        "jobs/.tmp-0123456789abcdef/x",
+        f"jobs/{job}/.tmp-abcdefgh/x",
+        f"jobs/{job}/checkpoints/.tmp-abcdefgh",
+    )
+    for name in (*theirs, *ours):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
     open_store(tmp_path).close()
-    for name in ("files/thesis.pdf", "files/file-notes", "src/.tmp-build/a.o"):
+    for name in theirs:
         assert (tmp_path / name).read_text() == "mine"
+    for name in ours:
+        assert not (tmp_path / name).exists()
 
 
 def test_pages_follow_the_order_of_creation(store: Store) -> None:

@@ -26,6 +26,7 @@ from cotenant.store.paths import relative_path
 from cotenant.store.records import FINISHED, FileRecord, JobError, JobRecord, JobStatus, NewEvent, NewJob, Page, Pending
 
 JOBS_FOLDER = "jobs"
+JOB_ID_PREFIX = "ftjob-"
 
 _COLUMNS = schema.jobs.c
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cotenant.durable import TEMPORARY_PREFIX, remove_leftovers
+from cotenant.durable import remove_leftovers
 from cotenant.store.adapters import AdapterCatalog
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
 from cotenant.store.events import EventStore
 from cotenant.store.files import FILES_FOLDER, FileStore
-from cotenant.store.jobs import JOBS_FOLDER, JobStore
+from cotenant.store.ids import is_id
+from cotenant.store.jobs import JOB_ID_PREFIX, JOBS_FOLDER, JobStore
 from cotenant.store.lock import FolderLock, lock_folder
 from cotenant.store.paths import make_usable
 from cotenant.store.records import ServedAdapter
@@ -82,9 +83,10 @@ def open_store(folder: Path) -> Store:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """What a crash left half-written in our own folders; the data folder may lie among files of others."""
-    for name in (FILES_FOLDER, JOBS_FOLDER):
-        remove_leftovers(folder / name)
-    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):  # the ballast's
-        if path.is_file():
-            path.unlink(missing_ok=True)
+    """What a crash left half-written: the data folder, and those in it, may have been there before, with files of
+    others. Jobs' folders are ours."""
+    for ours in (folder, folder / FILES_FOLDER, folder / JOBS_FOLDER):
+        remove_leftovers(ours, is_ours=False)
+    for job in (folder / JOBS_FOLDER).iterdir():
+        if is_id(job.name, JOB_ID_PREFIX):
+            remove_leftovers(job)

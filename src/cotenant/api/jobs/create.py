@@ -18,6 +18,7 @@ from cotenant.core.job import METHODS, SUPERVISED
 from cotenant.store import NewJob, Store
 from cotenant.store.files import missing_file
 from cotenant.store.ids import new_id, short_id
+from cotenant.store.jobs import JOB_ID_PREFIX
 
 TRAINING_PURPOSE = "fine-tune"
 DEFAULT_SEED = 42
@@ -84,7 +85,7 @@ def make_job(
         _check_file(body.validation_file, "validation_file", store)
     else:
         _check_needs_no_validation(requested)
-    job_id = new_id("ftjob-")
+    job_id = new_id(JOB_ID_PREFIX)
     base = config.model.name
     return NewJob(
         id=job_id,
