@@ -21,12 +21,17 @@ from serving import RunningServer, running_server, start_server, wait_gone
 from undisturbed import until_undisturbed
 
 
-def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
+def test_a_hangup_lets_running_streams_end(tmp_path: Path) -> None:
+    """As SIGTERM does. The shell and the kernel send it both, and the kernel to all processes."""
     with running_server(tmp_path / "data", *FLAGS) as server:
         stream = Stream(server, max_tokens=900)
         stream.wait_first()
-        server.process.send_signal(signal.SIGTERM)
+        worker_pid = server.worker_pid()
+        assert worker_pid is not None
+        for pid in (server.process.pid, worker_pid):
+            os.kill(pid, signal.SIGHUP)
         wait_until(lambda: not server.is_healthy())
+        server.process.send_signal(signal.SIGHUP)
         stream.join()
         assert stream.error is None
         assert stream.events[-1] == "[DONE]"

@@ -124,7 +124,7 @@ class ModelNames:
             cards.append(self._card(named.ref.name, named.ref.path, base, named.created_at))
         for adapter in await asyncio.to_thread(self._store.served_adapters):
             if self._is_of_base(adapter) and self._has_room(adapter):
-                cards.append(self._card(adapter.name, adapter.path, adapter.parent, adapter.created_at))
+                cards.append(self._card(adapter.name, adapter.path, base, adapter.created_at))
         listed: dict[str, ModelCard] = {}
         for card in cards:
             listed.setdefault(card.id, card)

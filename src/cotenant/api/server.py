@@ -65,8 +65,9 @@ def run_server(
 ) -> int:
     """Serve until a signal says stop; returns the exit code. ``announce`` gets one line when the model is ready.
 
-    HTTP listens from the start; ``/health`` answers 503 until the worker is ready. The first SIGTERM or SIGINT drains:
-    nothing new is taken, running requests end, a running job writes a checkpoint. The second one ends it at once.
+    HTTP listens from the start; ``/health`` answers 503 until the worker is ready. The first SIGTERM or SIGINT drains,
+    and so does SIGHUP unless it is ignored: nothing new is taken, running requests end, a running job writes a
+    checkpoint. The second one ends it at once, but for SIGHUP.
     Raises ServerFailedError, or CotenantError for what else is wrong with the configuration or the data folder.
     """
     raise_open_files_limit()
@@ -127,6 +128,8 @@ class _Session:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         address = _url(self._listener)
         logger.info("listening on %s; the model is being loaded", address)
         await self._worker.start()
@@ -177,6 +180,11 @@ class _Session:
             await asyncio.wait([serving], timeout=_CUT_TIMEOUT_S)
         self._http.force_exit = True
         await serving
+
+    def _on_hangup(self) -> None:
+        """The terminal is gone. The shell and the kernel may both say so, so a second one is none."""
+        if not self._stop.is_set():
+            self._on_signal(signal.SIGHUP)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if not self._stop.is_set():

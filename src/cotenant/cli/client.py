@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from cotenant.config import check_api_key
 from cotenant.core.errors import CotenantError
@@ -16,10 +19,19 @@ if TYPE_CHECKING:
 _PAGE = 100  # of a list, at once
 _CONNECT_TIMEOUT_S = 5.0
 _TIMEOUT_S = 60.0
+_NO_PROXY = "NO_PROXY=HOST keeps a server from it"
 
 
 class ServerAwayError(CotenantError):
     """The server cannot be reached, or says that it cannot answer now (503): it may be back soon."""
+
+
+def _is_loopback(url: str) -> bool:
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class ApiClient:
@@ -32,10 +44,19 @@ class ApiClient:
         check_api_key(api_key)
         headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
         timeout = httpx.Timeout(_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self._may_use_proxy = not _is_loopback(self.url)  # of this machine no proxy knows, nor is it to see the key
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
+            self._http = httpx.Client(
+                base_url=self.url,
+                headers=headers,
+                timeout=timeout,
+                transport=transport,
+                trust_env=self._may_use_proxy,
+            )
         except (ValueError, httpx.InvalidURL) as error:
             raise CotenantError(f"--url: {self.url} is not a URL like http://127.0.0.1:8000: {error}") from error
+        except ImportError as error:  # of what a SOCKS proxy needs
+            raise CotenantError(f"the proxy that the environment names cannot be used: {error}; {_NO_PROXY}") from error
 
     def __enter__(self) -> ApiClient:
         return self
@@ -86,7 +107,9 @@ class ApiClient:
         except (UnicodeError, httpx.InvalidURL) as error:
             raise CotenantError(f"--url: {self.url}{path} is not a URL: {error}") from error
         except httpx.TransportError as error:
-            raise ServerAwayError(f"cannot reach a server at {self.url}: {error}") from error
+            proxies = getproxies() if self._may_use_proxy else {}
+            through = f". The environment names a proxy; {_NO_PROXY}" if proxies else ""
+            raise ServerAwayError(f"cannot reach a server at {self.url}: {error}{through}") from error
         try:
             content = response.json()
         except ValueError:

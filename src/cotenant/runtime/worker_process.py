@@ -99,9 +99,10 @@ def main() -> int:
     parser.add_argument("--after-crash", action="store_true", help="in place of a worker that died")
     arguments = parser.parse_args(_command_line())
     die_with_parent(arguments.parent_pid)
-    # A terminal sends Ctrl-C to the whole group; the API process decides how this one ends.
+    # A terminal sends Ctrl-C, and its end, to the whole group; the API process decides how this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     started_s = time.monotonic()
     config = msgspec.json.decode(arguments.config.read_bytes(), type=ServerConfig)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

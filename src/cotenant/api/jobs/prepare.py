@@ -61,7 +61,7 @@ async def _run_until_done(task: Task) -> tuple[int, bytes]:
     """``_run``, as often as the child is told to end: that was sent to all processes of the server at once, before the
     child could say that it leaves it to its parent."""
     exit_code, output = await _run(task)
-    while -exit_code in (signal.SIGTERM, signal.SIGINT):
+    while -exit_code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         logger.info("the process that validates files was told to end while it started; starting it again")
         exit_code, output = await _run(task)
     return exit_code, output

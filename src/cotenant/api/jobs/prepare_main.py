@@ -108,6 +108,7 @@ def main() -> None:
     """The child process. Exit code 1: its parent is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with suppress(OSError):
         os.nice(_NICENESS)
