@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -60,7 +62,7 @@ async def refused(there: Server, job_id: str) -> str:
     return str(error["message"])
 
 
-def test_a_failed_job_goes_on_in_its_turn_after_a_restart(tmp_path: Path) -> None:
+def test_a_failed_job_goes_on_in_its_turn_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with server(tmp_path) as there:
             failed = await failed_job(there, "disk_full", FULL, 2, 3)
@@ -71,6 +73,13 @@ def test_a_failed_job_goes_on_in_its_turn_after_a_restart(tmp_path: Path) -> Non
             assert job["finished_at"] is not None
             assert there.store.is_promised(there.store.jobs.get(failed).adapter_name), "others may not take its name"
             running, later = await queue_of(there, 2)
+            with monkeypatch.context() as patch:
+                disk = os.statvfs(tmp_path)
+                full = SimpleNamespace(f_blocks=disk.f_blocks, f_frsize=disk.f_frsize, f_bavail=8)
+                patch.setattr(os, "statvfs", lambda path: full)
+                answer = await there.http.post(f"{JOBS}/{failed}/resume")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "disk_full"), "it still is"
+            assert (await there.job(failed))["error"]["message"] == said
 
         async with server(tmp_path) as there:
             await there.wait_started(running)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cotenant.durable import remove_leftovers
+from cotenant.durable import leave_room, remove_leftovers
 from cotenant.store.adapters import AdapterCatalog
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
+from cotenant.store.errors import store_error
 from cotenant.store.events import EventStore
 from cotenant.store.files import FILES_FOLDER, FileStore
 from cotenant.store.ids import is_id
@@ -49,6 +50,13 @@ class Store:
     def owner(self, name: str) -> str | None:
         """The job one of whose models is served under this name, or may come to be; None: there is none."""
         return self._adapters.owner(name)
+
+    def check_room(self) -> None:
+        """Raises StoreError if the disk has no room beside what is left to the database."""
+        try:
+            leave_room(self.folder)
+        except OSError as error:
+            raise store_error(error) from error
 
     def close(self) -> None:
         """Close the database and let another server use the folder."""

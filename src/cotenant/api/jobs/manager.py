@@ -19,7 +19,7 @@ from cotenant.api.jobs.recorder import JobMessage, Outcome, Recorder
 from cotenant.api.jobs.validator import Validator, limits_of
 from cotenant.api.jobs.wakeable import WakeableTask
 from cotenant.config import ServerConfig
-from cotenant.core.errors import InvalidInputError, OverloadedError
+from cotenant.core.errors import DISK_FULL, InvalidInputError, OverloadedError
 from cotenant.core.job import JobSpec
 from cotenant.store import JobError, JobRecord, JobStatus, NewEvent, Pending, Store, StoreError
 from cotenant.wire.messages import CancelJob, FromWorker, PauseJob, Ready, StartJob, ToWorker, UnloadAdapter
@@ -249,11 +249,14 @@ class JobManager:
         return stopped
 
     def _take_up(self, job: JobRecord) -> JobRecord:
-        """Have a job go on that has failed. Raises InvalidInputError."""
+        """Have a job go on that has failed. Raises InvalidInputError, or StoreError if the disk is as full as it was
+        then."""
         assert job.error is not None, "a job that has failed says why"
         reason = why_not_resumable(job, self._store.jobs.folder(job.id), job.error)
         if reason is not None:
             raise _wrong_status(job, "resumed", reason)
+        if job.error.code == DISK_FULL:
+            self._store.check_room()  # each time that it goes on and fails at once takes some of what is left
         try:
             resumed = self._store.jobs.take_up(job.id, [events.resumed()])
         except InvalidInputError as error:
