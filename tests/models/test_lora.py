@@ -85,8 +85,9 @@ def test_peft_loads_what_we_save(pair: Pair, tmp_path: Path, options: dict[str, 
         },
         {"r": 2, "target_modules": ["q_proj", "k_proj", "v_proj"], "layers_to_transform": [0, 2]},
         {"r": 2, "target_modules": ["q_proj", "o_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+        {"r": 2, "target_modules": ["q_proj", "model.layers.2.self_attn.o_proj"], "layers_to_transform": [0]},
     ],
-    ids=["all-linear", "ends-of-names", "patterns", "layers", "excluded"],
+    ids=["all-linear", "ends-of-names", "patterns", "layers", "excluded", "layers-and-a-name"],
 )
 def test_we_load_what_peft_saves_and_save_it_again(llama: Pair, tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(4)
@@ -100,6 +101,23 @@ def test_we_load_what_peft_saves_and_save_it_again(llama: Pair, tmp_path: Path, 
     save_adapter(adapter, tmp_path / "ours", str(llama.folder))
     _assert_close(_peft_logits(llama, tmp_path / "ours", sequences), expected)
     _assert_close(_our_logits(llama, _serve(tmp_path / "ours", llama.decoder.spec), sequences), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{"lora_alpha": 32, "r": 12}, {"lora_alpha": 16, "r": 8, "use_rslora": True}])
+def test_a_file_in_half_precision_is_scaled_as_in_peft(
+    llama: Pair, tmp_path: Path, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """In float32, however the file has rounded its matrices: by no power of two, the product would be rounded again."""
+    torch.manual_seed(5)
+    base = type(llama.reference).from_pretrained(llama.folder)
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear", **options)
+    get_peft_model(base, config).save_pretrained(tmp_path)
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(tmp_path / WEIGHTS).items()}
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    sequences = [tokens(21), tokens(5)]
+    expected = _peft_logits(llama, tmp_path, sequences)
+    _assert_close(_our_logits(llama, _serve(tmp_path, llama.decoder.spec), sequences), expected)
 
 
 def test_saved_files_hold_what_peft_and_vllm_expect(llama: Pair, tmp_path: Path) -> None:

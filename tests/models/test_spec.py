@@ -102,7 +102,43 @@ def test_end_of_sequence_ids() -> None:
     assert spec_from_config({**BASE, "eos_token_id": 3}).eos_token_ids == (3,)
     assert spec_from_config({**BASE, "eos_token_id": 3}, {"eos_token_id": [4, 5]}).eos_token_ids == (4, 5)
     assert spec_from_config({**BASE, "eos_token_id": [3, 7]}, {}).eos_token_ids == (3, 7)
+    assert spec_from_config({**BASE, "eos_token_id": 3}, {"eos_token_id": []}).eos_token_ids == (3,)
     assert spec_from_config(BASE).eos_token_ids == ()
+
+
+def test_the_two_names_of_a_family_have_to_agree() -> None:
+    """AutoModel goes by the other one: a window, or what a Gemma multiplies by, would be ignored in silence."""
+    for name, model_type in (
+        ("LlamaForCausalLM", "mistral"),
+        ("MistralForCausalLM", "llama"),
+        ("LlamaForCausalLM", "gemma"),
+    ):
+        with pytest.raises(InvalidInputError, match=f"architectures has {name}, and model_type is '{model_type}'"):
+            spec_from_config({**BASE, "architectures": [name], "model_type": model_type})
+    assert spec_from_config({**BASE, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}) == spec_from_config(
+        {**BASE, "architectures": ["LlamaForCausalLM"]}
+    )
+
+
+def test_rope_parameters_of_each_kind_of_layer_are_refused() -> None:
+    nested = {"full_attention": {"rope_type": "yarn", "factor": 4, "rope_theta": 1e6}}
+    with pytest.raises(InvalidInputError, match="rope_parameters of each kind of layer, full_attention"):
+        spec_from_config({**BASE, "rope_parameters": nested})
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM"])
+def test_a_window_that_is_switched_on_and_not_given_is_transformers_own(name: str) -> None:
+    config = {**BASE, "architectures": [name], "use_sliding_window": True, "max_window_layers": 0}
+    config.pop("model_type", None)
+    config.pop("sliding_window", None)
+    assert spec_from_config(config).sliding_window == 4096
+    assert spec_from_config({**config, "sliding_window": None}).sliding_window is None
+
+
+def test_settings_that_a_family_does_not_have_are_passed_over() -> None:
+    spec_from_config({**BASE, "architectures": ["Qwen2ForCausalLM"], "mlp_bias": True, "hidden_act": "swish"})
+    with pytest.raises(InvalidInputError, match="mlp_bias"):
+        spec_from_config({**BASE, "architectures": ["LlamaForCausalLM"], "mlp_bias": True})
 
 
 def test_families_differ() -> None:

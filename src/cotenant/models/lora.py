@@ -277,7 +277,7 @@ class LoraAdapter:
         for module in modules:
             num_out = self.spec.module_shape(module)[0]
             if module in present:
-                matrix = present[module].b.detach()
+                matrix = present[module].b.detach().float()  # a file's may be rounded; the product once only
                 num_columns = matrix.shape[1]
                 b[row : row + num_out, column : column + num_columns] = matrix * self.scale_of(layer, module)
                 column += num_columns

@@ -91,11 +91,15 @@ class AdapterConfig:
             for name, key in names.items()
             if _selects(self.target_modules, name)
             and not (self.exclude_modules and _selects(self.exclude_modules, name))
-            and (self.layers is None or key[0] in self.layers)
+            and (self.layers is None or key[0] in self.layers or self._names_it(name))
         ]
         if not found:
             raise InvalidInputError(f"{self.path}: target_modules selects none of this model's modules")
         return found
+
+    def _names_it(self, name: str) -> bool:
+        """Whether the module's full name is in a list of them: for that PEFT looks before it looks at layers."""
+        return not isinstance(self.target_modules, str) and name in self.target_modules
 
 
 def read_config(folder: Path) -> AdapterConfig:

@@ -17,7 +17,7 @@ FAMILY_OF_ARCHITECTURE = {
 }
 
 _DEFAULT_ROPE_THETA = 10000.0
-_MISTRAL_WINDOW = 4096  # transformers' default
+_DEFAULT_WINDOW = 4096  # transformers' default
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def spec_from_config(config: Mapping[str, Any], generation_config: Mapping[str, 
     InvalidInputError, naming the field, for what this decoder cannot run faithfully.
     """
     family = _family(config)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     hidden_size, num_heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
     num_kv_heads = _size(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -142,7 +142,7 @@ def _family(config: Mapping[str, Any]) -> str:
         architectures = _texts(config, "architectures", "class names")
         for name in architectures:
             if name in FAMILY_OF_ARCHITECTURE:
-                return FAMILY_OF_ARCHITECTURE[name]
+                return _same_family(FAMILY_OF_ARCHITECTURE[name], name, config.get("model_type"))
         found = ", ".join(architectures)
     else:
         found = str(config.get("model_type"))
@@ -153,13 +153,23 @@ def _family(config: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _same_family(family: str, architecture: str, model_type: object) -> str:
+    """By both of a config's names; transformers' AutoModel goes by the other one."""
+    if model_type not in (None, family):
+        raise InvalidInputError(
+            f"config.json: architectures has {architecture}, and model_type is {model_type!r}: which is it?",
+            param="model",
+        )
+    return family
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     problems = []
     if config.get("quantization_config"):
         problems.append("quantization_config (load the unquantised weights)")
-    if config.get("mlp_bias"):
+    if config.get("mlp_bias") and family == "llama":  # the others have no such setting
         problems.append("mlp_bias")
-    if config.get("hidden_act", "silu") != "silu":
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):  # one function
         problems.append(f"hidden_act {config['hidden_act']!r} (only 'silu')")
     if problems:
         raise InvalidInputError(f"config.json asks for what is not supported: {'; '.join(problems)}", param="model")
@@ -202,6 +212,11 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
     partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise InvalidInputError(f"config.json: partial_rotary_factor {partial!r} is not supported", param="model")
+    nested = [name for name, value in settings.items() if isinstance(value, Mapping)]
+    if nested:
+        raise InvalidInputError(
+            f"config.json: {key} of each kind of layer, {nested[0]}, is not supported", param="model"
+        )
     kind = settings.get("rope_type", settings.get("type"))
     if kind in (None, "default"):
         return theta, None
@@ -227,11 +242,10 @@ def _rope(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
 def _sliding_window(config: Mapping[str, Any], family: str, num_layers: int) -> int | None:
     """The window if all layers have it, None if none has.
 
-    Llama has none. Mistral's holds for all layers, and only null says that it has none. Qwen switches it on, and lists
-    or counts the layers that have it.
+    Llama has none. Mistral's holds for all layers. Qwen switches it on, and lists or counts the layers that have it. Of
+    both only null says that there is none.
     """
-    if family == "mistral":
-        config = {"sliding_window": _MISTRAL_WINDOW, **config}
+    config = {"sliding_window": _DEFAULT_WINDOW, **config}
     if family == "llama" or config.get("sliding_window") is None:
         return None
     if family != "mistral":
@@ -262,7 +276,7 @@ def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
 def _eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None) -> tuple[int, ...]:
     for file, given in (("generation_config.json", generation_config or {}), ("config.json", config)):
         value = given.get("eos_token_id")
-        if value is None:
+        if value is None or value == []:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
