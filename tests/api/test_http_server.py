@@ -14,13 +14,14 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from cotenant.api import http_server
+from cotenant.api import http_connection, http_server
 from cotenant.api.http_server import HttpServer
 from cotenant.api.server import open_listener
 from cotenant.config import ApiConfig
 
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\n"
 
+gone = asyncio.Event()
 LARGE = 30_000_000  # of which hardly a part is in the kernel's buffers
 
 
@@ -41,6 +42,11 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
+    if scope["path"] == "/waits":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        return
     if scope["path"] == "/large":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(LARGE // 100_000):
@@ -214,7 +220,7 @@ def test_many_small_pieces_of_a_body_are_no_head(monkeypatch: pytest.MonkeyPatch
 
 def test_who_does_not_read_the_answer_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not who reads slowly."""
-    monkeypatch.setattr(http_server, "ANSWER_SILENCE_S", 2.0)
+    monkeypatch.setattr(http_connection, "ANSWER_SILENCE_S", 2.0)
 
     async def run() -> None:
         async with served(monkeypatch) as port:
@@ -240,6 +246,78 @@ def test_who_does_not_read_the_answer_is_let_go_of(monkeypatch: pytest.MonkeyPat
                         while part := await loop.sock_recv(unread, 1_000_000):
                             num_unread += len(part)
                 assert num_unread < LARGE
+
+    uvloop.run(run())
+
+
+UPGRADE = HEAD.replace(b"Content-Length: 4\r\n\r\n", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (UPGRADE + b"Content-Length: 4\r\n\r\nbody",),
+        (UPGRADE + b"Content-Length: 4\r\n\r\n", b"bo", b"dy"),
+        (UPGRADE + b"Content-Length: 4\r\nExpect: 100-continue\r\n\r\n", b"body"),
+        (UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",),
+        (UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n", b"2\r\nbo\r\n2\r\ndy\r\n", b"0\r\n\r\n"),
+    ],
+)
+def test_whoever_would_rather_speak_http_2_is_answered(
+    monkeypatch: pytest.MonkeyPatch, parts: tuple[bytes, ...]
+) -> None:
+    """As curl --http2 asks. Its body is its own, and no other request."""
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(30):
+                for part in parts:
+                    writer.write(part)
+                    await asyncio.sleep(0.05)
+                assert b"HTTP/1.1 200" in await reader.readuntil(b"body")
+                for head in (HEAD, UPGRADE + b"Content-Length: 4\r\n\r\n"):
+                    writer.write(head + b"next" + head + b"last")  # what comes behind it is another one
+                    assert (await reader.readuntil(b"next")).startswith(b"HTTP/1.1 200")
+                    assert (await reader.readuntil(b"last")).startswith(b"HTTP/1.1 200")
+            writer.close()
+
+    uvloop.run(run())
+
+
+def test_so_many_requests_may_be_sent_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = http_connection.MOST_PIPELINED
+
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            for number, is_answered in ((most + 1, True), (10_000, False)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                with contextlib.suppress(ConnectionError):
+                    writer.write((HEAD + b"body") * number)
+                    await writer.drain()
+                async with asyncio.timeout(30):
+                    if is_answered:
+                        for _ in range(number):
+                            assert (await reader.readuntil(b"body")).startswith(b"HTTP/1.1 200")
+                    else:
+                        with contextlib.suppress(ConnectionError):
+                            assert (await reader.read()).count(b"HTTP/1.1 200") <= most + 1
+                writer.close()
+            assert await answered(port)
+
+    uvloop.run(run())
+
+
+def test_who_leaves_with_another_request_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with served(monkeypatch) as port:
+            gone.clear()
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(HEAD.replace(b"/x", b"/waits") + b"body" + HEAD + b"body")
+            await asyncio.sleep(0.2)
+            writer.close()
+            async with asyncio.timeout(30):
+                await gone.wait()
 
     uvloop.run(run())
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import resource
 import select
 import socket
-import sys
-import termios
 import time
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from cotenant.api.errors import error_response
+from cotenant.api.http_connection import Connection
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +28,6 @@ LOOK_EVERY_S = 30
 # So is one that owes the rest of a request's body and sends nothing for so long: it holds what has come, too. Longer
 # than from one look to the next.
 BODY_SILENCE_S = 60.0
-# And one whose client reads nothing of its answer for so long: until then all of it is kept. Longer than from one look
-# to the next.
-ANSWER_SILENCE_S = 120.0
-# Of a request's head at most, each line counted with what it takes besides; and of what is neither head nor body.
-MOST_HEAD_BYTES = 65536
-_BYTES_OF_A_LINE = 32
-_HEAD_TOO_LARGE = f"The request's head has more than {MOST_HEAD_BYTES} bytes."
 # What a connection that was accepted last may take to send the head of its request.
 _FIRST_REQUEST_TIMEOUT_S = 1.0
 _WANTED_OPEN_FILES = 65536
@@ -46,102 +36,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 _MANY = 0.9  # of those that may be open
 
 
-class _HeadTooLargeError(Exception):
-    """Of a request; the parser ends there."""
-
-
-class _Connection(HttpToolsProtocol):
-    """``heard_s``: when something came from the client last, in the loop's time."""
-
-    heard_s = 0.0
-    _moved_s, _num_unsent = 0.0, 0  # when the client read some of its answer last, and what is left, while much is
-    _in_head = False
-    _head_bytes = 0  # of the head that comes
-    _held_bytes = 0  # of what has come since there was something of a body, or a head's end: the parser keeps it
-    _has_gone_on = False
-
-    def data_received(self, data: bytes) -> None:
-        self.heard_s, self._has_gone_on = self.loop.time(), False
-        super().data_received(data)
-        self._held_bytes = 0 if self._has_gone_on else self._held_bytes + len(data)
-        if self._held_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse_head()
-
-    def on_message_begin(self) -> None:
-        self._in_head = self._has_gone_on = True
-        self._head_bytes = 0
-        super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # or it is a trailer, which nobody reads
-            self._count(len(name) + len(value) + _BYTES_OF_A_LINE)
-            super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        self._in_head, self._has_gone_on = False, True
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._has_gone_on = True
-        super().on_body(body)
-
-    def _count(self, num_bytes: int) -> None:
-        self._head_bytes += num_bytes
-        if self._head_bytes > MOST_HEAD_BYTES:
-            raise _HeadTooLargeError
-
-    def send_400_response(self, msg: str) -> None:
-        """For what is no HTTP, or a head that is too large."""
-        if self._head_bytes > MOST_HEAD_BYTES:
-            self._refuse_head()
-        else:
-            super().send_400_response(msg)
-
-    def _refuse_head(self) -> None:
-        """In the middle of an answer to what came before, or of a body, the connection ends without a word."""
-        if self.cycle is None or self.cycle.response_complete:
-            content = error_response(_HEAD_TOO_LARGE, 431, code="headers_too_large")
-            self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
-            for name, value in (*content.raw_headers, (b"connection", b"close")):
-                self.transport.write(b"%s: %s\r\n" % (name, value))
-            self.transport.write(b"\r\n" + bytes(content.body))
-        self.transport.close()
-
-    def pause_writing(self) -> None:
-        self._moved_s = self.loop.time()
-        super().pause_writing()
-
-    def is_read(self, now_s: float) -> bool:
-        """Whether the client has read some of its answer lately, if much of that waits to be sent."""
-        num_unsent = _unsent_bytes(self.transport) if self.flow.write_paused else 0
-        if not num_unsent or num_unsent != self._num_unsent:
-            self._moved_s, self._num_unsent = now_s, num_unsent
-        return now_s - self._moved_s <= ANSWER_SILENCE_S
-
-    @property
-    def owes_body(self) -> bool:
-        """Whether the rest of a request is to come, and the client has been told to send it."""
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete or cycle.waiting_for_100_continue:
-            return False
-        return bool(cycle.more_body)
-
-
-def _unsent_bytes(transport: asyncio.Transport) -> int:
-    """Of an answer, with those that the kernel has and the client has not taken: that is up to some megabytes, of which
-    it asks for more when a good part is gone."""
-    num_bytes = transport.get_write_buffer_size()
-    with contextlib.suppress(OSError, ValueError):
-        kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-        num_bytes += int.from_bytes(kernel, sys.byteorder)
-    return num_bytes
-
-
-_Silent = tuple[_Connection, RequestResponseCycle | None]
+_Silent = tuple[Connection, RequestResponseCycle | None]
 
 
 class HttpServer(uvicorn.Server):
@@ -154,7 +49,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http=_Connection,
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -192,10 +87,10 @@ class HttpServer(uvicorn.Server):
         """Whether one has had no request yet: uvicorn would close it, whatever is on its way."""
         return bool(self._without_request())
 
-    def _connections(self) -> list[_Connection]:
-        return [each for each in self.server_state.connections if isinstance(each, _Connection)]
+    def _connections(self) -> list[Connection]:
+        return [each for each in self.server_state.connections if isinstance(each, Connection)]
 
-    def _without_request(self) -> set[_Connection]:
+    def _without_request(self) -> set[Connection]:
         """The connections on which no request's head has come yet."""
         return {each for each in self._connections() if each.cycle is None}
 
@@ -210,7 +105,7 @@ class HttpServer(uvicorn.Server):
                     found.add((each, each.cycle))
         return found
 
-    def _stopped_in_a_body(self) -> list[_Connection]:
+    def _stopped_in_a_body(self) -> list[Connection]:
         """The connections whose client has sent nothing of a body for too long, though it was read."""
         now_s = asyncio.get_running_loop().time()
         owing = [each for each in self._connections() if each.owes_body]
