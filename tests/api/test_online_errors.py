@@ -143,6 +143,7 @@ def test_what_a_client_names_is_one_line_of_the_log(server: serving.RunningServe
         ("DELETE", "/v1/chat/completions", 405, "Not allowed to DELETE"),
         ("GET", "/v1/files?limit=0", 400, "Invalid 'limit'"),
         ("GET", "/no/such%0apath", 404, "/no/such\\npath"),
+        ("GET", f"/{'long' * 10_000}", 404, "Unknown request URL: GET /longlong"),
     ],
 )
 def test_each_refusal_is_a_line_of_the_log(
@@ -152,6 +153,7 @@ def test_each_refusal_is_a_line_of_the_log(
     assert http.request(method, path, headers={"x-request-id": name}).status_code == status
     (line,) = [line for line in server.log.splitlines() if name in line]
     assert f": {status}: " in line
+    assert len(line) < 3000
     assert said in line
 
 

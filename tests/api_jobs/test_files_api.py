@@ -112,6 +112,7 @@ def test_listing(tmp_path: Path) -> None:
         (form(field_part(b"purpose", b"fine-tune-results"), file_part(b"x")), "purpose", "expected one of"),
         (form(field_part(b"purpose", b"x" * 5000), file_part(b"x")), "purpose", "too long"),
         (form(PURPOSE, file_part(b"x"), field_part(b"expires_after", b"1")), "expires_after", "Unrecognized"),
+        (form(PURPOSE, PURPOSE, file_part(b"x")), "purpose", "twice"),
         (form(PURPOSE, file_part(b"x"), end=b""), "file", "ends before"),
         (form(PURPOSE, file_part(b"x"), end=b"--B"), "file", "not a form"),
         (form(b"no header"), "file", "not a form"),

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import statistics
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cotenant.bench.charts import Marker, Series, cumulative, line_chart
-from cotenant.bench.load import arrival_times
+from cotenant.bench.load import arrival_times, send_chat
 from cotenant.bench.summary import RequestResult, Targets, percentile, summarize
 
 
@@ -30,6 +32,31 @@ def test_percentiles_are_those_of_the_standard_library(values: list[float], shar
         else statistics.quantiles(values, n=100, method="inclusive")[share - 1]
     )
     assert percentile(values, share) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (
+            httpx.Response(503, json={"error": {"message": "come again"}}),
+            'HTTP 503: {"error":{"message":"come again"}}',
+        ),
+        (httpx.Response(200, stream=httpx.ByteStream(b"data: {no json\n\n")), "DecodeError"),
+        (httpx.ConnectError("refused"), "ConnectError: refused"),
+    ],
+)
+def test_a_request_that_is_not_answered_is_one_that_failed(answer: httpx.Response | Exception, error: str) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def send() -> RequestResult:
+        transport = httpx.MockTransport(handle)
+        async with httpx.AsyncClient(base_url="http://server", transport=transport) as client:
+            return await send_chat(client, "m", "hello", 4, 0.0, 0.0, 1)
+
+    assert error in str(asyncio.run(send()).error)
 
 
 def test_a_percentile_of_nothing_is_not_a_number() -> None:

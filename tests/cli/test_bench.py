@@ -42,6 +42,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
         ((*URL, "--sweep", "1,fast"), "--sweep: expected a number, got 'fast'"),
         ((*URL, "--request-rate", "1", "--stop-when-missed"), "--stop-when-missed needs"),
         ((*URL, "--request-rate", "1", "--append-result"), "--append-result needs --json"),
+        ((*URL, "--request-rate", "1", "--save-detailed"), "--save-detailed needs --json"),
         ((*URL, "--request-rate", "1", "--header", "x"), "--header: expected NAME=VALUE"),
         ((*URL, "--request-rate", "1", "--api-key", "a\nb"), "--api-key: a key is printable ASCII"),
         ((*URL, "--request-rate", "1", "--endpoint", "/v1/chat/completions"), "which chat completions do not take"),

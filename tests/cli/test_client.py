@@ -23,3 +23,10 @@ def test_no_proxy_stands_before_this_machine(monkeypatch: pytest.MonkeyPatch, na
         assert "proxy" not in caught.value.message
     with pytest.raises(CotenantError, match=r"proxy.*NO_PROXY=HOST"), ApiClient("http://192.0.2.1:1", "") as client:
         client.get("/v1/models")
+
+
+def test_a_proxy_that_is_none_is_not_taken_for_the_servers_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "ftp://proxy")
+    monkeypatch.setenv("http_proxy", "ftp://proxy")
+    with pytest.raises(CotenantError, match="the environment names a proxy that is none"):
+        ApiClient("http://192.0.2.1:1", "")

@@ -51,6 +51,7 @@ _NOT_SERVED = tuple(
         "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
     )
 )  # fmt: skip
+_MOST_CHARACTERS = 1000  # of a path or a message, in the log and of a path in a message
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -101,13 +102,18 @@ def request_id_of(request: Request) -> str:
     return str(getattr(request.state, "request_id", "-"))
 
 
+def _cut(words: str) -> str:
+    """What a client has sent may be long, and says no more for that."""
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}..."
+
+
 def log_refusal(scope: Scope, status: int, message: str) -> None:
     """One line for a request that gets an error instead of an answer."""
     level = logging.WARNING if status >= 500 else logging.INFO
     request_id = scope.get("state", {}).get("request_id", "-")
     # What a client named may stand in them, with line breaks of its own.
     path, text = (
-        "".join(each if each.isprintable() else repr(each)[1:-1] for each in words)
+        "".join(each if each.isprintable() else repr(each)[1:-1] for each in _cut(words))
         for words in (scope["path"], message)
     )
     logger.log(level, "%s: %s %s: %d: %s", request_id, scope["method"], path, status, text)
@@ -169,7 +175,7 @@ class _Refusal(NamedTuple):
 
 def _http_refusal(app: FastAPI, request: Request, error: HTTPException) -> _Refusal:
     headers = dict(error.headers or {})
-    path = request.url.path
+    path = _cut(request.url.path)
     if error.status_code == 404 and error.detail == HTTPStatus.NOT_FOUND.phrase:
         if any(path == known or path.startswith(known + "/") for known in _NOT_SERVED):
             message = f"This server does not support {request.method} {path}; /openapi.json describes what it does."

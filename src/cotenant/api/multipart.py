@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WRITE_BYTES = 1024 * 1024
 MAX_FIELD_BYTES = 1024
 MAX_FILENAME = 255
+_PARSED_AT_ONCE = 65536
 
 
 @dataclass
@@ -51,9 +52,11 @@ async def read_upload(
     parser = _parser_for(request, reader)
     try:
         async for chunk in request.stream():
-            parser.write(chunk)
-            if len(reader.content) >= WRITE_BYTES:
-                await reader.write_content()
+            for start in range(0, len(chunk), _PARSED_AT_ONCE):
+                parser.write(chunk[start : start + _PARSED_AT_ONCE])
+                if len(reader.content) >= WRITE_BYTES:
+                    await reader.write_content()
+                await asyncio.sleep(0)  # what is all boundaries takes its time
         parser.finalize()
     except FormParserError as error:
         raise _malformed(str(error)) from None
@@ -148,6 +151,8 @@ class _FormReader:
     def _on_part_end(self) -> None:
         if not self._part.is_file:
             value = self._part.value.decode(errors="replace")
+            if self._part.name in self.form.fields:
+                raise InvalidInputError(f"'{self._part.name[:100]}' is there twice.", param=self._part.name[:100])
             self._check_field(self._part.name, value)
             self.form.fields[self._part.name] = value
 

@@ -128,17 +128,18 @@ async def send_chat(
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 error = f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}"
-            async for line in _data_lines(response):
-                chunk = _CHUNK.decode(line)
-                if chunk.error is not None:
-                    error = str(chunk.error.get("message"))
-                if chunk.usage is not None:
-                    num_tokens = chunk.usage.completion_tokens
-                # The token that ends an answer has no text, but it is counted, and the client waits for it.
-                if any(choice.delta.content or choice.finish_reason for choice in chunk.choices):
-                    last = time.perf_counter()
-                    first = last if first == sent else first
-    except httpx.HTTPError as failure:
+            else:
+                async for line in _data_lines(response):
+                    chunk = _CHUNK.decode(line)
+                    if chunk.error is not None:
+                        error = str(chunk.error.get("message"))
+                    if chunk.usage is not None:
+                        num_tokens = chunk.usage.completion_tokens
+                    # The token that ends an answer has no text, but it is counted, and the client waits for it.
+                    if any(choice.delta.content or choice.finish_reason for choice in chunk.choices):
+                        last = time.perf_counter()
+                        first = last if first == sent else first
+    except (httpx.HTTPError, msgspec.DecodeError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     if error is None and num_tokens == 0:
         error = "the answer had no tokens"

@@ -144,6 +144,8 @@ def serve(
     check_outputs(json=json_path)
     check_apart({"json": json_path}, [] if trace is None else [trace])
     earlier = _earlier_results(json_path) if append_result else None
+    if save_detailed and json_path is None:
+        raise InvalidInputError("--save-detailed needs --json")
     load = LoadFlags(
         trace=trace,
         window=window,

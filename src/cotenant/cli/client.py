@@ -52,8 +52,11 @@ class ApiClient:
                 timeout=timeout,
                 transport=transport,
                 trust_env=self._may_use_proxy,
+                verify=httpx.create_ssl_context(),  # by SSL_CERT_FILE, too
             )
         except (ValueError, httpx.InvalidURL) as error:
+            if "proxy" in str(error):
+                raise CotenantError(f"the environment names a proxy that is none: {error}; {_NO_PROXY}") from error
             raise CotenantError(f"--url: {self.url} is not a URL like http://127.0.0.1:8000: {error}") from error
         except ImportError as error:  # of what a SOCKS proxy needs
             raise CotenantError(f"the proxy that the environment names cannot be used: {error}; {_NO_PROXY}") from error

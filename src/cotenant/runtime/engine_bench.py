@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cotenant.bench.summary import percentile
 from cotenant.config import ServerConfig
 from cotenant.core.errors import InvalidInputError
 from cotenant.core.job import LINEAR_MODULES
@@ -208,15 +209,5 @@ class EngineBench:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Percentiles and the largest of one or more values."""
-    ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
-
-    return {
-        "p50": round(statistics.median(ordered), 4),
-        "p10": at(0.1),
-        "p90": at(0.9),
-        "p99": at(0.99),
-        "max": at(1.0),
-    }
+    shares = {"p50": 50, "p10": 10, "p90": 90, "p99": 99, "max": 100}
+    return {name: round(percentile(values, share), 4) for name, share in shares.items()}
