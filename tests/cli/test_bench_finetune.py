@@ -50,9 +50,9 @@ def test_figures_agree_with_each_other(tmp_path: Path) -> None:
         assert 0 < times["p10"] <= times["p50"] <= times["p90"] <= times["p99"] <= times["max"]
 
     # The slowest of three steps and the fastest enclose what the whole took.
-    fastest, slowest = report["tokens_per_s"]["max"], report["tokens_per_s"]["p10"]
+    fastest, slowest = report["tokens_per_s"]["max"], 192e3 / report["step_ms"]["max"]
     assert slowest * 0.99 <= report["tokens_per_s"]["mean"] <= fastest * 1.01
-    assert slowest == pytest.approx(192e3 / report["step_ms"]["max"], rel=0.01)
+    assert slowest * 0.99 <= report["tokens_per_s"]["p10"] <= report["tokens_per_s"]["p50"] <= fastest
     matmul_flop_s = report["ceilings"]["matmul_tflop_s"] * 1e12
     used_flop_s = report["tokens_per_s"]["mean"] * report["flop_per_token"]
     assert report["share_of_matmul_rate"] == pytest.approx(used_flop_s / matmul_flop_s, abs=1e-4)

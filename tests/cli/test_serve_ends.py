@@ -23,6 +23,14 @@ from undisturbed import until_undisturbed
 
 def test_a_hangup_lets_running_streams_end(tmp_path: Path) -> None:
     """As SIGTERM does. The shell and the kernel send it both, and the kernel to all processes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, as under nohup, it would be by the server as well
+    try:
+        _hang_up(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _hang_up(tmp_path: Path) -> None:
     with running_server(tmp_path / "data", *FLAGS) as server:
         stream = Stream(server, max_tokens=900)
         stream.wait_first()

@@ -189,7 +189,7 @@ def test_a_last_step_that_diverges_is_not_exported(
 
 def test_leftovers_of_a_crash_are_removed(decoder: Decoder, tmp_path: Path) -> None:
     spec = support.make_spec(tmp_path)
-    leftover = tmp_path / "checkpoints" / ".tmp-abc"
+    leftover = tmp_path / "checkpoints" / ".tmp-abc_efg1"
     leftover.mkdir(parents=True)
     (leftover / "file").write_text("half")
     support.make_job(decoder, spec).close()
