@@ -15,7 +15,9 @@ from pathlib import Path
 TEMPORARY_PREFIX = ".tmp-"
 _REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"  # of a folder that holds what was at its name's place
 # As tempfile names what it makes, and ``remove_folder`` what goes.
-_IS_TEMPORARY = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}((replaced-)?[a-z0-9_]{{8}}|[0-9a-f]{{16}})").fullmatch
+_FILE, _DISCARDED = r"\.tmp-[a-z0-9_]{8}", r"\.tmp-[0-9a-f]{16}"
+_IS_TEMPORARY_FILE, _IS_DISCARDED = re.compile(_FILE).fullmatch, re.compile(_DISCARDED).fullmatch
+_IS_TEMPORARY = re.compile(rf"{_FILE}|{_DISCARDED}|\.tmp-replaced-[a-z0-9_]{{8}}").fullmatch
 # What is left of a disk belongs to the database: it has to say of whatever else did not fit that it did not.
 RESERVED_BYTES = 2 * 1024 * 1024
 
@@ -109,17 +111,26 @@ def write_atomically(target: Path, write: Callable[[Path], None], *, make_folder
         raise
 
 
-def remove_leftovers(folder: Path, *, is_ours: bool = True) -> None:
-    """Delete what a crash left half-written anywhere below ``folder``, and put back what was about to be replaced; not
-    ``is_ours``: in it alone, for there may be files of others in it. What was not named here stays in any case."""
-    names = folder.rglob if is_ours else folder.glob
-    for path in [each for each in names(f"{_REPLACED_PREFIX}*") if _IS_TEMPORARY(each.name) and each.is_dir()]:
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a crash left half-written anywhere below ``folder``, which is ours, and put back what was about to be
+    replaced. What was not named here stays."""
+    for path in [each for each in folder.rglob(f"{_REPLACED_PREFIX}*") if _IS_TEMPORARY(each.name) and each.is_dir()]:
         for old in path.iterdir():
             if not (path.parent / old.name).exists():
                 os.replace(old, path.parent / old.name)
                 fsync_path(path.parent)
-    for path in [each for each in names(f"{TEMPORARY_PREFIX}*") if _IS_TEMPORARY(each.name)]:
+    for path in [each for each in folder.rglob(f"{TEMPORARY_PREFIX}*") if _IS_TEMPORARY(each.name)]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_leftovers_in(folder: Path) -> None:
+    """The same in ``folder`` alone, where others may have files and folders: files that were to be renamed, and folders
+    that ``remove_folder`` had begun to remove."""
+    for path in list(folder.glob(f"{TEMPORARY_PREFIX}*")):
+        if _IS_TEMPORARY_FILE(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
+        elif _IS_DISCARDED(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)

@@ -69,6 +69,10 @@ def test_files_of_others_in_the_data_folder_are_left_alone(tmp_path: Path) -> No
         "files/.tmp-old/x",
         "jobs/mine/.tmp-abcdefgh/x",
         "jobs/.tmp-replaced-by-me/x",
+        ".tmp-download/x",
+        "files/.tmp-download/x",
+        "jobs/.tmp-download/x",
+        ".tmp-replaced-download/x",
     )
     ours = (
         ".tmp-abc_efg1",

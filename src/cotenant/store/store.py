@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cotenant.durable import leave_room, remove_leftovers
+from cotenant.durable import leave_room, remove_leftovers, remove_leftovers_in
 from cotenant.store.adapters import AdapterCatalog
 from cotenant.store.ballast import Ballast
 from cotenant.store.database import Database
@@ -93,8 +93,8 @@ def open_store(folder: Path) -> Store:
 def _remove_leftovers(folder: Path) -> None:
     """What a crash left half-written: the data folder, and those in it, may have been there before, with files of
     others. Jobs' folders are ours."""
-    for ours in (folder, folder / FILES_FOLDER, folder / JOBS_FOLDER):
-        remove_leftovers(ours, is_ours=False)
+    for shared in (folder, folder / FILES_FOLDER, folder / JOBS_FOLDER):
+        remove_leftovers_in(shared)
     for job in (folder / JOBS_FOLDER).iterdir():
         if is_id(job.name, JOB_ID_PREFIX):
             remove_leftovers(job)
