@@ -11,9 +11,8 @@ from cotenant.bench.colocate_text import load_name
 from cotenant.bench.comparison import REFERENCE, SUBJECT, is_at
 from renderers.errors import spot
 from renderers.text import Result, pair, table
-from renderers.whole_grid import ATTAINMENT, whole_grid
+from renderers.whole_grid import ATTAINMENT, NEWEST, whole_grid
 
-_NEWEST = "colocate_newest_h200.json"
 _ABOVE = (
     "A LoRA job (rank 16, sequences of 2,048) beside Azure's conversation and code traces of 2023 on one H200, "
     "the shapes of Llama-3.1-8B in bf16, under `adaptive`, which is the default. Targets are TTFT 500 ms and the "
@@ -44,7 +43,7 @@ _HEADER = (
 
 def in_short(results: Path) -> list[str]:
     """The section of this name, if the grid that it tells of is among the ``results``."""
-    whole, newest = whole_grid(results), results / _NEWEST
+    whole, newest = whole_grid(results), results / NEWEST
     if whole is None or not newest.exists():
         return []
     return ["## In short", _ABOVE, _places(whole, json.loads(newest.read_text(encoding="utf-8"))), _BELOW]

@@ -15,7 +15,7 @@ from renderers.errors import place_text, prediction_rows, spot
 from renderers.planning import planning_rows
 from renderers.target import HEADER, Measured, Target, link
 from renderers.text import Result, beside, table
-from renderers.whole_grid import ATTAINMENT, WHERE, whole_grid
+from renderers.whole_grid import ATTAINMENT, NEWEST, WHERE, whole_grid
 
 _GRID, _STEADY = "colocate_grid_h200.json", "colocate_steady_h200.json"
 _PREDICTED = "colocate_predicted_h200.json"  # the grid under one policy, by a newer version
@@ -23,7 +23,6 @@ _AGAIN = "colocate_again_h200.json"  # most of the grid, without serving alone, 
 _OWN_RATE = "colocate_own_rate_h200.json"  # of the conversation, by a version later than all of these and ``FILES``
 _HALVES = "colocate_two_gpus_h200.json"  # half the traces' rates under one policy, later still
 _TWICE = "colocate_code_twice_h200.json"  # where ``_AGAIN`` is late, by a later version, with serving alone
-_NEWEST = "colocate_newest_h200.json"  # the newest: all those places beside `chunked`
 _BETWEEN = "colocate_between_h200.json"  # later still: all those places, beside policies that train between requests
 _IN_GRID = link("in the grid", "the-grid-of-targets-rates-and-traces")
 _UNDER_ONE = link("over the grid", "errors-of-prediction-over-the-grid")
@@ -96,7 +95,7 @@ _TESTED = (
 
 def section(results: Path) -> list[str]:
     """Nothing where the results that it tells of are not among these."""
-    names = (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, _TWICE, _NEWEST)
+    names = (_GRID, _STEADY, _PREDICTED, _AGAIN, _BETWEEN, _OWN_RATE, _HALVES, _TWICE, NEWEST)
     paths = [results / name for name in names]
     whole = whole_grid(results)
     if whole is None or not all(path.exists() for path in paths):

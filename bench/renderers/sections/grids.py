@@ -341,14 +341,12 @@ GRIDS = (
         "On a GPU: iterations replayed, by the version that ran and a later one",
         "[That trace](#on-a-gpu-the-conversation-traced-again), replayed by the version that ran and by one that has "
         "three things from it. Batches with prompts are expected to differ, for a part, from what else is known of "
-        "them as the one right before has: of two in a row errors correlate by 0.49, as clocks change between one run "
-        "of prompts and the next. Steps right behind tasklets come out the shorter the longer their contexts are, for "
-        "they do more beside the last of them: by one figure for all of them steps alone, of which there are few, "
-        "were expected to take 2 to 10% too little. And of tasklets in a row the first takes longest: their mean "
-        "weighs as much as all of them, or what many take would be expected to be 1% more. Errors of what is alone "
-        "are 2.8 to 3.2% on average then, which were 2.9 to 3.9, and of what is with training 2.5 to 2.8, which were "
-        "2.9 to 3.3. The board's clock itself, as NVML tells it, does not help: it is a new one some ten times a "
-        "second, and most runs of prompts are shorter.",
+        "them as the one right before has, as if clocks changed between one run of prompts and the next. Steps right "
+        "behind tasklets come out the shorter the longer their contexts are, for they do more beside the last of them: "
+        "with one figure for all of them, steps alone, of which there are few, were expected to take too little. And "
+        "of tasklets in a row the first takes longest: their mean weighs as much as all of them, or what many take "
+        "would be expected to be more. Errors of what is alone are 2.8 to 3.2% on average then, which were 2.9 to 3.9, "
+        "and of what is with training 2.5 to 2.8, which were 2.9 to 3.3.",
         "python bench/replay.py conv.json",
     ),
     Section(

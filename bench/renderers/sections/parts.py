@@ -182,9 +182,8 @@ PARTS = (
     Section(
         "planner_heap_h200.txt",
         "On a GPU's host: what planning costs, places in the heap of turns",
-        "A plan with 64 waiting prompts takes 1.4 us of 64 less on one machine, but this host is slower than the one "
-        "before, and less steady: rows of which nothing was changed take 1.1 to 1.5 times as long, and its rounds "
-        "differ by 1.6 times.",
+        "This host is slower than the one before, and less steady: rows of which nothing was changed take 1.1 to 1.5 "
+        "times as long, and its rounds differ by 1.6 times.",
         "python bench/planner_cost.py",
     ),
     Section("adapter_h200.json", "On a GPU: a job's adapter in PEFT and in vLLM"),

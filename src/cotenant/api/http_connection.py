@@ -189,7 +189,8 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
 
     def is_read(self, now_s: float) -> bool:
-        """Whether the client has read some of its answer lately, if much of that waits to be sent."""
+        """Whether the client has read some of its answer lately, if much of that waits to be sent. It goes by what was
+        left when it was asked the last time."""
         num_unsent = _unsent_bytes(self.transport) if self.flow.write_paused else 0
         if not num_unsent or num_unsent != self._num_unsent:
             self._moved_s, self._num_unsent = now_s, num_unsent

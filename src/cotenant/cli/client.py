@@ -55,7 +55,7 @@ class ApiClient:
                 verify=httpx.create_ssl_context(),  # by SSL_CERT_FILE, too
             )
         except (ValueError, httpx.InvalidURL) as error:
-            if "proxy" in str(error):
+            if "for proxy URL" in str(error):  # httpx has no error of its own for it
                 raise CotenantError(f"the environment names a proxy that is none: {error}; {_NO_PROXY}") from error
             raise CotenantError(f"--url: {self.url} is not a URL like http://127.0.0.1:8000: {error}") from error
         except ImportError as error:  # of what a SOCKS proxy needs

@@ -117,10 +117,8 @@ class LoraStacks:
                 pair = adapter.weights.get((layer, module))
                 if pair is not None:
                     a[index * rank : index * rank + len(pair.a)].copy_(pair.a.detach())
-                    scaled = pair.b.detach().float() * adapter.scale_of(
-                        layer, module
-                    )  # rounded once, to the stacks' dtype
-                    b_rows[:, : len(pair.a)].copy_(scaled)
+                    scaled = pair.b.detach().float() * adapter.scale_of(layer, module)
+                    b_rows[:, : len(pair.a)].copy_(scaled)  # rounded once, to the stacks' dtype
         parts = pinned(data) if self.storage.device.type == "cuda" else (data,)
         return HostAdapter(adapter.name, rank, frozenset(adapter.weights), parts)
 
